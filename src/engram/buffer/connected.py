@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.persist.roles import Roles
-    from engram.remote.storage import Drawn
+    from engram.remote.served import Drawn
 
 
 class RequestsUnderWay:

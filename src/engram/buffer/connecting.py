@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.fleet.members import Missing
+    from engram.remote.served import ServedStorage
     from engram.remote.streaming import Full
 
     Path = str | os.PathLike[str] | None
@@ -24,6 +26,8 @@ def connect_buffer(
     tls_root: Path,
     patience: float,
     full: Full | None,
+    missing: Missing,
+    stratum: int | None,
     arguments: Mapping[str, object],
 ) -> ReplayBuffer:
     """The buffer that a served store notes, over a connection.
@@ -34,6 +38,7 @@ def connect_buffer(
         token, tls_root: paths, or None.
         patience: seconds.
         full: what a write does that has no credits; None: writes wait.
+        missing, stratum: of several stores, as for ``ReplayBuffer.connect``.
         arguments: of the constructor.
 
     Raises: as ``ReplayBuffer.connect``.
@@ -47,18 +52,19 @@ def connect_buffer(
     if full not in (None, "block", "raise", "drop"):
         raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {full!r:.40}.")
     try:
+        from engram.fleet.finding import storage_at
         from engram.remote.addresses import addresses_of
         from engram.remote.components import RemoteSampler, RemoteWriter
-        from engram.remote.connection import Access, Connection
-        from engram.remote.storage import RemoteStorage
+        from engram.remote.connection import Access
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'connect: needs {error.name}: pip install "engram-replay[serve]".', name=error.name
         ) from error
     paths = [None if path is None else os.fspath(path) for path in (token, tls_root)]
-    connection = Connection(Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience), full))
+    access = Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience), full)
+    storage: ServedStorage = storage_at(access, missing, stratum)
     try:
-        served, noted = connection.served, connection.served.recipe
+        served, noted = storage.served, storage.served.recipe
         kind = kind_of(noted, "connect")
         sampler = RemoteSampler(served)
         if asked._prioritized and not sampler.traits.prioritized:  # noqa: SLF001 - of the facade
@@ -68,7 +74,7 @@ def connect_buffer(
             )
         settings = {**noted_settings(noted), **{name: value for name, value in arguments.items() if value is not None}}
         rb: ReplayBuffer = kind(
-            storage=RemoteStorage(connection),
+            storage=storage,
             sampler=sampler,
             writer=RemoteWriter(served),
             **settings,
@@ -76,5 +82,5 @@ def connect_buffer(
         )
         return rb
     except BaseException:
-        connection.close()
+        storage.close()
         raise

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
     from engram.env.recording import Names
+    from engram.fleet.members import Missing
     from engram.limits import Limit
     from engram.persist.roles import Roles
     from engram.remote.streaming import Full
@@ -1073,6 +1074,8 @@ class ReplayBuffer(Generic[Batch]):
         tls_root: str | os.PathLike[str] | None = None,
         patience: float = 60.0,
         full: Full | None = None,
+        missing: Missing = "skip",
+        stratum: int | None = None,
         **arguments: Unpack[ReadingArguments],
     ) -> ReplayBuffer:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
@@ -1082,8 +1085,8 @@ class ReplayBuffer(Generic[Batch]):
         ``RuntimeError`` and says what to do instead: see docs/serving.md.
 
         Args:
-            address: ``"unix:/PATH"``, ``"HOST:PORT"`` or ``"grpc+tls://HOST:PORT"``, or several, in a list or with commas: servers of
-                one store, of which one is used until it is gone.
+            address: ``"unix:/PATH"``, ``"HOST:PORT"`` or ``"grpc+tls://HOST:PORT"``, or several, in a list or with commas. Servers of
+                one store, which they say themselves, stand in for each other. Several stores are one buffer: see docs/cluster.md.
             token: the path of the file with the server's token, of mode 0600. A pickle takes the path along, and no secret.
             tls_root: the path of the certificate that signs the server's, PEM. Default: the system's.
             patience: seconds for which servers that are gone are looked for, again and again.
@@ -1091,6 +1094,10 @@ class ReplayBuffer(Generic[Batch]):
                 4 writes and 4 MiB are under way; without these credits it waits (``"block"``), raises ``RateLimited`` (``"raise"``),
                 or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()`` wait for what is
                 under way; what a write raised, the next one does.
+            missing: of several stores, one whose servers are gone is left out after 10 seconds, with a warning, until it is back
+                (``"skip"``); or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
+            stratum: of several stores, the number of the one that draws all batches, for a learner of its own; they have
+                ``"loss_factor"``, ``[B]``, to multiply the loss by. Default: batches have rows of all.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
                 constructor. With ``prefetch`` so many requests are under way, each of up to 8 small batches.
 
@@ -1100,12 +1107,13 @@ class ReplayBuffer(Generic[Batch]):
 
         Raises:
             ConnectionError: no server answers. PermissionError: no token or another one, or a token file that others may read.
-            IncompatibleStore: the server speaks another protocol. ValueError: no address; servers of several stores.
+            IncompatibleStore: the server speaks another protocol. ValueError: no address; several stores of different kinds, or whose
+                sampler, writer or limits are those of one store; no such ``stratum``.
             TypeError: an argument that a connection does not take. ModuleNotFoundError: ``engram-replay[serve]`` is not installed.
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.
         """
-        return connect_buffer(cls, address, token, tls_root, patience, full, arguments)
+        return connect_buffer(cls, address, token, tls_root, patience, full, missing, stratum, arguments)
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

@@ -29,13 +29,19 @@ T = TypeVar("T")
 Stream = Literal["learn", "write"]
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="sample"):
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="sample"):
     """Draw a batch for each key: one message with all their rows comes back."""
 
     rows: int
     """Of each batch."""
     keys: list[int]
     """64 bits for each batch, from which its draw follows."""
+    parts: list[int] = []
+    """So many rows of each batch, which other stores draw the rest of: then its masses come back."""
+    epoch: int = 0
+    """Of parts without replacement: those of this epoch alone. 0: of the one that goes on."""
+    ended: int = 0
+    """And where none goes on, the next one begins if this was the last; 0: none was."""
 
 
 class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="prioritize"):
@@ -110,6 +116,23 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
 }
 
 
+class Mass(msgspec.Struct, frozen=True, array_like=True):
+    """What was true of a store when a part of a batch was drawn from it."""
+
+    total: float
+    """What draws over several stores choose it by: live rows, the sum of its priorities, trajectories, the rest of an epoch."""
+    least: float
+    """The smallest priority above zero, raised to alpha, which its weights are over."""
+    live: int
+    """Live rows."""
+    beta: float
+    """Exponent of the weights."""
+    epoch: int
+    """Key of the newest epoch; 0: there was none."""
+    goes_on: bool
+    """Whether something is left of it."""
+
+
 class Served(msgspec.Struct, frozen=True):
     """What a server says of its store."""
 
@@ -128,6 +151,10 @@ class Served(msgspec.Struct, frozen=True):
     traits_of_writer: list[str]
     computed_keys: list[tuple[list[str], bool]]
     requested_size: int
+    together: tuple[int, int]
+    """Rows that are drawn together, steps of a window or 1, and how many of a batch size they are."""
+    alone: str
+    """Why batches cannot have rows of other stores, too; empty: they can."""
 
 
 class State(msgspec.Struct, frozen=True):
@@ -139,15 +166,21 @@ class State(msgspec.Struct, frozen=True):
     limit: tuple[float, float, int, int]
     """As :class:`Rules`."""
     limit_counts: dict[str, float]
+    mass: Mass | None
+    """None: batches cannot have rows of other stores, or there is nothing to draw."""
+    writers: int
+    """Clients that write through this server."""
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a message of batches says beside its rows."""
 
     sizes: list[list[int]]
     """The shape of each batch's rows."""
     last: bool
     """An epoch ended with the last of them."""
+    masses: list[Mass] = []
+    """Of each batch, if they are parts."""
 
 
 def decoded(kind: type[T], raw: bytes, call: str) -> T:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engram._checks import as_numbers
 from engram._unsupported import refused, refusing
-from engram.errors import PriorityError, RowError
-from engram.remote.storage import OfServer, RemoteStorage
+from engram.errors import PriorityError
+from engram.remote.served import OfServer, ServedStorage
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import rows_of
 from engram.types import Traits
@@ -49,14 +49,14 @@ class RemoteSampler(OfServer, DeclaredSampler):
         )
         self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
         self._text = served.sampler
-        self._storage: RemoteStorage | None = None
+        self._storage: ServedStorage | None = None
 
     def bind(self, storage: SampledStorage) -> None:
-        if not isinstance(storage, RemoteStorage):
+        if not isinstance(storage, ServedStorage):
             raise refused("set_storage", "Make a buffer of its own for the storage.")
         self._storage = storage
 
-    def _bound(self) -> RemoteStorage:
+    def _bound(self) -> ServedStorage:
         if self._storage is None:
             raise RuntimeError("sampler: expected a buffer that it draws for, got none. Use ReplayBuffer.connect.")
         return self._storage
@@ -66,7 +66,7 @@ class RemoteSampler(OfServer, DeclaredSampler):
     ) -> NativeBatch:
         """A batch of the server."""
         del numbered, shown  # all comes along
-        assert isinstance(storage, RemoteStorage)  # it was bound to one
+        assert isinstance(storage, ServedStorage)  # it was bound to one
         batch = storage.draw(key.value, n)
         if batch.last:
             self.ran_out = True
@@ -93,9 +93,7 @@ class RemoteSampler(OfServer, DeclaredSampler):
             super().update_priority(index, priority, generation=generation)
             return
         storage, rows = self._bound(), rows_of(index, "update_priority")
-        outside = rows[(rows < -1) | (rows >= storage.max_size)]
-        if len(outside):
-            raise RowError(f"update_priority: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
+        storage.check_rows(rows)
         tickets = None if generation is None else rows_of(generation, "update_priority: generation")
         if tickets is not None and len(tickets) != len(rows):
             raise RuntimeError(f"update_priority: generation: expected one per row, {len(rows)}, got {len(tickets)}.")
@@ -142,7 +140,7 @@ class RemoteWriter(OfServer, NativeWriter):
         self._text = served.writer
 
     def register_storage(self, storage: object) -> None:
-        if not isinstance(storage, RemoteStorage):
+        if not isinstance(storage, ServedStorage):
             raise refused("set_storage", "Make a buffer of its own for the storage.")
         super().register_storage(storage)
 

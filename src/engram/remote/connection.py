@@ -84,10 +84,10 @@ class Connection:
         #: What the first server said. Others must say the same.
         self.served = self._open()
 
-    def _open(self, known: Served | None = None) -> Served:
+    def _open(self, known: Served | None = None, patience_s: float | None = None) -> Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
         token = token_in(self.access.token, "connect")
-        deadline = time.monotonic() + self.access.patience_s
+        deadline = time.monotonic() + (self.access.patience_s if patience_s is None else patience_s)
         pause = _FIRST_PAUSE_S
         while True:
             why: Exception | None = None
@@ -134,10 +134,7 @@ class Connection:
             raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
             served = msgspec.json.decode(raw, type=Served)
             if known is not None and served.store != known.store:
-                raise ValueError(
-                    f"connect: {address} serves another store than the servers before. A buffer of several stores is not supported "
-                    "yet: connect to each."
-                )
+                raise ValueError(f"connect: {address} serves another store than the servers before. Connect again.")
         except BaseException:
             client.close()
             raise
@@ -154,6 +151,13 @@ class Connection:
             if self._client is broken or self._client is None:
                 self._next += 1
                 self._open(self.served)
+
+    def look(self) -> None:
+        """Connect if a server answers at once. Raises ``ConnectionError``: none does."""
+        self._open(self.served, 0.0)
+        with self._lock:
+            if self._closed and self._client is not None:
+                self._client.close()
 
     def check(self) -> None:
         """Raise ``RuntimeError`` in a forked child, and where it was closed."""

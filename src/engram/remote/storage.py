@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from engram._native import NotAdmitted
-from engram._unsupported import refused, refusing
-from engram.errors import RateLimited
+from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import wire
 from engram.remote.commands import (
-    COALESCED_BYTES,
-    MAX_BATCHES,
     MAX_MESSAGE,
     Append,
     CanSample,
@@ -33,25 +30,21 @@ from engram.remote.commands import (
 )
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
+from engram.remote.served import Drawn, Limits, ServedStorage
 from engram.remote.streaming import WritesUnderWay
-from engram.storages import Storage, check_count, leading_size
-from engram.storages._columns import rows_of_batch, rows_of_slot
-from engram.storages._structure import Structure, stacked
+from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
-from engram.types import Traits, Write
+from engram.types import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pyarrow import RecordBatch
 
-    from engram.format.schema import Schema
-    from engram.limits import Rules
     from engram.persist.roles import Roles
+    from engram.remote.commands import Served
     from engram.remote.connection import Answer, Connection
-    from engram.storages import Count
-    from engram.store import Store
     from engram.types import Info, WritePlan
 
 #: Columns of new priorities.
@@ -66,11 +59,7 @@ _UNREAD = 32 << 10
 _ASK_AGAIN_S = 0.02
 
 
-class OfServer:
-    """A component that asks a server."""
-
-
-class ServedLimits:
+class ServedLimits(Limits):
     """Limits of a store that its server follows. It refuses at once what it does not admit, so clients ask again."""
 
     #: It may be: only the server knows.
@@ -122,34 +111,8 @@ class ServedLimits:
         """What waits here asks again by itself."""
 
 
-class Memory(NamedTuple):
-    """What readers of a store look at, of one that is elsewhere."""
-
-    schema: Schema
-    place: str
-    core: ServedLimits
-    directory: None = None
-    is_native: bool = True
-    closed: bool = False
-
-
-class Drawn(NamedTuple):
-    """A batch that a server drew."""
-
-    columns: list[Tensor]
-    rows: Tensor
-    info: Info
-    last: bool
-    """An epoch ended with it."""
-
-
-_BY_NUMBER = "Sample them, or use ReplayBuffer.open(directory) where the store is."
-
-
-class RemoteStorage(Storage):
-    """A store that a server has open. Whatever needs its rows here refuses, and says what to do instead."""
-
-    traits = Traits(has_fields=True, is_remote=True)
+class RemoteStorage(ServedStorage):
+    """A store that a server has open."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -158,14 +121,12 @@ class RemoteStorage(Storage):
     def _connect(self, connection: Connection) -> None:
         served = connection.served
         self.connection = connection
-        self._schema = schema = decode(served.schema.encode(), "connect")
-        self.structure = Structure.from_schema(schema)
-        self._limits = ServedLimits(connection)
-        place = f"at {', '.join(map(str, connection.access.addresses))}"
-        self.memory = cast("Store", Memory(schema, place, self._limits))  # as far as readers look at it
-        self.ndim = 1 + len(schema.columns)
+        schema, self._limits = decode(served.schema.encode(), "connect"), ServedLimits(connection)
+        self.describe(schema, f"at {', '.join(map(str, connection.access.addresses))}", self._limits)
         self._written = wire.arrow_schema(wire.written_columns(schema))
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
+        #: Of parts that are drawn beside those that are under way.
+        self._redrawing = Exchange(connection, "learn")
         #: Until the server says otherwise, a message of rows may be sent again.
         self._once = True
         #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
@@ -178,9 +139,9 @@ class RemoteStorage(Storage):
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
-    initialized = True
-    device = torch.device("cpu")
-    shared = True
+    @property
+    def served(self) -> Served:
+        return self.connection.served
 
     @property
     def max_size(self) -> int:
@@ -190,31 +151,12 @@ class RemoteStorage(Storage):
     def requested_size(self) -> int:
         return self.connection.served.requested_size
 
-    @property
-    def lanes(self) -> int:
-        return self._schema.lanes
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        return self._schema.columns
-
-    @property
-    def nbytes(self) -> int:
-        return self._schema.row_bytes * self._schema.capacity
-
-    def _state(self) -> State:
+    def state(self) -> State:
         self._arrive()
         return self._limits.state()
 
-    def __len__(self) -> int:
-        return self._state().size
-
-    @property
-    def write_count(self) -> int:
-        return self._state().write_count
-
     def counters(self) -> dict[str, float]:
-        counters = self._state().counters
+        counters = super().counters()
         if self._under_way is not None:
             counters |= {"rows_dropped": self._under_way.dropped, "rows_under_way": self._under_way.rows}
         return counters
@@ -224,38 +166,31 @@ class RemoteStorage(Storage):
         if self._under_way is not None:
             self._under_way.settle()
 
-    def admit(self, component: object, call: str) -> None:
-        """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
-        if not isinstance(component, OfServer):
-            raise refused(
-                call, "The store is drawn from and written to as its server does: change it where the store is."
-            )
-
-    def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - it is refused
-        raise refused("limit", "Call it where the store is.")
-
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def batches_in_message(self, rows: int) -> int:
-        """How many batches of so many rows one message asks for."""
-        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.row_bytes)))
-
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        """Ask for a batch of each key, in one message, and do not wait for it.
-
-        Raises ``ValueError``: a batch is larger than a message may be.
-        """
         if rows * self._schema.row_bytes > MAX_MESSAGE:
             raise ValueError(
                 f"sample: batch_size: expected batches of at most {MAX_MESSAGE} bytes over a connection, got {rows} rows of "
                 f"{self._schema.row_bytes} bytes."
             )
-        command = Sample(rows, [key & (1 << 64) - 1 for key in keys])
+        self.ask(Sample(rows, [key & (1 << 64) - 1 for key in keys]))
+
+    def ask(self, command: Sample) -> None:
+        """Send a command, and do not wait for its answer."""
         with self._learning.lock:
             self._learning.send(Message(msgspec.json.encode(command)))
 
+    def redraw(self, command: Sample) -> list[Drawn]:
+        """What a command draws, whatever is under way. Raises as :meth:`answer`."""
+        with self._redrawing.lock:
+            try:
+                self._redrawing.send(Message(msgspec.json.encode(command)))
+                return self._batches(self._redrawing.receive())
+            finally:
+                self._redrawing.forget()  # of one that was interrupted
+
     def answer(self, rows: int) -> list[Drawn]:
-        """The batches, of so many rows, of the message that was asked for first. Raises what drawing the first raised."""
         with self._learning.lock:
             try:
                 return self._batches(self._learning.receive())
@@ -263,18 +198,15 @@ class RemoteStorage(Storage):
                 raise NotAdmitted(rows) from None
 
     def settle(self) -> None:
-        """Wait until all that was asked for is drawn."""
         with self._learning.lock:
             self._learning.settle()
 
     def forget_asked(self) -> None:
-        """Drop what was asked for."""
         with self._learning.lock:
             self._learning.settle()
             self._learning.forget()
 
     def draw(self, key: int, rows: int) -> Drawn:
-        """A batch, in one request. Nothing else may be under way."""
         with self._learning.lock:
             try:
                 self.ask_for([key], rows)
@@ -291,12 +223,18 @@ class RemoteStorage(Storage):
             tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
-            last = said.last and len(batches) == len(counts) - 1
-            batches.append(Drawn(tensors[:fields], tensors[fields], info, last))
+            number = len(batches)
+            last = said.last and number == len(counts) - 1
+            mass = said.masses[number] if said.masses else None
+            batches.append(Drawn(tensors[:fields], tensors[fields], info, last, mass))
         return batches
 
+    def check_rows(self, rows: Tensor) -> None:
+        outside = rows[(rows < -1) | (rows >= self.max_size)]
+        if len(outside):
+            raise RowError(f"update_priority: expected rows in [-1, {self.max_size}), got {int(outside[0])}.")
+
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        """Send new priorities. Of what was asked for before, none is drawn by them; all that is asked for later is."""
         numbers = torch.full_like(rows, -1) if tickets is None else tickets
         batch = wire.record_batch(_PRIORITIES, [rows, priorities, numbers], len(rows))
         with self._learning.lock:
@@ -307,24 +245,9 @@ class RemoteStorage(Storage):
             self._learning.send(Message(msgspec.json.encode(Prioritize()), batch, again=False), answered=False)
 
     def can_sample(self, rows: int) -> bool:
-        """Whether a batch of so many rows could be drawn now."""
         return bool(self.connection.ask("can_sample", CanSample(rows), bool))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
-
-    def prepare(
-        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[list[Tensor], int]:
-        if batched and isinstance(data, list):
-            data = stacked(data, call, self.structure.dtypes)
-        if self.ndim > 1:
-            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
-            batched = True
-            if columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
-        n = leading_size(data, call) if batched else 1
-        check_count(call, count, n)
-        return self.structure.flatten(data, n if batched else None, call, ignored), n
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         if n * self._schema.row_bytes > MAX_MESSAGE:
@@ -383,12 +306,6 @@ class RemoteStorage(Storage):
         """Begin again as a writer that the server does not know."""
         self._writer, self._numbers = uuid4(), []
 
-    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
-        """There is no short path."""
-
-    def append_of(self, data: object, lane: object) -> None:
-        """There is no short path."""
-
     def empty(self, *, keep_write_count: bool) -> None:
         self._arrive()
         self.connection.ask("empty", Empty(keep_write_count), dict)
@@ -402,29 +319,9 @@ class RemoteStorage(Storage):
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> object:
-        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device)
-
     def fetch_dump(self, folder: Path) -> None:
-        """Write the files of a dump that the server makes into a new folder."""
         self._arrive()
         self.connection.fetch_dump(folder)
-
-    # ---- what needs the rows here ----------------------------------------------------------------------------------------
-
-    extent = refusing("extent", _BY_NUMBER)
-    tickets_of = refusing("rb[index]", _BY_NUMBER)
-    hold_nothing = refusing("rb[index]", _BY_NUMBER)
-    field = refusing("rb[key]", _BY_NUMBER)
-    settled = refusing("sampler", _BY_NUMBER)
-    locate = resolve = read = patch = pack = get = refusing("rb[index]", _BY_NUMBER)
-    edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
-    next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
-    state_dict = state_without_rows = prepare_load = refusing(
-        "state_dict", "Save with dumps(path), which streams them."
-    )
-
-    priorities = refusing("priorities", "Rows are drawn by them where the store is.")
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -436,7 +333,7 @@ class RemoteStorage(Storage):
         self._connect(cast("Connection", state["connection"]))
 
     def close(self) -> None:
-        exchanges, connection = (self._learning, self._writing), self.connection
+        exchanges, connection = (self._learning, self._redrawing, self._writing), self.connection
         if self._under_way is not None:
             self._under_way.close(wait=not self.connection.is_searching)
         super().close()

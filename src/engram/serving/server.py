@@ -229,6 +229,13 @@ class _Learning(_Stream):
 
 
 class _Writing(_Stream):
+    def run(self) -> None:
+        self.service.count_writer(1)
+        try:
+            super().run()
+        finally:
+            self.service.count_writer(-1)
+
     def answer(self, chunk: flight.FlightStreamChunk) -> None:
         said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
         command = decoded(Append, said, "write")

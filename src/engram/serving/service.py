@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +32,7 @@ from engram.remote.commands import (
     Empty,
     EndTrajectory,
     Health,
+    Mass,
     NotOnce,
     Sample,
     Sampled,
@@ -37,7 +40,7 @@ from engram.remote.commands import (
     State,
     Stats,
 )
-from engram.store import Key, OutOfOrder, Requests
+from engram.store import DrawingPart, Key, OutOfOrder, Requests
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
@@ -90,6 +93,11 @@ class Service:
         self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
         self._requests = Requests(store)
+        #: Clients that write.
+        self.writers = 0
+        #: Held while a part of an epoch is drawn: it begins none that was not asked for.
+        self._epoch = threading.Lock()
+        self._counting = threading.Lock()
         self._fields = wire.fields_of(self._schema)
         #: Of batches, by their entries.
         self._columns: dict[tuple[object, ...], list[Column]] = {}
@@ -117,6 +125,7 @@ class Service:
                 f"{command.engram:.40}. Use the same version on both sides."
             )
         wiring, folder = self._wiring, self._folder
+        described = (folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
         recipe = json.loads((folder / layout.FOLDER / layout.BUFFER).read_bytes())
         computed = [
             ([key] if isinstance(key, str) else list(key), flat) for key, flat in wiring.source.computed_keys.items()
@@ -124,7 +133,7 @@ class Service:
         return Served(
             PROTOCOL,
             __version__,
-            str(folder.resolve()),
+            f"{described.st_ino:x}-{described.st_mtime_ns:x}",
             encode(self._schema).decode(),
             recipe,
             repr(self._rb.sampler),
@@ -133,11 +142,45 @@ class Service:
             [name for name, holds in wiring.of_writer._asdict().items() if holds],
             computed,
             wiring.storage.requested_size,
+            wiring.source.rows_together(),
+            self._alone(),
         )
+
+    def _alone(self) -> str:
+        """Why batches cannot have rows of other stores, too."""
+        wiring = self._wiring
+        if wiring.of_writer.rejects:
+            return f"{self._rb.writer!r} keeps the best rows of one store"
+        if wiring.storage.ndim > 1:
+            return f"rows with ndim={wiring.storage.ndim} are numbered within one store"
+        if wiring.source.drop_last:
+            return "drop_last counts the rows of one store"
+        if not wiring.source.rows_together()[0]:
+            return f"{self._rb.sampler!r} draws windows of different lengths"
+        try:
+            return f"{self._rb.sampler!r} draws from one store" if wiring.source.masses(wiring.storage) is None else ""
+        except NoSampleable:
+            return ""
 
     def _stats(self, _: Stats) -> State:
         storage, core = self._wiring.storage, self._store.core
-        return State(len(storage), self._rb.write_count, storage.counters(), core.limit, core.limit_counts())
+        limits = core.limit, core.limit_counts()
+        return State(
+            len(storage), self._rb.write_count, storage.counters(), *limits, mass=self._mass(), writers=self.writers
+        )
+
+    def _mass(self) -> Mass | None:
+        """Of the next draw."""
+        wiring = self._wiring
+        try:
+            masses = wiring.source.masses(wiring.storage)
+        except (NoSampleable, RuntimeError):
+            return None
+        key, left = wiring.source.epoch(wiring.storage)
+        return None if masses is None else Mass(*masses, self._beta(), key, left > 0)
+
+    def _beta(self) -> float:
+        return float(self._wiring.sampler.beta) if self._wiring.of_sampler.prioritized else 0.0
 
     def _health(self, _: Health) -> dict[str, object]:
         return {}
@@ -164,6 +207,11 @@ class Service:
                 if path.is_file():
                     yield from _parts_of(path, str(path.relative_to(made)), schema)
 
+    def count_writer(self, change: int) -> None:
+        """A client begins to write, or has ended."""
+        with self._counting:
+            self.writers += change
+
     # ---- streams -------------------------------------------------------------------------------------------------------
 
     def sample(self, command: Sample) -> Batches:
@@ -172,28 +220,56 @@ class Service:
         Raises ``ValueError``: too many, or too large ones. ``RateLimited``: the limits of the store do not admit the first one now: clients
         wait. What drawing the first one raises.
         """
-        bytes_each = command.rows * self._schema.row_bytes
+        parts = command.parts
+        each = parts or [command.rows] * len(command.keys)
+        bytes_each = max(command.rows, *each, 0) * self._schema.row_bytes
         most = MAX_BATCHES if bytes_each * len(command.keys) <= COALESCED_BYTES else 1
-        if command.rows < 1 or not 1 <= len(command.keys) <= most or bytes_each > MAX_MESSAGE:
+        if (
+            min(each, default=0) < 1
+            or len(each) != len(command.keys)
+            or not 1 <= len(command.keys) <= most
+            or bytes_each > MAX_MESSAGE
+        ):
             raise ValueError(
                 f"sample: expected 1 to {MAX_BATCHES} batches of at most {COALESCED_BYTES} bytes together, or one of at most "
                 f"{MAX_MESSAGE}, got {len(command.keys)} of {bytes_each}."
             )
-        batches, last = [], False
-        for key in command.keys:
+        batches, last, masses = [], False, []
+        for key, rows in zip(command.keys, each, strict=True):
             try:
-                with self._wiring.gate.admitted(self._store, command.rows):
-                    batches.append(self._drawn(key, command.rows))
+                with self._wiring.gate.admitted(self._store, rows):
+                    if parts:
+                        batch, mass = self._part(key, rows, command)
+                        masses.append(mass)
+                    else:
+                        batch = self._drawn(key, rows)
+                    batches.append(batch)
             except (NoSampleable, NotAdmitted):
                 if not batches:
                     raise
                 break
             last = self._ended()
-            if last:
+            if last and not parts:
                 break
         drawn = [batch.tensors for batch in batches]
         tensors = drawn[0] if len(drawn) == 1 else [torch.cat(same) for same in zip(*drawn, strict=True)]
-        return Batches(Sampled([list(batch.shape) for batch in batches], last), self._columns_of(batches[0]), tensors)
+        said = Sampled([list(batch.shape) for batch in batches], last, masses)
+        return Batches(said, self._columns_of(batches[0]), tensors)
+
+    def _part(self, key: int, rows: int, command: Sample) -> tuple[_Drawn, Mass]:
+        """As :meth:`_drawn`, with what was true of the store. Raises ``NoSampleable``: the epoch is over, or no window begins there."""
+        wiring = self._wiring
+        source, storage = wiring.source, wiring.storage
+        with self._epoch if wiring.of_sampler.has_epochs else contextlib.nullcontext():
+            newest, left = source.epoch(storage)
+            if command.epoch not in (0, newest) or not (left or (command.epoch, command.ended) == (0, newest)):
+                raise NoSampleable("sample: the epoch is over.")
+            with DrawingPart() as part:
+                batch = self._drawn(key, rows)
+            newest, left = source.epoch(storage)
+        found = part.masses if part.masses.live else source.masses(storage)
+        assert found is not None  # the server says so when it is asked what it is
+        return batch, Mass(*found, self._beta(), newest, left > 0)
 
     def _ended(self) -> bool:
         source = self._wiring.source

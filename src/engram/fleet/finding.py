@@ -1,0 +1,134 @@
+"""Which addresses are servers of which store."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engram._checks import check_count
+from engram._words import warn
+from engram.fleet.members import SKIP_S
+from engram.fleet.storage import FleetStorage
+from engram.format.schema import decode
+from engram.remote.connection import Connection
+from engram.remote.storage import RemoteStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.fleet.members import Missing
+    from engram.format.schema import Schema
+    from engram.remote.addresses import Address
+    from engram.remote.commands import Served
+    from engram.remote.connection import Access
+    from engram.remote.served import ServedStorage
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+#: Addresses that are asked at a time.
+_AT_A_TIME = 32
+
+
+def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
+    """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
+    if missing not in ("skip", "wait"):
+        raise ValueError(f"connect: missing: expected 'skip' or 'wait', got {missing!r}.")
+    if len(access.addresses) == 1 and stratum is None:
+        return RemoteStorage(Connection(access))
+    served = _asked(access, missing)
+    stores: dict[str, list[Address]] = {}
+    for address, said in served.items():
+        stores.setdefault(said.store, []).append(address)
+    if stratum is not None and check_count("connect: stratum", stratum, "stores", least=0) >= len(stores):
+        raise ValueError(f"connect: stratum: expected the number of one of {len(stores)} stores, got {stratum}.")
+    silent = [address for address in access.addresses if address not in served]
+    if silent:
+        others = "are taken for further servers of the one that does" if len(stores) == 1 else "are left out"
+        warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
+    if len(stores) == 1 and stratum is None:
+        return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
+    _check(list(served.values()))
+    patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
+    storages: list[RemoteStorage] = []
+    try:
+        for addresses in stores.values():
+            one = access._replace(addresses=tuple(addresses), patience_s=patience_s)
+            storages.append(RemoteStorage(Connection(one)))
+        for storage in storages:
+            if any(storage.state().limit):
+                raise ValueError(
+                    f"connect: {storage!r} has limits, which hold for one store. Remove them: rb.limit(None)."
+                )
+    except BaseException:
+        for storage in storages:
+            storage.close()
+        raise
+    return FleetStorage(storages, missing, stratum)
+
+
+def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
+    """What servers say, in the order of their addresses. Silent ones are asked again until the time is over.
+
+    Raises ``ConnectionError``: none answers; or not all do, and they are waited for.
+    """
+    found: dict[Address, Served | ConnectionError] = {}
+    begun, pause = time.monotonic(), _FIRST_PAUSE_S
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(access.addresses)), "engram-connect") as threads:
+        while True:
+            silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
+            found |= zip(silent, threads.map(lambda it: _said(access, it), silent), strict=True)
+            served = {it: said for it in access.addresses if not isinstance(said := found[it], ConnectionError)}
+            errors = [said for said in found.values() if isinstance(said, ConnectionError)]
+            waits_all = missing == "wait" or not served
+            patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
+            if not errors or time.monotonic() + pause > begun + patience_s:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    if errors and waits_all:
+        raise errors[0]
+    return served
+
+
+def _said(access: Access, address: Address) -> Served | ConnectionError:
+    """What the server at an address says, if it answers at once."""
+    try:
+        connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
+    except ConnectionError as error:
+        return error
+    served = connection.served
+    connection.close()
+    return served
+
+
+def _check(served: list[Served]) -> None:
+    """Raise ``ValueError``: stores that cannot be one buffer."""
+    alone = next((one.alone for one in served if one.alone), None)
+    if alone is not None:
+        raise ValueError(f"connect: expected one store, got several: {alone}. Connect to each.")
+    kinds = {name: [kind(one) for one in served] for name, kind in _KINDS.items()}
+    for name, found in kinds.items():
+        other = next((one for one in found if one != found[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"connect: expected stores with the same {name}, got {found[0]!s:.200} and {other!s:.200}."
+            )
+
+
+def _sampler(served: Served) -> str:
+    return re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler)
+
+
+def _schema(served: Served) -> Schema:
+    return msgspec.structs.replace(decode(served.schema.encode(), "connect"), capacity=0)
+
+
+#: What the stores of a fleet have in common.
+_KINDS: dict[str, Callable[[Served], object]] = {
+    "buffer class": lambda served: served.recipe.get("buffer"),
+    "sampler": _sampler,
+    "fields and lanes": _schema,
+}

@@ -1,0 +1,166 @@
+"""The stores of a fleet: what is known of each, which of them are gone, and when they are back."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from engram import _fork
+from engram._words import count, warn
+from engram.remote.commands import Mass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.remote.commands import State
+    from engram.remote.storage import RemoteStorage
+
+#: What happens to a store whose servers are gone.
+Missing: TypeAlias = Literal["skip", "wait"]
+#: For how long a store that is to be skipped is waited for.
+SKIP_S = 10.0
+#: A mass is asked for that no answer has told for so long.
+_OLD_S = 1.0
+#: Between two looks for a store that is gone.
+_LOOK_S = 1.0
+
+
+_NOTHING = Mass(0.0, 0.0, 0, 0.0, 0, goes_on=False)
+
+
+class Shard:
+    """One store."""
+
+    def __init__(self, number: int, storage: RemoteStorage) -> None:
+        self.number, self.storage = number, storage
+        self.mass = _NOTHING
+        #: What it is chosen by; of an epoch, the rest of it for this client.
+        self.weight = 0.0
+        #: Key of the epoch that is drawn from; 0: the first draw says it. And of the last one before it; None: not known yet.
+        self.epoch = 0
+        self.ended: int | None = None
+        self.told_at = -math.inf
+        #: How often it was lost: what was asked before is not answered.
+        self.losses = 0
+        self.lost = False
+
+    def tell(self, mass: Mass, *, epochs: bool) -> None:
+        """What was true of it when it answered last. ``epochs``: it is drawn from without replacement."""
+        over = False
+        if epochs and mass.goes_on and self.epoch == 0:
+            self.epoch = mass.epoch
+        elif epochs and self.ended is None:
+            self.ended = mass.epoch
+        elif epochs:
+            over = mass.epoch != self.epoch or not mass.goes_on if self.epoch else mass.epoch != self.ended
+        self.mass, self.weight, self.told_at = mass, 0.0 if over else mass.total, time.monotonic()
+
+
+class Members:
+    """All stores of a fleet, in the order of their numbers."""
+
+    def __init__(self, storages: Sequence[RemoteStorage], missing: Missing, *, epochs: bool) -> None:
+        self.shards = [Shard(number, storage) for number, storage in enumerate(storages)]
+        self.missing, self.epochs = missing, epochs
+        self._lock = _fork.rlock()
+        self._looker: _Looker | None = None
+
+    def present(self) -> list[Shard]:
+        """Those that are there. Raises ``ConnectionError``: none is."""
+        there = [shard for shard in self.shards if not shard.lost]
+        if not there:
+            raise ConnectionError(
+                f"no server of any of the {len(self.shards)} stores of the fleet answers. They are looked for."
+            )
+        return there
+
+    def known(self) -> list[Shard]:
+        """Those that are there, with masses of this second. Raises as :meth:`lose`."""
+        for shard in self.present():
+            if time.monotonic() - shard.told_at >= _OLD_S:
+                self.ask(shard)
+        return self.present()
+
+    def begin_epoch(self) -> list[Shard]:
+        """As :meth:`known`, where nothing is left of the epoch."""
+        for shard in self.present():
+            shard.epoch, shard.ended = 0, None
+            self.ask(shard)
+        return self.present()
+
+    def ask(self, shard: Shard) -> State | None:
+        """Numbers of a store; None: it is gone. Raises as :meth:`lose`."""
+        try:
+            state = shard.storage.state()
+        except ConnectionError as error:
+            self.lose(shard, error)
+            return None
+        shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
+        return state
+
+    def lose(self, shard: Shard, error: ConnectionError) -> None:
+        """Go on without a store, and look for it. Raises the error where stores are waited for. ``ConnectionError``: none is left."""
+        if self.missing == "wait":
+            raise error
+        with self._lock:
+            known, shard.lost, shard.weight = shard.lost, True, 0.0
+            shard.losses += not known
+            if self._looker is None:
+                self._looker = _Looker(self)
+        others = len(self.present())
+        if not known:
+            warn(
+                f"the store {shard.storage!r} is gone, with {count(shard.mass.live, 'row')}: batches come from {others} of "
+                f"{len(self.shards)} stores until it is back."
+            )
+
+    def find(self) -> bool:
+        """Look for stores that are gone, and take those that are back. Whether others are gone still."""
+        for shard in [shard for shard in self.shards if shard.lost]:
+            try:
+                shard.storage.connection.look()
+            except (OSError, ValueError, RuntimeError):
+                continue
+            shard.told_at = -math.inf
+            shard.lost = False
+        with self._lock:
+            if any(shard.lost for shard in self.shards):
+                return True
+            self._looker = None
+            return False
+
+    @property
+    def rows_missing(self) -> int:
+        """Live rows of the stores that are gone, as far as they were known."""
+        return sum(shard.mass.live for shard in self.shards if shard.lost)
+
+    def close(self) -> None:
+        """Stop looking, and close the connections."""
+        with self._lock:
+            if self._looker is not None:
+                self._looker.end()
+        for shard in self.shards:
+            shard.storage.close()
+
+
+class _Looker:
+    """A thread that looks for stores, until all are back or the fleet is closed."""
+
+    def __init__(self, members: Members) -> None:
+        self._members, self._ended = weakref.ref(members), threading.Event()
+        threading.Thread(target=self._run, name="engram-fleet", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            members = self._members()
+            if members is None or not members.find():
+                return
+            del members
+
+    def end(self) -> None:
+        self._ended.set()

@@ -1,0 +1,195 @@
+"""The storage of a buffer whose rows are in several stores."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from engram import _fork
+from engram._unsupported import refusing
+from engram.errors import RowError
+from engram.fleet import plans
+from engram.fleet.draws import Draws
+from engram.fleet.members import Members
+from engram.remote.commands import State
+from engram.remote.served import Limits, ServedStorage
+from engram.storages import Storage
+from engram.types import Write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.fleet.members import Missing, Shard
+    from engram.persist.roles import Roles
+    from engram.remote.commands import Served
+    from engram.remote.served import Drawn
+    from engram.remote.storage import RemoteStorage
+    from engram.types import WritePlan
+
+_ROW = (1 << plans.SHIFT) - 1
+
+
+class FleetStorage(ServedStorage):
+    """Several stores that servers have open."""
+
+    def __init__(self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None) -> None:
+        super().__init__()
+        self._join(storages, missing, stratum)
+
+    def _join(self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None) -> None:
+        first = storages[0]
+        assert first.memory is not None  # it is described
+        schema, self._stratum = first.memory.schema, stratum
+        self.describe(schema, f"in {len(storages)} served stores", Limits())
+        self.members = Members(storages, missing, epochs="has_epochs" in first.served.traits_of_sampler)
+        self.draws = Draws(self.members, first.served, schema.row_bytes, stratum)
+        self._homes = _fork.rlock()
+        #: The store that rows of this buffer go to.
+        self._home: Shard | None = None
+        #: Updates for rows of stores that were gone.
+        self._dropped = 0
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> Served:
+        return self.members.shards[0].storage.served
+
+    @property
+    def max_size(self) -> int:
+        return sum(shard.storage.max_size for shard in self.members.shards)
+
+    @property
+    def requested_size(self) -> int:
+        return sum(shard.storage.requested_size for shard in self.members.shards)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.storage.nbytes for shard in self.members.shards)
+
+    def state(self) -> State:
+        found = [state for shard in self.members.present() if (state := self.members.ask(shard)) is not None]
+        counters = {name: sum(state.counters[name] for state in found) for name in found[0].counters}
+        counters["priority_updates_dropped"] += self._dropped
+        members = {"shards": len(self.members.shards), "shards_missing": len(self.members.shards) - len(found)}
+        counters |= {**members, "rows_missing": self.members.rows_missing}
+        sizes = sum(state.size for state in found), sum(state.write_count for state in found)
+        return State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def batches_in_message(self, rows: int) -> int:
+        return 1 if self.members.epochs else super().batches_in_message(rows)
+
+    def ask_for(self, keys: Sequence[int], rows: int) -> None:
+        self.draws.ask_for(keys, rows)
+
+    def answer(self, rows: int) -> list[Drawn]:  # noqa: ARG002 - the plan of the batch says it
+        return self.draws.answer()
+
+    def settle(self) -> None:
+        self.draws.settle()
+
+    def forget_asked(self) -> None:
+        self.draws.forget_asked()
+
+    def draw(self, key: int, rows: int) -> Drawn:
+        return self.draws.draw(key, rows)
+
+    def can_sample(self, rows: int) -> bool:
+        return rows > 0 and self.draws.can_sample()
+
+    def check_rows(self, rows: Tensor) -> None:
+        sizes = torch.tensor([shard.storage.max_size for shard in self.members.shards], device="cpu")
+        stores, inside = rows >> plans.SHIFT, rows & _ROW
+        known = (stores >= 0) & (stores < len(sizes))
+        bad = rows[(rows != -1) & ~(known & (inside < sizes[stores.clamp(0, len(sizes) - 1)]))]
+        if len(bad):
+            raise RowError(
+                f"update_priority: expected rows that batches have, store << {plans.SHIFT} | row, of {len(sizes)} stores of "
+                f"{sizes.tolist()} rows, or -1, got {int(bad[0])}."
+            )
+
+    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
+        stores = rows >> plans.SHIFT
+        for shard in self.members.shards:
+            ours = stores == shard.number
+            n = int(ours.sum())
+            if not n:
+                continue
+            if shard.lost:
+                self._dropped += n
+                continue
+            try:
+                shard.storage.prioritize(
+                    rows[ours] & _ROW, priorities[ours], None if tickets is None else tickets[ours]
+                )
+            except ConnectionError as error:
+                self._dropped += n
+                self.members.lose(shard, error)
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def home(self) -> Shard:
+        """The store that rows of this buffer go to: while it is there, it stays the one. Raises ``ConnectionError``: none is there."""
+        with self._homes:
+            if self._home is None or self._home.lost:
+                asked = [(state.writers, random.random(), shard) for shard, state in self._asked()]  # noqa: S311 - no secret
+                self._home = min(asked)[2]
+            return self._home
+
+    def _asked(self) -> list[tuple[Shard, State]]:
+        """All that are there, with their numbers."""
+        found = [(shard, self.members.ask(shard)) for shard in self.members.present()]
+        return [(shard, state) for shard, state in found if state is not None]
+
+    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
+        shard = self.home()
+        try:
+            written = shard.storage.write(plan, prepared, n)
+        except ConnectionError as error:
+            self.members.lose(shard, error)
+            raise
+        shard.told_at = -math.inf  # its mass is another one
+        return Write(plans.number(written.rows, shard.number), 0)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        gone = [shard.storage for shard in self.members.shards if shard.lost]
+        if gone:
+            raise ConnectionError(
+                f"empty: expected all stores of the fleet, but {gone[0]!r} is gone. Nothing is emptied."
+            )
+        for shard in self.members.shards:
+            shard.storage.empty(keep_write_count=keep_write_count)
+            shard.told_at = -math.inf
+
+    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+        """Of the store that rows of this buffer go to."""
+        shard = self.home()
+        rows: Tensor = shard.storage.end_trajectories(lanes, roles, terminated=terminated)
+        return plans.number(rows, shard.number)
+
+    fetch_dump = refusing("dumps", "Dump each of the stores, or save checkpoints of ranks, where they are.")
+
+    # ---- life ----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, object]:
+        storages = [shard.storage for shard in self.members.shards]
+        return {"storages": storages, "missing": self.members.missing, "stratum": self._stratum}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        Storage.__init__(self)
+        self._join(*cast("tuple[list[RemoteStorage], Missing, int | None]", (*state.values(),)))
+
+    def close(self) -> None:
+        members = self.members
+        super().close()
+        members.close()
+
+    def __repr__(self) -> str:
+        return f"FleetStorage({', '.join(repr(shard.storage) for shard in self.members.shards)})"

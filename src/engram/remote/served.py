@@ -1,0 +1,217 @@
+"""What every storage is whose rows are on servers: it checks rows, and asks for the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from engram._unsupported import refused, refusing
+from engram.remote.commands import COALESCED_BYTES, MAX_BATCHES
+from engram.storages import Storage, check_count, leading_size
+from engram.storages._columns import rows_of_batch, rows_of_slot
+from engram.storages._structure import Structure, stacked
+from engram.types import Traits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from engram.format.schema import Schema
+    from engram.limits import Rules
+    from engram.remote.commands import Mass, Served, State
+    from engram.storages import Count
+    from engram.store import Store
+    from engram.types import Info
+
+
+class OfServer:
+    """A component that asks a server."""
+
+
+class Limits:
+    """Limits of a store, as far as readers of one ask for them, that is elsewhere: there are none."""
+
+    limited = False
+    write_count = 0
+
+    @property
+    def limit(self) -> tuple[float, float, int, int]:
+        """As of ``Rules``."""
+        return (0.0, 0.0, 0, 0)
+
+    def wake_limits(self) -> None:
+        """Nothing waits here."""
+
+
+class Memory(NamedTuple):
+    """What readers of a store look at, of one that is elsewhere."""
+
+    schema: Schema
+    place: str
+    core: Limits
+    directory: None = None
+    is_native: bool = True
+    closed: bool = False
+
+
+class Drawn(NamedTuple):
+    """A batch that a server drew."""
+
+    columns: list[Tensor]
+    rows: Tensor
+    info: Info
+    last: bool
+    """An epoch ended with it."""
+    mass: Mass | None = None
+    """Of the store, if it is a part of a batch."""
+
+
+_BY_NUMBER = "Sample them, or use ReplayBuffer.open(directory) where the store is."
+
+
+class ServedStorage(Storage):
+    """Rows that servers have. Whatever needs them here refuses, and says what to do instead."""
+
+    traits = Traits(has_fields=True, is_remote=True)
+
+    def describe(self, schema: Schema, place: str, limits: Limits) -> None:
+        """Say what the rows are, and where."""
+        self._schema = schema
+        self.structure = Structure.from_schema(schema)
+        self.memory = cast("Store", Memory(schema, place, limits))  # as far as readers look at it
+        self.ndim = 1 + len(schema.columns)
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    initialized = True
+    device = torch.device("cpu")
+    shared = True
+
+    @property
+    def lanes(self) -> int:
+        return self._schema.lanes
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return self._schema.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self._schema.row_bytes * self._schema.capacity
+
+    @property
+    def served(self) -> Served:
+        """What a server says of the store."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """Numbers of what is stored at this moment."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.state().size
+
+    @property
+    def write_count(self) -> int:
+        return self.state().write_count
+
+    def counters(self) -> dict[str, float]:
+        return self.state().counters
+
+    def admit(self, component: object, call: str) -> None:
+        """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
+        if not isinstance(component, OfServer):
+            raise refused(
+                call, "The store is drawn from and written to as its server does: change it where the store is."
+            )
+
+    def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - it is refused
+        raise refused("limit", "Call it where the store is.")
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def batches_in_message(self, rows: int) -> int:
+        """How many batches of so many rows one message asks for."""
+        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.row_bytes)))
+
+    def ask_for(self, keys: Sequence[int], rows: int) -> None:
+        """Ask for a batch of each key, and do not wait for it. Raises ``ValueError``: a batch is larger than a message may be."""
+        raise NotImplementedError
+
+    def answer(self, rows: int) -> list[Drawn]:
+        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until all that was asked for is drawn."""
+        raise NotImplementedError
+
+    def forget_asked(self) -> None:
+        """Drop what was asked for."""
+        raise NotImplementedError
+
+    def draw(self, key: int, rows: int) -> Drawn:
+        """A batch, in one request. Nothing else may be under way."""
+        raise NotImplementedError
+
+    def can_sample(self, rows: int) -> bool:
+        """Whether a batch of so many rows could be drawn now."""
+        raise NotImplementedError
+
+    def check_rows(self, rows: Tensor) -> None:
+        """Raise ``RowError``: a row outside the storage. -1 is none."""
+        raise NotImplementedError
+
+    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
+        """Send new priorities. Of what was asked for before, none is drawn by them; all that is asked for later is."""
+        raise NotImplementedError
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
+    ) -> tuple[list[Tensor], int]:
+        if batched and isinstance(data, list):
+            data = stacked(data, call, self.structure.dtypes)
+        if self.ndim > 1:
+            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
+            batched = True
+            if columns != self.columns:
+                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
+        n = leading_size(data, call) if batched else 1
+        check_count(call, count, n)
+        return self.structure.flatten(data, n if batched else None, call, ignored), n
+
+    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
+        """There is no short path."""
+
+    def append_of(self, data: object, lane: object) -> None:
+        """There is no short path."""
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> object:
+        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device)
+
+    def fetch_dump(self, folder: Path) -> None:
+        """Write the files of a dump that the server makes into a new folder."""
+        raise NotImplementedError
+
+    # ---- what needs the rows here ----------------------------------------------------------------------------------------
+
+    extent = refusing("extent", _BY_NUMBER)
+    tickets_of = refusing("rb[index]", _BY_NUMBER)
+    hold_nothing = refusing("rb[index]", _BY_NUMBER)
+    field = refusing("rb[key]", _BY_NUMBER)
+    settled = refusing("sampler", _BY_NUMBER)
+    locate = resolve = read = patch = pack = get = refusing("rb[index]", _BY_NUMBER)
+    edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
+    next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
+    state_dict = state_without_rows = prepare_load = refusing(
+        "state_dict", "Save with dumps(path), which streams them."
+    )
+
+    priorities = refusing("priorities", "Rows are drawn by them where the store is.")
