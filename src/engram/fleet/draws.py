@@ -75,8 +75,8 @@ class _Message:
 
     def __init__(self, batches: list[_Batch]) -> None:
         self.batches = batches
-        #: Stores that have not answered yet, how often each was lost then, and the batches that it has a part of.
-        self.left: deque[tuple[Shard, int, list[int]]] = deque()
+        #: Stores that have not answered yet, how often each was lost and changed then, and the batches that it has a part of.
+        self.left: deque[tuple[Shard, tuple[int, int], list[int]]] = deque()
         self.error: Exception | None = None
 
 
@@ -158,13 +158,13 @@ class Draws:
             which = [k for k, batch in enumerate(message.batches) if self._count(batch, shard)]
             if not which or shard.lost:
                 continue
-            losses = shard.losses
+            moment = shard.losses, shard.changes
             try:
                 shard.storage.ask(self._command(shard, [message.batches[k] for k in which]))
             except ConnectionError as error:
                 self._members.lose(shard, error)
                 continue
-            message.left.append((shard, losses, which))
+            message.left.append((shard, moment, which))
 
     @staticmethod
     def _count(batch: _Batch, shard: Shard) -> int:
@@ -185,11 +185,11 @@ class Draws:
         with self._lock:
             message = self._asked[0]
             while message.left:
-                shard, losses, which = message.left[0]
+                shard, (losses, changes), which = message.left[0]
                 batches = [message.batches[k] for k in which]
                 drawn = self._received(message, shard, losses, partial(shard.storage.answer, 0))
                 for batch, part in zip(batches, drawn, strict=False):
-                    self._take(batch, shard, part)
+                    self._take(batch, shard, part, tells=changes == shard.changes)
                 message.left.popleft()
             try:
                 if message.error is not None:
@@ -219,14 +219,14 @@ class Draws:
             message.error = error
         return []
 
-    def _take(self, batch: _Batch, shard: Shard, drawn: Drawn) -> None:
+    def _take(self, batch: _Batch, shard: Shard, drawn: Drawn, *, tells: bool = True) -> None:
         at = batch.shards.index(shard)
         assert drawn.mass is not None  # it is a part
         places = np.flatnonzero((batch.owners == at) & ~batch.there)
         batch.take(at, places, drawn, self._together)
         if self._epochs:
             shard.epoch = drawn.mass.epoch
-        if not self._epochs or len(self._asked) <= 1:
+        if tells and (not self._epochs or len(self._asked) <= 1):
             shard.tell(drawn.mass, epochs=self._epochs)
 
     def _completed(self, batch: _Batch) -> Drawn:

@@ -47,7 +47,13 @@ class Shard:
         self.told_at = -math.inf
         #: How often it was lost: what was asked before is not answered.
         self.losses = 0
+        #: How often this client has changed its mass: what was drawn before does not tell it.
+        self.changes = 0
         self.lost = False
+
+    def change(self) -> None:
+        """Its mass is another one now: it is asked for before it is used."""
+        self.changes, self.told_at = self.changes + 1, -math.inf
 
     def tell(self, mass: Mass, *, epochs: bool) -> None:
         """What was true of it when it answered last. ``epochs``: it is drawn from without replacement."""
@@ -124,6 +130,7 @@ class Members:
         for shard in [shard for shard in self.shards if shard.lost]:
             try:
                 shard.storage.connection.look()
+                shard.storage.forget_asked()  # what came before it was lost is answered otherwise
             except (OSError, ValueError, RuntimeError):
                 continue
             shard.told_at = -math.inf

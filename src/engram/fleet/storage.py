@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import TYPE_CHECKING, cast
 
@@ -155,7 +154,7 @@ class FleetStorage(ServedStorage):
         except ConnectionError as error:
             self.members.lose(shard, error)
             raise
-        shard.told_at = -math.inf  # its mass is another one
+        shard.change()
         return Write(plans.number(written.rows, shard.number), 0)
 
     def empty(self, *, keep_write_count: bool) -> None:
@@ -166,7 +165,7 @@ class FleetStorage(ServedStorage):
             )
         for shard in self.members.shards:
             shard.storage.empty(keep_write_count=keep_write_count)
-            shard.told_at = -math.inf
+            shard.change()
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """Of the store that rows of this buffer go to."""
