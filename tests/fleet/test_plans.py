@@ -53,8 +53,8 @@ def test_factors_make_weights_those_of_the_real_probabilities(beta, leaves, lag)
     used = now * lag[: len(leaves)]
     likely = [np.array(them) / total * use / used.sum() for them, total, use in zip(leaves, now, used, strict=True)]
     smallest = min(them.min() for them in likely)
-    factors = plans.factors(beta, used, now, least).numpy()
-    for factor, them, chances in zip(factors, leaves, likely, strict=True):
+    for at, (them, chances) in enumerate(zip(leaves, likely, strict=True)):
+        factor = plans.factor(beta, at, list(used), list(now), list(least))
         got = factor * (np.array(them) / min(them)) ** -beta
         np.testing.assert_allclose(got, (chances / smallest) ** -beta, rtol=1e-9)
         assert (got <= 1 + 1e-9).all()
@@ -74,6 +74,8 @@ def test_keys_of_parts_are_all_different():
 
 
 def test_parts_are_put_at_their_places():
-    parts = [(np.array([3, 0]), torch.tensor([[30], [0]])), (np.array([1, 2]), torch.tensor([[10], [20]]))]
-    assert plans.placed(parts, 4, (1,)).flatten().tolist() == [0, 10, 20, 30]
-    assert plans.placed([(np.array([1, 0]), torch.tensor([[1], [0]]))], 2, (1,)).flatten().tolist() == [0, 1]
+    tensors = [torch.tensor([[30], [0]]), torch.tensor([[10], [20]])]
+    order = plans.order_of([np.array([7, 0]), np.array([2, 4])])  # places that are missing are closed up
+    assert plans.joined(tensors, order).flatten().tolist() == [0, 10, 20, 30]
+    assert plans.order_of([np.array([0, 3])]) is None
+    assert plans.joined(tensors[:1], None) is tensors[0]

@@ -63,9 +63,9 @@ class _Batch:
         places = places[: drawn.rows.numel() // together]
         factor = 1.0
         if _WEIGHT in drawn.info:
-            now, least = (np.array([getattr(it.mass, name) for it in self.shards]) for name in ("total", "least"))
+            now, least = ([getattr(it.mass, name) for it in self.shards] for name in ("total", "least"))
             now[at], least[at] = mass.total, mass.least
-            factor = float(plans.factors(mass.beta, self.used, now, least)[at])
+            factor = plans.factor(mass.beta, at, self.used.tolist(), now, least)
         self.there[places] = True
         self.parts.append(_Part(shard, places, drawn, factor))
 
@@ -138,6 +138,10 @@ class Draws:
         if not masses.any() and self._epochs and begins:
             shards = self._members.begin_epoch()
             masses = self._masses(shards)
+        if self._stratum is not None and self._members.shards[self._stratum].lost:
+            raise ConnectionError(
+                f"sample: store {self._stratum}, the stratum of this buffer, is gone. It is looked for."
+            )
         if not masses.any():
             raise NoSampleable("sample: no store of the fleet has a row that could be drawn. Add data before sampling.")
         if not self._epochs:
@@ -263,18 +267,17 @@ class Draws:
     def _assembled(self, batch: _Batch) -> Drawn:
         """All parts as one batch."""
         parts, together = batch.parts, self._together
-        if not batch.there.all():  # the places that are left are taken together
-            ranks = np.cumsum(batch.there) - 1
-            parts = [part._replace(places=ranks[part.places]) for part in parts]
         units, first = int(batch.there.sum()), parts[0].drawn
-        flat = first.rows.ndim == 1
+        dims, flat = first.rows.ndim, first.rows.ndim == 1
         shape = (units * together,) if flat else (units, together)
+        order = plans.order_of([part.places for part in parts])
 
         def joined(tensors: list[Tensor]) -> Tensor:
-            of_row = tensors[0].shape[first.rows.ndim :]
-            split = [tensor.reshape(-1, together, *of_row) for tensor in tensors]
-            pairs = [(part.places, tensor) for part, tensor in zip(parts, split, strict=True)]
-            return plans.placed(pairs, units, (together, *of_row)).reshape(*shape, *of_row)
+            if together > 1 and flat:
+                of_row = tensors[0].shape[dims:]
+                tensors = [tensor.reshape(-1, together, *of_row) for tensor in tensors]
+                return plans.joined(tensors, order).reshape(*shape, *of_row)
+            return plans.joined(tensors, order)
 
         info: Info = {name: joined([_weighed(name, part) for part in parts]) for name in first.info}
         if self._stratum is not None:

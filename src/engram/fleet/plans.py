@@ -54,34 +54,34 @@ def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np
     return random.permutation(np.repeat(np.arange(len(left)), counts))
 
 
-def factors(beta: float, used: NDArray[np.float64], now: NDArray[np.float64], least: NDArray[np.float64]) -> Tensor:
-    """By how much the weights of each store's rows are to be multiplied, float64 ``[stores]``.
+def factor(beta: float, at: int, used: Sequence[float], now: Sequence[float], least: Sequence[float]) -> float:
+    """By how much the weights of the rows of store ``at`` are to be multiplied.
 
     Rows were drawn with ``used / sum(used) * leaf / now``, and their store's weights are ``(leaf / least) ** -beta``. The products are over
     the smallest of all stores, ``(p / smallest p) ** -beta``, where ``p`` is how likely a row was.
 
     Args:
         beta: exponent.
+        at: the store.
         used: masses that the stores were chosen by.
         now: masses when the rows were drawn.
         least: smallest leaves then, zero where there is none.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        smallest = np.where((used > 0) & (now > 0) & (least > 0), least * used / now, np.inf)
-        made = np.where(np.isfinite(smallest), (smallest.min() / smallest) ** beta, 1.0)
-    return torch.from_numpy(made)
+    likely = [it * use / mass for it, use, mass in zip(least, used, now, strict=True) if it > 0 < use and mass > 0]
+    own = least[at] * used[at] / now[at] if now[at] > 0 else 0.0
+    return float((min(likely) / own) ** beta) if own > 0 else 1.0
 
 
-def placed(parts: Sequence[tuple[NDArray[np.int64], Tensor]], units: int, shape: Sequence[int]) -> Tensor:
-    """Units of several parts, each at its places: ``[units, *shape]``. A part that is all of it is not copied."""
-    first = parts[0][1]
-    if len(parts) == 1:
-        order = parts[0][0]
-        return first if (order[1:] > order[:-1]).all() else first[torch.from_numpy(np.argsort(order))]
-    made = first.new_empty((units, *shape))
-    for places, part in parts:
-        made[torch.from_numpy(places)] = part
-    return made
+def order_of(parts: Sequence[NDArray[np.int64]]) -> Tensor | None:
+    """Which unit of all parts, one behind the other, comes at each place, int64; None: they are in order. ``parts``: places of each."""
+    places = np.concatenate(parts)
+    return None if (places[1:] > places[:-1]).all() else torch.from_numpy(np.argsort(places))
+
+
+def joined(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    """Units of several parts, in an order. One part that is in order is not copied."""
+    units = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return units if order is None else units.index_select(0, order)
 
 
 def _random(key: int, attempt: int) -> np.random.Generator:
