@@ -151,9 +151,9 @@ class Served(msgspec.Struct, frozen=True):
     traits_of_writer: list[str]
     computed_keys: list[tuple[list[str], bool]]
     requested_size: int
-    together: tuple[int, int]
+    together: tuple[int, int] = (1, 1)
     """Rows that are drawn together, steps of a window or 1, and how many of a batch size they are."""
-    alone: str
+    alone: str = "its server is of an older engram"
     """Why batches cannot have rows of other stores, too; empty: they can."""
 
 
@@ -166,9 +166,9 @@ class State(msgspec.Struct, frozen=True):
     limit: tuple[float, float, int, int]
     """As :class:`Rules`."""
     limit_counts: dict[str, float]
-    mass: Mass | None
+    mass: Mass | None = None
     """None: batches cannot have rows of other stores, or there is nothing to draw."""
-    writers: int
+    writers: int = 0
     """Clients that write through this server."""
 
 
