@@ -1093,7 +1093,7 @@ class ReplayBuffer(Generic[Batch]):
             full: None: a write returns when its rows are in the store. Else it returns at once, with -1 for each row, while less than
                 4 writes and 4 MiB are under way; without these credits it waits (``"block"``), raises ``RateLimited`` (``"raise"``),
                 or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()`` wait for what is
-                under way; what a write raised, the next one does.
+                under way; what a write raised, the next one does. Of one store only.
             missing: of several stores, one whose servers are gone is left out after 10 seconds, with a warning, until it is back
                 (``"skip"``); or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
             stratum: of several stores, the number of the one that draws all batches, for a learner of its own; they have

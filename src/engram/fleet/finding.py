@@ -50,6 +50,10 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
+    if access.full is not None:
+        raise ValueError(
+            f"connect: full: expected None with several stores, whose rows are numbered as they are written, got {access.full!r}."
+        )
     _check(list(served.values()))
     patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
     storages: list[RemoteStorage] = []
