@@ -109,17 +109,18 @@ def _steps(start: int, n: int) -> dict[str, torch.Tensor]:
 def _make_small(folder: Path, rows: int) -> int:
     from engram import LazyMemmapStorage, ReplayBuffer
 
-    rb = ReplayBuffer(storage=LazyMemmapStorage(rows, scratch_dir=folder))
     piece = {key: torch.randn(20_000, width) for key, width in SMALL_FIELDS.items()}
-    for _ in range(rows // 20_000):
-        rb.extend(piece)
-    rb.close()
+    for place, together in ((folder, 0), (folder.with_name("grouped"), 256)):
+        rb = ReplayBuffer(storage=LazyMemmapStorage(rows, scratch_dir=place, group_small_fields=together))
+        for _ in range(rows // 20_000):
+            rb.extend(piece)
+        rb.close()
     return rows * 200
 
 
 def _cold(folder: Path, group: _Group) -> Callable[[], None]:
     """Makes the files cold; and what does it before a block: in a control group, nothing has to. Raises ``RuntimeError``: they stay."""
-    files = sorted(folder.rglob("*.memmap"))
+    files = sorted(path for name in ("*.memmap", "grouped") for path in folder.rglob(name) if path.is_file())
 
     def drop() -> None:
         for path in files:
@@ -360,10 +361,11 @@ def _small(folder: Path, group: _Group, share: float) -> list[Row]:
 
     what = f"sample {BATCH} rows of 200 B in 5 fields"
     try:
-        cold = _cold(folder, group)
+        cold = _cold(folder.parent, group)
     except RuntimeError as error:
         return [_nothing("larger/small", what, str(error))]
     rb = ReplayBuffer.open(folder, batch_size=BATCH)
+    grouped = ReplayBuffer.open(folder.with_name("grouped"), batch_size=BATCH)
     drawn = _sorted_rows(len(rb), BATCH)
     maps = [np.memmap(folder / f"{key}.memmap", np.float32, "r").reshape(-1, n) for key, n in SMALL_FIELDS.items()]
     sides = [
@@ -371,8 +373,15 @@ def _small(folder: Path, group: _Group, share: float) -> list[Row]:
         Side("mapping", lambda: [field[rows] for rows in (drawn(),) for field in maps], prepare=cold),
     ]
     timing = alternate(sides, SLOW.scaled(share))
+    together = alternate(
+        [Side("engram", grouped.sample, prepare=cold), Side("a file each", rb.sample, prepare=cold)], FAST.scaled(share)
+    )
     rb.close()
-    return [timed("larger/small", what, timing, times=("mapping",))]
+    grouped.close()
+    return [
+        timed("larger/small", what, timing, times=("mapping",)),
+        timed("larger/grouped", f"{what}, in one file", together, times=("a file each",)),
+    ]
 
 
 def _number(key: str, what: str, value: float, unit: str, against: str, bound: float | None = None) -> Row:

@@ -143,6 +143,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("larger/mapping", "mapping"): Floor("times", 30),
     ("larger/slices", "from end to end"): Floor("share", 1 / 0.8),
     ("larger/small", "mapping"): Floor("times", 20),
+    ("larger/grouped", "a file each"): Floor("times", 2),
     ("larger/wait", "prefetch=0"): Floor("share", 0.3),
     ("larger/extend", "pwrite"): Floor("share", 1 / 0.7),
     ("larger/longest", "100 ms"): Floor("value", 100),

@@ -172,6 +172,13 @@ def test_what_a_batch_reads_is_the_pages_that_its_rows_lie_in(sizes, share, batc
     pages = sum((k * size + size - 1) // 4096 - k * size // 4096 + 1 for size in sizes for k in range(rows)) / rows
     missing = 1 - min(1, int(share * without.nbytes) / without.nbytes)
     assert plan(row, rows, memory=memory).from_disk(batch) == pytest.approx(batch * pages * 4096 * missing)
+    small = [size for size in sizes if size <= 100]
+    if len(small) > 1:  # as if they were one field
+        alone = {"small": torch.zeros(sum(small), dtype=torch.uint8)}
+        alone |= {name: column for name, column in row.items() if column.numel() > 100}
+        assert plan(row, rows, memory=memory, group_small_fields=100).from_disk(batch) == pytest.approx(
+            plan(alone, rows, memory=memory).from_disk(batch)
+        )
 
 
 def test_what_must_stay_in_memory():

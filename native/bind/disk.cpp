@@ -35,7 +35,7 @@ void bind_disk(nb::class_<Store>& type) {
             self.use(std::make_unique<Disk>(paths, larger));
           },
           "paths"_a, "larger"_a,
-          "From now on rows that are not in memory are read from these files, one per field; '': the field is in memory only. "
+          "From now on rows that are not in memory are read from these files, one per field; '': the field is in memory only, or in that of an earlier one. "
           "larger: than the memory that there is. No other thread may use the store meanwhile.")
       .def(
           "set_io",
@@ -61,7 +61,7 @@ void bind_disk(nb::class_<Store>& type) {
           [](const Store& self, std::uint64_t field, std::uint64_t first, std::uint64_t n) {
             check(field < self.fields() && first + n <= self.control().capacity(), "rows of a field of the store");
             std::vector<unsigned char> pages;
-            if (self.disk() != nullptr) pages = self.disk()->in_memory(self.field(field), field, first, n);
+            if (self.disk() != nullptr) pages = self.disk()->in_memory(self.rows_of_file(field), self.file_of(field), first, n);
             return nb::bytes(pages.data(), pages.size());
           },
           "field"_a, "first"_a, "n"_a, "Which pages of rows are in memory, a byte each; of a store that is not larger than memory, none.")
@@ -69,9 +69,10 @@ void bind_disk(nb::class_<Store>& type) {
           "forget",
           [](const Store& self, std::uint64_t field, std::uint64_t first, const nb::bytes& before) {
             if (before.size() == 0) return;
-            self.disk()->open({&field, 1});
+            const std::uint64_t file = self.file_of(field);
+            self.disk()->open({&file, 1});
             const auto* pages = reinterpret_cast<const unsigned char*>(before.data());
-            if (self.disk()->is_open(field)) self.disk()->forget(self.field(field), field, first, {pages, before.size()});
+            if (self.disk()->is_open(file)) self.disk()->forget(self.rows_of_file(field), file, first, {pages, before.size()});
           },
           "field"_a, "first"_a, "before"_a, "Lets the kernel forget the pages that in_memory said were not there, of the same rows.")
       .def(

@@ -312,17 +312,18 @@ void bind_store(nb::module_& m) {
   type.def(
           "__init__",
           [](Store* self, Address control, std::uint64_t control_bytes, Address tickets, std::uint64_t tickets_bytes,
-             const nb::tuple& data, const nb::tuple& row_bytes, std::uint64_t participant, bool readonly, bool abandoned) {
+             const nb::tuple& data, const nb::tuple& row_bytes, const nb::tuple& strides, std::uint64_t participant, bool readonly,
+             bool abandoned) {
             const Outputs addresses(data);
-            const Which sizes(row_bytes);
-            check(data.size() == row_bytes.size(), "one row size per field");
+            const Which sizes(row_bytes), distances(strides);
+            check(data.size() == row_bytes.size() && data.size() == strides.size(), "one row size and stride per field");
             std::vector<Field> fields;
-            for (std::size_t i = 0; i < data.size(); ++i) fields.push_back({addresses.span()[i], sizes.span()[i]});
+            for (std::size_t i = 0; i < data.size(); ++i) fields.push_back({addresses.span()[i], sizes.span()[i], distances.span()[i]});
             Control view(block(control, control_bytes), block(tickets, tickets_bytes));
             if (readonly) view.only_read(abandoned);
             new (self) Store(view, std::move(fields), participant);
           },
-          "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "fields"_a, "row_bytes"_a,
+          "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "fields"_a, "row_bytes"_a, "strides"_a,
           "participant"_a = 0, "readonly"_a = false, "abandoned"_a = false,
           "`readonly`: the memory may be mapped without the right to write, every write is refused. `abandoned`: and no process has "
           "the store open.");

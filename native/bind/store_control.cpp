@@ -277,13 +277,13 @@ void bind_store_control(nb::module_& m, nb::class_<Store>& type) {
   m.def(
       "place_runs",
       [](Address from, std::int64_t begin, std::uint64_t n, Address first, Address target, Address count,
-         std::uint64_t runs, Address to, std::uint64_t capacity, std::uint64_t row_bytes) {
+         std::uint64_t runs, Address to, std::uint64_t capacity, std::uint64_t row_bytes, std::uint64_t stride) {
         nb::gil_scoped_release release;
         place_runs(at<std::byte>(from), begin, n,
                    {at<std::int64_t>(first), at<std::int64_t>(target), at<std::int64_t>(count), runs},
-                   {at<std::byte>(to), row_bytes}, capacity);
+                   {at<std::byte>(to), row_bytes, stride}, capacity);
       },
-      "source"_a, "begin"_a, "n"_a, "first"_a, "target"_a, "count"_a, "runs"_a, "to"_a, "capacity"_a, "row_bytes"_a,
+      "source"_a, "begin"_a, "n"_a, "first"_a, "target"_a, "count"_a, "runs"_a, "to"_a, "capacity"_a, "row_bytes"_a, "stride"_a,
       "Copies what runs want of rows [begin, begin + n) of a source into a field.");
 }
 

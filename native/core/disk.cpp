@@ -36,7 +36,7 @@ DiskError::DiskError(int error, std::string file, const std::string& doing)
       path(std::move(file)) {}
 
 void Residency::look(const Field& field, std::int64_t row) {
-  const auto first = reinterpret_cast<std::uintptr_t>(field.data) + static_cast<std::uint64_t>(row) * field.row_bytes;
+  const auto first = reinterpret_cast<std::uintptr_t>(field.row(static_cast<std::uint64_t>(row)));
   unsigned char state = 1;  // where the kernel does not say: in memory
   if (mincore(reinterpret_cast<void*>(first / page() * page()), 1, &state) == 0 && (state & 1) == 0) {
     warm_looks_.store(0, std::memory_order_relaxed);

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -68,7 +69,8 @@ class Residency {
   std::atomic<std::uint32_t> calls_{0}, warm_looks_{0};
 };
 
-/// The files of a store's fields. Each is opened when its rows are first not in memory.
+/// The files of a store's fields. Each is opened when its rows are first not in memory. Where several fields lie in one file, that is
+/// known by the number of the first of them, and its `field` is the rows of them all.
 class Disk {
  public:
   /// Paths, one per field, of files that are mapped now; "": the field lies in memory only. So does one whose file system is memory.
@@ -112,6 +114,8 @@ class Disk {
   void forget(const Field& field, std::uint64_t number, std::uint64_t first, std::span<const unsigned char> before) const;
 
   Residency reads, writes;
+  /// Held from reading bytes to writing them back.
+  std::mutex changing;
 
   struct Counters {
     std::atomic<std::uint64_t> reads{0}, bytes_read{0}, writes{0}, bytes_written{0};

@@ -27,10 +27,12 @@ bool in_moves(std::uint64_t bytes, Copy&& copy, std::integer_sequence<std::uint6
 using Small = std::integer_sequence<std::uint64_t, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128>;
 
 template <std::uint64_t N>
-void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t n, std::byte* out, Field next) {
+void gather_fixed(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, Field next) {
+  const std::byte* const data = field.data;
+  const std::uint64_t stride = field.stride;
   for (std::uint64_t j = 0; j < n; ++j) {
     if (next.data != nullptr) prefetch_row(next, rows[j]);
-    std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);
+    std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * stride, N);
   }
 }
 
@@ -43,10 +45,10 @@ void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t
   for (std::uint64_t j = 0; j < n; ++j) {
     if (next.data != nullptr) prefetch_row(next, rows[j]);
     if (j + ahead < n) {
-      const std::byte* row = field.data + static_cast<std::uint64_t>(rows[j + ahead]) * bytes;
+      const std::byte* row = field.row(static_cast<std::uint64_t>(rows[j + ahead]));
       for (std::uint64_t line = 0; line < head; line += 64) __builtin_prefetch(row + line);
     }
-    std::memcpy(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, bytes);
+    std::memcpy(out + j * bytes, field.row(static_cast<std::uint64_t>(rows[j])), bytes);
   }
 }
 
@@ -58,8 +60,8 @@ void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t
                                               std::byte* out) {
   const std::uint64_t bytes = field.row_bytes;
   for (std::uint64_t j = 0; j < n; ++j) {
-    const std::byte* from = field.data + static_cast<std::uint64_t>(rows[j]) * bytes;
-    const std::byte* next = j + 1 < n ? field.data + static_cast<std::uint64_t>(rows[j + 1]) * bytes : from;
+    const std::byte* from = field.row(static_cast<std::uint64_t>(rows[j]));
+    const std::byte* next = j + 1 < n ? field.row(static_cast<std::uint64_t>(rows[j + 1])) : from;
     std::byte* to = out + j * bytes;
     std::uint64_t i = 0;
     for (; i + 64 <= bytes; i += 64) {
@@ -99,7 +101,7 @@ void gather_runs(const Field& field, const std::int64_t* rows, const std::uint64
   for (std::uint64_t i = 0, j = 0; i < runs; j = ends[i++]) {
     const std::uint64_t n = ends[i] - j;
     if (next != nullptr) prefetch_run(*next, rows[j], n);
-    copy_from_shared(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, n * bytes);
+    gather_run(field, static_cast<std::uint64_t>(rows[j]), n, out + j * bytes);
   }
 }
 
@@ -116,9 +118,8 @@ void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, cons
     const std::int64_t low = std::max<std::int64_t>(begin - runs.first[i], 0);
     const std::int64_t high = std::min(begin - runs.first[i] + static_cast<std::int64_t>(n), runs.count[i]);
     if (low >= high) continue;
-    copy_to_shared(to.data + static_cast<std::uint64_t>(runs.target[i] + low) * to.row_bytes,
-                   from + static_cast<std::uint64_t>(runs.first[i] + low - begin) * to.row_bytes,
-                   static_cast<std::uint64_t>(high - low) * to.row_bytes);
+    scatter_run(to, static_cast<std::uint64_t>(runs.target[i] + low), static_cast<std::uint64_t>(high - low),
+                from + static_cast<std::uint64_t>(runs.first[i] + low - begin) * to.row_bytes, nullptr);
   }
 }
 
@@ -136,17 +137,16 @@ void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
 
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field*) {
   for (std::uint64_t j = 0; j < n; ++j) {
-    copy_from_shared(out + j * field.row_bytes, field.data + static_cast<std::uint64_t>(rows[j]) * field.row_bytes,
-                     field.row_bytes);
+    copy_from_shared(out + j * field.row_bytes, field.row(static_cast<std::uint64_t>(rows[j])), field.row_bytes);
   }
 }
 
 #else
 
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next) {
-  const Field after = next == nullptr ? Field{nullptr, 0} : *next;
+  const Field after = next == nullptr ? Field() : *next;
   if (field.row_bytes == 0) return;
-  if (in_moves(field.row_bytes, [&](auto size) { gather_fixed<size()>(field.data, rows, n, out, after); }, Small())) return;
+  if (in_moves(field.row_bytes, [&](auto size) { gather_fixed<size()>(field, rows, n, out, after); }, Small())) return;
 #ifdef __x86_64__
   if (field.row_bytes >= kLongRow && __builtin_cpu_supports("avx2")) return gather_long_avx2(field, rows, n, out);
 #endif
@@ -155,14 +155,35 @@ void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, 
 
 #endif
 
-void scatter_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, const std::byte* from, const std::int64_t* pick) {
+void gather_run(const Field& field, std::uint64_t first, std::uint64_t n, std::byte* out) {
+  if (field.contiguous()) return copy_from_shared(out, field.row(first), n * field.row_bytes);
+  const auto copy = [&](auto bytes) {
+    for (std::uint64_t j = 0; j < n; ++j) copy_from_shared(out + j * bytes, field.row(first + j), bytes);
+  };
+  if (!in_moves(field.row_bytes, copy, Small())) copy(field.row_bytes);
+}
+
+namespace {
+
+template <class RowOf>
+void scatter(const Field& field, RowOf&& row, std::uint64_t n, const std::byte* from, const std::int64_t* pick) {
   const auto copy = [&](auto bytes) {
     for (std::uint64_t j = 0; j < n; ++j) {
-      copy_to_shared(field.data + static_cast<std::uint64_t>(rows[j]) * bytes,
-                     from + (pick == nullptr ? j : static_cast<std::uint64_t>(pick[j])) * bytes, bytes);
+      copy_to_shared(field.row(row(j)), from + (pick == nullptr ? j : static_cast<std::uint64_t>(pick[j])) * bytes, bytes);
     }
   };
   if (!in_moves(field.row_bytes, copy, Small())) copy(field.row_bytes);
+}
+
+}  // namespace
+
+void scatter_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, const std::byte* from, const std::int64_t* pick) {
+  scatter(field, [rows](std::uint64_t j) { return static_cast<std::uint64_t>(rows[j]); }, n, from, pick);
+}
+
+void scatter_run(const Field& field, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick) {
+  if (pick == nullptr && field.contiguous()) return copy_to_shared(field.row(first), from, n * field.row_bytes);
+  scatter(field, [first](std::uint64_t j) { return first + j; }, n, from, pick);
 }
 
 }  // namespace engram

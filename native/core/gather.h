@@ -7,10 +7,18 @@
 
 namespace engram {
 
-/// One column of a store: `capacity` rows of `row_bytes` each, contiguous.
+/// One column of a store: `capacity` rows of `row_bytes` each, `stride` bytes from row to row. They follow one another, unless other
+/// fields' rows lie in between.
 struct Field {
-  std::byte* data;
-  std::uint64_t row_bytes;
+  std::byte* data = nullptr;
+  std::uint64_t row_bytes = 0, stride = 0;
+
+  Field() = default;
+  Field(std::byte* data, std::uint64_t row_bytes) : Field(data, row_bytes, row_bytes) {}
+  Field(std::byte* data, std::uint64_t row_bytes, std::uint64_t stride) : data(data), row_bytes(row_bytes), stride(stride) {}
+
+  std::byte* row(std::uint64_t number) const { return data + number * stride; }
+  bool contiguous() const { return stride == row_bytes; }
 };
 
 /// memcpy beside possible concurrent writers. Formally a data race where a reader meets a writer, and a benign one: the
@@ -30,7 +38,7 @@ inline void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t b
 
 /// Asks the memory for a row that is about to be copied: a small row lies in one cache line or across two.
 inline void prefetch_row(const Field& field, std::int64_t row) {
-  const std::byte* first = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
+  const std::byte* first = field.row(static_cast<std::uint64_t>(row));
   __builtin_prefetch(first);
   if (field.row_bytes > 16) __builtin_prefetch(first + field.row_bytes - 1);
 }
@@ -38,8 +46,8 @@ inline void prefetch_row(const Field& field, std::int64_t row) {
 /// The same of n rows that follow one another: of their first bytes, as the hardware finds the rest by itself.
 inline void prefetch_run(const Field& field, std::int64_t row, std::uint64_t n) {
   constexpr std::uint64_t kHead = 512;
-  const std::byte* head = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
-  const std::uint64_t ahead = n * field.row_bytes < kHead ? n * field.row_bytes : kHead;
+  const std::byte* head = field.row(static_cast<std::uint64_t>(row));
+  const std::uint64_t ahead = n * field.stride < kHead ? n * field.stride : kHead;
   for (std::uint64_t line = 0; line < ahead; line += 64) __builtin_prefetch(head + line);
   if (ahead > 0) __builtin_prefetch(head + ahead - 1);
 }
@@ -50,7 +58,13 @@ bool mostly_runs(const std::int64_t* rows, std::uint64_t n);
 /// Runs of n > 0 rows that follow one another: how many, and where among the rows each ends.
 std::uint64_t runs_of(const std::int64_t* rows, std::uint64_t n, std::uint64_t* ends);
 
-/// As gather_rows, one copy for each run.
+/// Copies n rows that follow one another, from `first` on.
+void gather_run(const Field& field, std::uint64_t first, std::uint64_t n, std::byte* out);
+
+/// field[first + j] = from[pick[j]] for j in [0, n); `pick` null: from[j].
+void scatter_run(const Field& field, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick);
+
+/// As gather_rows, run by run.
 void gather_runs(const Field& field, const std::int64_t* rows, const std::uint64_t* ends, std::uint64_t runs, std::byte* out,
                  const Field* next);
 

@@ -1,8 +1,10 @@
 #include "store.h"
 
+#include <algorithm>
 #include <chrono>
 #include <numeric>
 
+#include "check.h"
 #include "fence.h"
 #include "wait.h"
 
@@ -19,6 +21,14 @@ Store::Store(Control control, std::vector<Field> fields, std::uint64_t participa
   all_.resize(fields_.size());
   std::iota(all_.begin(), all_.end(), std::uint64_t{0});
   for (const Field& field : fields_) row_bytes_ += field.row_bytes;
+  for (std::uint64_t f = fields_.size(); f-- > 0;) {
+    const Field& field = fields_[f];
+    if (field.contiguous()) continue;
+    check(field.stride >= field.row_bytes && (group_.stride == 0 || field.stride == group_.stride), "one distance between rows");
+    std::byte* const begin = group_.data == nullptr ? field.data : std::min(field.data, group_.data);
+    group_ = {begin, field.stride};
+    lead_ = f;
+  }
 }
 
 void Store::add_field(Field field) {

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -80,6 +81,10 @@ class Store {
   std::span<const std::uint64_t> all() const { return all_; }
   std::uint64_t row_bytes(std::uint64_t field) const { return fields_[field].row_bytes; }
   const Field& field(std::uint64_t number) const { return fields_[number]; }
+  /// Of the file that the rows of a field lie in: its number, which is that of its first field, and the rows of all fields in it, as one
+  /// field.
+  std::uint64_t file_of(std::uint64_t number) const { return fields_[number].contiguous() ? number : lead_; }
+  const Field& rows_of_file(std::uint64_t number) const { return fields_[number].contiguous() ? fields_[number] : group_; }
 
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
   /// null. Returns t0: row i has ticket number t0 + i.
@@ -244,6 +249,11 @@ class Store {
   template <class RowOf>
   bool goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const;
   void put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick, bool to_file) const;
+  void put_whole(std::uint64_t first, std::uint64_t n, Columns columns, std::uint64_t begin, const std::int64_t* pick, bool to_files) const;
+  std::optional<DiskError> read_fields(std::span<const std::int64_t> rows, const std::uint32_t* at, std::span<const std::uint64_t> which,
+                                       Batch batch) const;
+  std::vector<std::uint64_t> files_of(std::span<const std::uint64_t> which) const;
+  std::uint64_t offset_of(std::uint64_t f) const { return static_cast<std::uint64_t>(fields_[f].data - group_.data); }
   void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
   void check_live(const std::int64_t* rows, std::uint64_t n) const;
   bool holds_earlier_lap(std::uint64_t row, const Place& place) const;
@@ -279,6 +289,8 @@ class Store {
   std::uint64_t row_bytes_ = 0;     // of all fields
   std::unique_ptr<Disk> disk_;
   const Field* longest_ = nullptr;  // of those that lie in files
+  Field group_;                     // the rows of all fields that lie between one another
+  std::uint64_t lead_ = 0;          // the first of these fields
 
   /// Grows while others write: each list is complete and never changed, older ones stay for readers that still walk them.
   struct Indexes {

@@ -1,10 +1,12 @@
 // Reading rows that are not in memory: in the order of the files, all announced before the first is read.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <mutex>
 #include <numeric>
 #include <utility>
+#include <vector>
 
 #include "check.h"
 #include "fence.h"
@@ -16,6 +18,7 @@ namespace {
 
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kAhead = 32 << 20;            // bytes announced before the first is read: more may be gone again by then
+constexpr std::uint64_t kRefilled = 1 << 20;          // bytes of rows that are changed at a time
 
 // The first error of any thread.
 class FirstError {
@@ -38,24 +41,88 @@ class FirstError {
 
 void Store::use(std::unique_ptr<Disk> disk) {
   disk_ = std::move(disk);
-  for (std::uint64_t f = 0; f < fields_.size(); ++f) disk_->expect(fields_[f], f, control_.capacity());
+  for (std::uint64_t f = 0; f < fields_.size(); ++f) disk_->expect(rows_of_file(f), f, control_.capacity());
   longest_ = longest_of(all_);
 }
 
-// Of the fields that lie in files the one with the longest rows; null: none does.
+// Of the fields that lie in files the one with the longest rows, those of one file counted as one; null: none does.
 const Field* Store::longest_of(std::span<const std::uint64_t> which) const {
   const Field* longest = nullptr;
   for (const std::uint64_t f : which) {
-    if (disk_->has(f) && (longest == nullptr || fields_[f].row_bytes > longest->row_bytes)) longest = &fields_[f];
+    const Field& rows = rows_of_file(f);
+    if (disk_->has(file_of(f)) && (longest == nullptr || rows.row_bytes > longest->row_bytes)) longest = &rows;
   }
   return longest;
+}
+
+// The files of some fields, each once.
+std::vector<std::uint64_t> Store::files_of(std::span<const std::uint64_t> which) const {
+  std::vector<std::uint64_t> files;
+  bool together = false;
+  for (const std::uint64_t f : which) {
+    if (fields_[f].contiguous() || !std::exchange(together, true)) files.push_back(file_of(f));
+  }
+  return files;
+}
+
+// Of fields that lie between one another, pieces of whole rows are read, changed and written back.
+bool Store::refill(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from) const {
+  const std::uint64_t file = file_of(f), bytes = fields_[f].row_bytes;
+  if (disk_ == nullptr || !disk_->has(file) || !disk_->writes.is_cold()) return false;
+  disk_->open({&file, 1});
+  if (!disk_->is_open(file)) return false;
+  if (fields_[f].contiguous()) {
+    disk_->write(fields_[f], f, first, n, from, nullptr);
+    return true;
+  }
+  const std::lock_guard one_at_a_time(disk_->changing);
+  const std::uint64_t most = std::min(n, std::max<std::uint64_t>(1, kRefilled / group_.stride));
+  std::vector<std::byte> rows(most * group_.stride);
+  std::vector<std::int64_t> which(most);
+  std::vector<std::uint32_t> at(most);
+  std::iota(at.begin(), at.end(), 0);
+  for (std::uint64_t i = 0; i < n; i += most) {
+    const std::uint64_t count = std::min(most, n - i);
+    std::iota(which.begin(), which.end(), static_cast<std::int64_t>(first + i));
+    if (auto error = disk_->read(group_, lead_, std::span(which).first(count), at.data(), rows.data())) throw *error;
+    scatter_run({rows.data() + offset_of(f), bytes, group_.stride}, 0, count, from + i * bytes, nullptr);
+    disk_->write(group_, lead_, first + i, count, rows.data(), nullptr);
+  }
+  return true;
+}
+
+// Row rows[i] of each field goes to place at[i] of its column; rows ascend. Of fields that lie in one file, whole rows are read, once.
+std::optional<DiskError> Store::read_fields(std::span<const std::int64_t> rows, const std::uint32_t* at,
+                                            std::span<const std::uint64_t> which, Batch batch) const {
+  std::vector<std::byte> together;
+  std::optional<DiskError> error;
+  for (std::uint64_t f = 0; f < which.size(); ++f) {
+    const Field& field = fields_[which[f]];
+    const auto out = [&](std::uint64_t i) { return batch[f] + at[i] * field.row_bytes; };
+    if (!disk_->is_open(file_of(which[f]))) {
+      for (std::uint64_t i = 0; i < rows.size(); ++i) gather_rows(field, &rows[i], 1, out(i), nullptr);
+    } else if (field.contiguous()) {
+      if (auto failed = disk_->read(field, which[f], rows, at, batch[f]); failed && !error) error = std::move(failed);
+    } else {
+      if (together.empty()) {
+        together.resize(rows.size() * group_.stride);
+        std::array<std::uint32_t, kMostBlockRows> in_order;
+        std::iota(in_order.begin(), in_order.end(), 0);
+        if (auto failed = disk_->read(group_, lead_, rows, in_order.data(), together.data()); failed && !error) error = std::move(failed);
+      }
+      const Field read{together.data() + offset_of(which[f]), field.row_bytes, field.stride};
+      for (std::uint64_t i = 0; i < rows.size(); ++i) gather_run(read, i, 1, out(i));
+    }
+  }
+  return error;
 }
 
 std::vector<std::int64_t> Store::gather_from_disk(const std::int64_t* rows, std::uint64_t n,
                                                   std::span<const std::uint64_t> which, Batch batch,
                                                   const std::int64_t* expected, std::int64_t* numbers_out) const {
   check(n <= UINT32_MAX, "a batch of more rows than there is memory");
-  disk_->open(which);
+  const std::vector<std::uint64_t> files = files_of(which);
+  disk_->open(files);
   std::vector<std::uint32_t> order(n);
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [rows](std::uint32_t a, std::uint32_t b) { return rows[a] < rows[b]; });
@@ -68,8 +135,8 @@ std::vector<std::int64_t> Store::gather_from_disk(const std::int64_t* rows, std:
   };
   const std::uint64_t block = block_rows(which), step = std::max(block, kAhead / std::max<std::uint64_t>(1, row_bytes) / block * block);
   const auto announce = [&](std::uint64_t begin) {
-    for (const std::uint64_t f : which) {
-      if (begin < n && disk_->is_open(f)) disk_->announce(fields_[f], f, rows_from(begin, step));
+    for (const std::uint64_t f : files) {
+      if (begin < n && disk_->is_open(f)) disk_->announce(rows_of_file(f), f, rows_from(begin, step));
     }
   };
   std::vector<std::uint8_t> moved(n);
@@ -85,14 +152,7 @@ std::vector<std::int64_t> Store::gather_from_disk(const std::int64_t* rows, std:
                      (expected != nullptr && number_of(words[i]) != static_cast<std::uint64_t>(expected[at[i]]));
       if (numbers_out != nullptr) numbers_out[at[i]] = static_cast<std::int64_t>(number_of(words[i]));
     }
-    for (std::uint64_t f = 0; f < which.size(); ++f) {
-      const Field& field = fields_[which[f]];
-      if (disk_->is_open(which[f])) {
-        error.note(disk_->read(field, which[f], some, at, batch[f]));
-      } else {
-        for (std::uint64_t i = 0; i < count; ++i) gather_rows(field, &some[i], 1, batch[f] + at[i] * field.row_bytes, nullptr);
-      }
-    }
+    error.note(read_fields(some, at, which, batch));
 #ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
     fence(std::memory_order_acquire);
     for (std::uint64_t i = 0; i < count; ++i) {

@@ -165,7 +165,7 @@ template <class RowOf>
 bool Store::goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const {
   const Field* field = longest_in_file(which);
   if (field == nullptr || !disk_->writes.is_cold(*field, n, row)) return false;
-  disk_->open(which);
+  disk_->open(files_of(which));
   return true;
 }
 
@@ -175,24 +175,38 @@ bool Store::goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n,
 // DiskError.
 void Store::put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick,
                 bool to_file) const {
-  const std::uint64_t bytes = fields_[f].row_bytes;
-  if (to_file && n > 0 && disk_->is_open(f) && (n * bytes >= kOwnCall || disk_->writes.way() == Residency::Way::direct)) {
-    disk_->write(fields_[f], f, first, n, from, pick);
-    return;
+  const Field& field = fields_[f];
+  const std::uint64_t bytes = field.row_bytes;
+  const bool direct = to_file && n > 0 && disk_->is_open(file_of(f)) && disk_->writes.way() == Residency::Way::direct;
+  if (field.contiguous() && (direct || (to_file && n * bytes >= kOwnCall && disk_->is_open(f)))) {
+    disk_->write(field, f, first, n, from, pick);
+  } else if (direct) {
+    for (std::uint64_t i = 0; i < n; ++i) {  // other writers may have what lies between: as rows of one byte
+      const std::byte* const row = from + (pick == nullptr ? i : static_cast<std::uint64_t>(pick[i])) * bytes;
+      disk_->write({group_.data, 1}, lead_, offset_of(f) + (first + i) * group_.stride, bytes, row, nullptr);
+    }
+  } else {
+    scatter_run(field, first, n, from, pick);
   }
-  std::byte* to = fields_[f].data + first * bytes;
-  if (pick == nullptr) {
-    copy_to_shared(to, from, n * bytes);
-    return;
-  }
-  for (std::uint64_t i = 0; i < n; ++i) copy_to_shared(to + i * bytes, from + static_cast<std::uint64_t>(pick[i]) * bytes, bytes);
 }
 
-bool Store::refill(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from) const {
-  if (disk_ == nullptr || !disk_->has(f) || !disk_->writes.is_cold()) return false;
-  disk_->open({&f, 1});
-  if (disk_->is_open(f)) disk_->write(fields_[f], f, first, n, from, nullptr);
-  return disk_->is_open(f);
+// The same of whole rows: those of the columns from `begin` on, or the ones that `pick` names. What lies in one file is put together,
+// and written by one call.
+void Store::put_whole(std::uint64_t first, std::uint64_t n, Columns columns, std::uint64_t begin, const std::int64_t* pick,
+                      bool to_files) const {
+  const bool together = to_files && group_.stride > 0 && disk_->is_open(lead_) &&
+                        (n * group_.stride >= kOwnCall || disk_->writes.way() == Residency::Way::direct);
+  std::vector<std::byte> rows(together ? n * group_.stride : 0);
+  for (std::uint64_t f = 0; f < fields_.size(); ++f) {
+    const Field& field = fields_[f];
+    const std::byte* from = columns[f] + (pick == nullptr ? begin * field.row_bytes : 0);
+    if (together && !field.contiguous()) {
+      scatter_run({rows.data() + offset_of(f), field.row_bytes, field.stride}, 0, n, from, pick);
+    } else {
+      put(f, first, n, from, pick, to_files);
+    }
+  }
+  if (together) disk_->write(group_, lead_, first, n, rows.data(), nullptr);
 }
 
 // The rows at positions p0 … of a lane. `pick`, if not null, names for each of them its place in rows_out.
@@ -248,10 +262,7 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
     const auto at = [&](std::uint64_t k) { return Target{first + k - begin, t0 + source(k), true, {lane, p0 + k, lap}}; };
     i = write_chunk(i, space, over, at, [&](std::uint64_t marked) {
       if (written != nullptr) *written += marked;
-      for (std::uint64_t f = 0; f < fields_.size(); ++f) {
-        const std::byte* from = columns[f] + (pick == nullptr ? begin * fields_[f].row_bytes : 0);
-        put(f, first, marked, from, pick == nullptr ? nullptr : pick + begin, to_files);
-      }
+      put_whole(first, marked, columns, begin, pick == nullptr ? nullptr : pick + begin, to_files);
     });
   }
 }
@@ -410,7 +421,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
       }
       fence(std::memory_order_release);
       for (const Field& field : fields_) {
-        copy_to_shared(field.data + gap * field.row_bytes, zeros.data(), field.row_bytes);
+        copy_to_shared(field.row(gap), zeros.data(), field.row_bytes);
       }
       fence(std::memory_order_release);
       commit(gap, number);

@@ -109,8 +109,8 @@ bool Trajectories::look_at(std::uint64_t lane, std::uint64_t place) {
 
 bool Trajectories::same(const Field& field, std::int64_t a, std::int64_t b) const {
   std::byte left[64], right[64];
-  const std::byte* from = field.data + static_cast<std::uint64_t>(a) * field.row_bytes;
-  const std::byte* to = field.data + static_cast<std::uint64_t>(b) * field.row_bytes;
+  const std::byte* from = field.row(static_cast<std::uint64_t>(a));
+  const std::byte* to = field.row(static_cast<std::uint64_t>(b));
   if (field.row_bytes == sizeof(std::uint64_t)) {  // as ids are: a compare, and no call
     copy_from_shared(left, from, sizeof(std::uint64_t));
     copy_from_shared(right, to, sizeof(std::uint64_t));
@@ -127,7 +127,7 @@ bool Trajectories::same(const Field& field, std::int64_t a, std::int64_t b) cons
 
 bool Trajectories::any(const Field& field, std::int64_t row) const {
   std::byte bytes[64];
-  const std::byte* from = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
+  const std::byte* from = field.row(static_cast<std::uint64_t>(row));
   if (field.row_bytes == 1) {  // as flags are
     copy_from_shared(bytes, from, 1);
     return bytes[0] != std::byte{0};
@@ -142,7 +142,7 @@ bool Trajectories::any(const Field& field, std::int64_t row) const {
 
 bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const {
   std::byte bytes[64];
-  const std::byte* from = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
+  const std::byte* from = field.row(static_cast<std::uint64_t>(row));
   for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
     const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
     copy_from_shared(bytes, from + i, n);
@@ -182,7 +182,7 @@ bool Trajectories::ends_within(std::int64_t row, std::uint64_t n) const {
         continue;
       }
       const std::uint64_t count = std::min(most, n - from), before_last = (count - 1) * size;
-      copy_from_shared(bytes, field.data + static_cast<std::uint64_t>(first) * size, count * size);
+      gather_run(field, static_cast<std::uint64_t>(first), count, bytes);
       if (boundaries_.by_id ? std::memcmp(bytes, bytes + size, before_last) != 0
                             : std::any_of(bytes, bytes + before_last, [](std::byte b) { return b != std::byte{0}; })) {
         return true;

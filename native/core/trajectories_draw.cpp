@@ -191,7 +191,7 @@ std::uint64_t Trajectories::usable(const View& v, std::uint64_t run, const Windo
   const std::uint64_t steps = v.length(run);
   if (spec.unfinished == 0 || steps == 0) return steps;
   std::byte mark[sizeof(std::int64_t)];
-  copy_from_shared(mark, spec.final.data + static_cast<std::uint64_t>(row(v.track, v.end(run) - 1)) * spec.final.row_bytes, sizeof mark);
+  copy_from_shared(mark, spec.final.row(static_cast<std::uint64_t>(row(v.track, v.end(run) - 1))), sizeof mark);
   std::int64_t final = 0;
   std::memcpy(&final, mark, sizeof final);
   return final >= 0 ? steps : steps - std::min(steps, spec.unfinished);

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,30 +31,35 @@ using namespace engram;
 
 namespace {
 
-/// The fields in files of the working directory, mapped; nothing else has a file.
+/// The fields in files of the working directory, mapped; nothing else has a file. Fields of at most `small` bytes lie in that of the
+/// first of them, the last of them first in each row, and some bytes behind them.
 class Files : public Blocks {
  public:
-  Files(Geometry g, const std::vector<std::uint64_t>& row_bytes) : heap_(g, std::vector<std::uint64_t>(row_bytes.size(), 0)) {
+  Files(Geometry g, const std::vector<std::uint64_t>& row_bytes, std::uint64_t small = 0)
+      : heap_(g, std::vector<std::uint64_t>(row_bytes.size(), 0)) {
     geometry = g;
     control = heap_.control;
     tickets = heap_.tickets;
+    std::uint64_t stride = 3;
+    for (const std::uint64_t bytes : row_bytes) stride += bytes <= small ? bytes : 0;
+    std::byte* together = nullptr;
+    std::uint64_t end = stride - 3;
     for (const std::uint64_t bytes : row_bytes) {
-      std::string path = "disk-XXXXXX";
-      const int file = mkstemp(path.data());
-      const std::uint64_t size = bytes * g.capacity;
-      EXPECT(file >= 0 && ftruncate(file, static_cast<off_t>(size)) == 0);
-      void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-      EXPECT(memory != MAP_FAILED);
-      close(file);
-      fields.push_back({static_cast<std::byte*>(memory), bytes});
-      paths.push_back(path);
+      if (bytes > small) {
+        fields.push_back({mapped(bytes * g.capacity), bytes});
+        continue;
+      }
+      if (together == nullptr) {
+        together = mapped(stride * g.capacity);
+      } else {
+        paths.emplace_back();
+      }
+      fields.push_back({together + (end -= bytes), bytes, stride});
     }
   }
   ~Files() {
-    for (std::uint64_t f = 0; f < fields.size(); ++f) {
-      munmap(fields[f].data, fields[f].row_bytes * geometry.capacity);
-      unlink(paths[f].c_str());
-    }
+    for (const std::span<std::byte> memory : memories_) munmap(memory.data(), memory.size());
+    for (const std::string& path : paths) unlink(path.c_str());
   }
   Files(const Files&) = delete;
   Files& operator=(const Files&) = delete;
@@ -65,12 +71,24 @@ class Files : public Blocks {
     store->disk()->writes.set(writes);
     return store;
   }
-  std::uint64_t id(std::uint64_t row) const { return id_of(fields[0].data + row * fields[0].row_bytes, fields[0].row_bytes).value_or(~0ull); }
+  std::uint64_t id(std::uint64_t row) const { return id_of(fields[0].row(row), fields[0].row_bytes).value_or(~0ull); }
 
   std::vector<std::string> paths;
 
  private:
+  std::byte* mapped(std::uint64_t size) {
+    std::string& path = paths.emplace_back("disk-XXXXXX");
+    const int file = mkstemp(path.data());
+    EXPECT(file >= 0 && ftruncate(file, static_cast<off_t>(size)) == 0);
+    void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    EXPECT(memory != MAP_FAILED);
+    close(file);
+    memories_.emplace_back(static_cast<std::byte*>(memory), size);
+    return memories_.back().data();
+  }
+
   Heap heap_;
+  std::vector<std::span<std::byte>> memories_;
 };
 
 // The thread sanitizer copies rows byte by byte.
@@ -104,14 +122,14 @@ std::vector<std::uint64_t> all_fields(const Blocks& blocks) {
 TEST(both_ways_read_what_both_ways_write) {
   for (const std::vector<std::uint64_t>& row_bytes :
        {std::vector<std::uint64_t>{8}, {56, 8}, {4096, 8, 128}, {4104, 24}, {28224, 8}}) {
-    for (const std::uint64_t lanes : {1u, 3u}) {
-      const Files files(geometry(lanes, 300 / lanes), row_bytes);
-      Dice dice(row_bytes[0] + lanes);
+    for (const auto& [lanes, small] : {std::pair{1u, 0u}, {3u, 0u}, {1u, 200u}, {3u, 100'000u}}) {
+      const Files files(geometry(lanes, 300 / lanes), row_bytes, small);
+      Dice dice(row_bytes[0] + lanes + small);
       std::map<std::int64_t, std::uint64_t> wanted;
       std::uint64_t id = 0;
       const auto stores = std::array{files.store(kMapped, kMapped, 0), files.store(kDirect, kDirect, 1)};
       for (int round = 0; round < kRounds; ++round) {
-        Store& writer = *stores[dice.below(2)];
+        Store& writer = *stores[static_cast<std::size_t>(round % 2)];
         const std::uint64_t n = dice.in(1, 40);
         Rows rows(files.fields, n);
         for (std::uint64_t i = 0; i < n; ++i) rows.describe(i, id + 1 + i);
@@ -158,20 +176,41 @@ TEST(both_ways_read_what_both_ways_write) {
 }
 
 TEST(both_ways_draw_the_same) {
-  const Files files(geometry(2, 64), {4096, 8});
-  const auto mapped = files.store(kMapped, kMapped), direct = files.store(kDirect, kDirect, 1);
-  Rows rows(files.fields, 50);
-  for (std::uint64_t i = 0; i < 50; ++i) rows.describe(i, i + 1);
-  mapped->append(0, 50, rows.in, nullptr);
-  mapped->append(1, 20, rows.in, nullptr);
-  for (std::uint64_t key = 0; key < 20; ++key) {
-    Rows a(files.fields, 100), b(files.fields, 100);
-    std::int64_t of_a[100], of_b[100];
-    mapped->sample_uniform(key, 100, a.out, of_a, nullptr);
-    direct->sample_uniform(key, 100, b.out, of_b, nullptr);
-    EXPECT(std::equal(of_a, of_a + 100, of_b));
-    EXPECT(a.data == b.data);
+  for (const std::uint64_t small : {0, 100, 5000}) {
+    const Files files(geometry(2, 64), {4096, 8}, small);
+    const auto mapped = files.store(kMapped, kMapped), direct = files.store(kDirect, kDirect, 1);
+    Rows rows(files.fields, 50);
+    for (std::uint64_t i = 0; i < 50; ++i) rows.describe(i, i + 1);
+    mapped->append(0, 50, rows.in, nullptr);
+    mapped->append(1, 20, rows.in, nullptr);
+    for (std::uint64_t key = 0; key < 20; ++key) {
+      Rows a(files.fields, 100), b(files.fields, 100);
+      std::int64_t of_a[100], of_b[100];
+      mapped->sample_uniform(key, 100, a.out, of_a, nullptr);
+      direct->sample_uniform(key, 100, b.out, of_b, nullptr);
+      EXPECT(std::equal(of_a, of_a + 100, of_b));
+      EXPECT(a.data == b.data);
+    }
   }
+}
+
+/// One field of rows that lie among others' is replaced in pieces; the others keep their bytes.
+TEST(a_field_among_others_is_refilled_alone) {
+  constexpr std::uint64_t n = 20'000;
+  const Files files(geometry(1, n), {40, 8, 120}, 200);
+  const auto store = files.store(kDirect, kDirect);
+  Rows rows(files.fields, n), others(files.fields, n), batch(files.fields, n);
+  for (std::uint64_t i = 0; i < n; ++i) rows.describe(i, i + 1), others.describe(i, i + 1 + n);
+  store->append(0, n, rows.in, nullptr);
+  EXPECT(store->refill(1, 100, n - 200, others.in[1] + 100 * 8));
+  std::vector<std::int64_t> at(n);
+  std::iota(at.begin(), at.end(), 0);
+  EXPECT(store->gather(at.data(), n, store->all(), batch.out, nullptr, nullptr).empty());
+  EXPECT(batch.data[0] == rows.data[0]);
+  EXPECT(batch.data[2] == rows.data[2]);
+  std::copy_n(others.in[1] + 100 * 8, (n - 200) * 8, rows.data[1].data() + 100 * 8);
+  EXPECT(batch.data[1] == rows.data[1]);
+  EXPECT(!files.store(kMapped, kMapped)->refill(1, 0, n, rows.in[1]));
 }
 
 TEST(a_batch_larger_than_what_is_announced_at_a_time_and_a_field_without_a_file) {
@@ -257,7 +296,7 @@ void expect_at_rest(const Files& files, const Store& store, const Heard& heard) 
     const std::uint64_t word = files.view().word(row).load();
     EXPECT(state_of(word) != State::writing);
     if (!is_committed(word)) continue;
-    for (const Field& field : files.fields) EXPECT(id_of(field.data + row * field.row_bytes, field.row_bytes).has_value());
+    for (const Field& field : files.fields) EXPECT(id_of(field.row(row), field.row_bytes).has_value());
   }
   for (const Claim& claim : files.view().participant(0).claims) EXPECT_EQ(claim.t0.load(), 0u);
   const auto holes = store.holes();
@@ -365,8 +404,8 @@ TEST(a_look_finds_what_is_not_in_memory_and_hysteresis_keeps_the_answer) {
 /// Threads write a tiny ring by both ways while threads read it by both.
 TEST(no_read_that_is_accepted_is_torn) {
   const auto enough = stress::pick<std::uint64_t>(kReads, 50'000'000, 500'000'000);
-  for (const std::vector<std::uint64_t>& row_bytes : {std::vector<std::uint64_t>{24576, 8}, {8, 4104}}) {
-    const Files files(geometry(1, 3), row_bytes);
+  for (const auto& [row_bytes, small] : {std::pair{std::vector<std::uint64_t>{24576, 8}, 0}, {{8, 4104}, 0}, {{24, 8, 160}, 200}}) {
+    const Files files(geometry(1, 3), row_bytes, static_cast<std::uint64_t>(small));
     {
       const auto store = files.store(kMapped, kMapped);
       Rows rows(files.fields, 3);

@@ -50,6 +50,52 @@ TEST(gathers_what_a_naive_loop_gathers) {
   }
 }
 
+/// Rows with other fields' bytes in between: what is read and written is what a field without them has, and nothing else changes.
+TEST(rows_that_lie_among_others_are_read_and_written_alone) {
+  Dice dice(9);
+  for (const std::uint64_t bytes : kSizes) {
+    for (const std::uint64_t gap : {1, 24, 4096}) {
+      constexpr std::uint64_t capacity = 23;
+      const std::uint64_t stride = bytes + gap;
+      std::vector<std::byte> memory = noise(capacity * stride, dice);
+      const Field field{memory.data() + gap / 2, bytes, stride};
+      std::vector<std::byte> alone;
+      for (std::uint64_t row = 0; row < capacity; ++row) alone.insert(alone.end(), field.row(row), field.row(row) + bytes);
+      const Field other{alone.data(), bytes};
+      for (int round = 0; round < 4; ++round) {
+        const std::uint64_t n = dice.in(1, 20), first = dice.below(capacity - n + 1);
+        std::vector<std::int64_t> rows(n), pick(n);
+        for (auto& row : rows) row = static_cast<std::int64_t>(dice.below(capacity));
+        for (auto& row : pick) row = static_cast<std::int64_t>(dice.below(n));
+        std::vector<std::byte> a(n * bytes), b(n * bytes), wanted = memory;
+        engram::gather_rows(field, rows.data(), n, a.data(), &field);
+        engram::gather_rows(other, rows.data(), n, b.data(), nullptr);
+        EXPECT(a == b);
+        engram::gather_run(field, first, n, a.data());
+        engram::gather_run(other, first, n, b.data());
+        EXPECT(a == b);
+        std::vector<std::uint64_t> ends(n);
+        const std::uint64_t runs = engram::runs_of(rows.data(), n, ends.data());
+        engram::gather_runs(field, rows.data(), ends.data(), runs, a.data(), &field);
+        engram::gather_runs(other, rows.data(), ends.data(), runs, b.data(), nullptr);
+        EXPECT(a == b);
+        const std::vector<std::byte> given = noise(n * bytes, dice);
+        const std::int64_t* picked = round % 2 == 0 ? nullptr : pick.data();
+        for (std::uint64_t j = 0; j < 2 * n && bytes > 0; ++j) {  // first the run, then the rows anywhere
+          const std::uint64_t k = j % n, row = j < n ? first + k : static_cast<std::uint64_t>(rows[k]);
+          const std::uint64_t from = picked == nullptr ? k : static_cast<std::uint64_t>(pick[k]);
+          for (std::uint64_t i = 0; i < bytes; ++i) {
+            wanted[gap / 2 + row * stride + i] = alone[row * bytes + i] = given[from * bytes + i];
+          }
+        }
+        engram::scatter_run(field, first, n, given.data(), picked);
+        engram::scatter_rows(field, rows.data(), n, given.data(), picked);
+        EXPECT(memory == wanted);
+      }
+    }
+  }
+}
+
 TEST(gathers_from_and_to_any_address) {
   Dice dice(2);
   for (const std::uint64_t bytes : kSizes) {

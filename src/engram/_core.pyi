@@ -87,6 +87,7 @@ class Trajectories(Index):
         step_types: Sequence[int],
         fields: Sequence[int],
         row_bytes: Sequence[int],
+        strides: Sequence[int],
         width: int,
         window: int,
         memory: int,
@@ -293,6 +294,7 @@ class Store:
         tickets_bytes: int,
         fields: tuple[int, ...],
         row_bytes: tuple[int, ...],
+        strides: tuple[int, ...],
         participant: int = 0,
         readonly: bool = False,
         abandoned: bool = False,
@@ -441,6 +443,7 @@ def place_runs(
     to: int,
     capacity: int,
     row_bytes: int,
+    stride: int,
 ) -> None: ...
 def writers_bytes(writers: int) -> int: ...
 def format_writers(memory: int, nbytes: int, writers: int) -> None: ...

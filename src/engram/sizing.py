@@ -48,6 +48,8 @@ class StoragePlan(NamedTuple):
     """Bytes that the store may have in memory, as they were given. 0: none were."""
     resident: int = 0
     """Bytes that every draw touches, which must fit into memory: those beside the rows, and the priorities of one sampler."""
+    grouped: int = 0
+    """``group_small_fields``, as it was given."""
 
     def from_disk(self, batch_size: int) -> float:
         """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.
@@ -69,7 +71,11 @@ class StoragePlan(NamedTuple):
             )
         missing = missing_share(max(1, self.nbytes), self.memory, self.resident)
         # A row of r bytes begins anywhere in a page, in steps of what r and the page have in common.
-        pages = sum((f.row_bytes - math.gcd(f.row_bytes, _PAGE)) / _PAGE + 1 for f in self.fields if f.row_bytes)
+        group = layout.group_of(self)
+        together = group.offsets if group else {}
+        sizes = [f.row_bytes for n, f in enumerate(self.fields) if f.row_bytes and n not in together]
+        sizes += [group.stride] if group else []
+        pages = sum((size - math.gcd(size, _PAGE)) / _PAGE + 1 for size in sizes)
         return batch_size * pages * _PAGE * missing
 
     @property
@@ -111,6 +117,7 @@ def plan(
     dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
     sampler: Expander | None = None,
     memory: int | None = None,
+    group_small_fields: int = 0,
 ) -> StoragePlan:
     """Compute how much space a tensor storage needs, without allocating anything.
 
@@ -123,17 +130,18 @@ def plan(
         memory: bytes that the store may have in memory, at least 1: what is left beside the program, which takes some hundred MB
             with torch. The plan then says what must stay there, and what a batch reads from disk; ``engram doctor DIR`` says how
             many batches per second that makes.
+        group_small_fields: as for :class:`LazyMemmapStorage`: a row of all small fields is then read at once.
 
     Returns:
         A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata. Its text names the ``dtypes``
         that halve float64 fields.
 
     Raises:
-        TypeError: the row cannot be stored; the message names the field. ``capacity`` or ``memory`` is not an int.
+        TypeError: the row cannot be stored; the message names the field. ``capacity``, ``memory`` or ``group_small_fields`` is not an int.
             ``dtypes`` that are none.
             ``sampler`` is no expander.
         KeyError: ``dtypes`` of a field that is not there; a field of the ``sampler`` is not.
-        ValueError: a field has an unsupported value; ``capacity`` or ``memory`` is below 1.
+        ValueError: a field has an unsupported value; ``capacity`` or ``memory`` is below 1, ``group_small_fields`` below 0.
 
     >>> import torch, engram
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
@@ -160,6 +168,7 @@ def plan(
 
     capacity = check_count("plan: capacity", capacity)
     memory = 0 if memory is None else check_count("plan: memory", memory)
+    together = check_count("plan: group_small_fields", group_small_fields, "bytes", least=0)
     checked = NO_DTYPES if dtypes is None else checked_dtypes(dtypes, "plan")
     structure = Structure.of(example, batched=False, call="plan", dtypes=checked)
     fields, ready, finals = structure.fields, 0, 0
@@ -173,5 +182,5 @@ def plan(
     overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)
     resident = overhead + _native.priority_bytes(capacity, True)
     return StoragePlan(
-        capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident
+        capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident, together
     )

@@ -409,7 +409,8 @@ class MemmapMachine(BufferMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="engram-test-", dir=_RAM if _RAM.is_dir() else None))
 
     def make_storage(self, capacity, lanes):
-        return LazyMemmapStorage(capacity, scratch_dir=self.folder / "store", lanes=lanes)
+        together = 64 if capacity % 2 else 0
+        return LazyMemmapStorage(capacity, scratch_dir=self.folder / "store", lanes=lanes, group_small_fields=together)
 
     @precondition(lambda self: self.ever)
     @rule(attached=st.booleans())
@@ -442,6 +443,8 @@ TestListStorage = ListMachine.TestCase
 TestListStorage.settings = _settings
 TestTensorStorage = TensorMachine.TestCase
 TestTensorStorage.settings = _settings
+
+
 TestMemmapStorage = MemmapMachine.TestCase
 TestMemmapStorage.settings = settings(_settings, max_examples=stress.size(20, 1_000))
 stressed(TestListStorage)

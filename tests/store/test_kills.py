@@ -54,6 +54,7 @@ class Options:
         self.where = chance.choice(["disk", "ram", "share"])
         self.alpha = chance.choice([0.0, 0.6, 1.0])
         self.per_chunk = max(1, (256 << 10) // row_bytes)
+        self.grouped = chance.choice([0, 64, 1 << 24])
 
     @property
     def capacity(self):
@@ -173,7 +174,12 @@ class Store:
             self.rb.empty()
         else:
             made = TensorDictReplayBuffer(
-                storage=LazyMemmapStorage(options.capacity, scratch_dir=self.place, lanes=options.lanes),
+                storage=LazyMemmapStorage(
+                    options.capacity,
+                    scratch_dir=self.place,
+                    lanes=options.lanes,
+                    group_small_fields=options.grouped,
+                ),
                 sampler=options.sampler(),
             )
             made.extend(options.rows(0, 0, 1), lane=0)

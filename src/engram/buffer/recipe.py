@@ -170,6 +170,7 @@ def open_or_create(
     io: str,
     given: Mapping[str, object],
     *,
+    group_small_fields: int,
     tensordicts: bool,
 ) -> R:
     """A buffer of a class over the store in a directory, or over one that the first write creates there.
@@ -181,6 +182,7 @@ def open_or_create(
         dtypes: as for ``LazyMemmapStorage``.
         unclean, io: as for :func:`open_buffer`.
         given: arguments of the constructor.
+        group_small_fields: as for ``LazyMemmapStorage``.
         tensordicts: whether the class is one of TensorDicts.
 
     Raises: as ``ReplayBuffer.open_or_create``.
@@ -192,7 +194,9 @@ def open_or_create(
             f"{call}: storage: expected none, the rows lie in the directory; got {type(given['storage']).__name__}."
         )
     path, io = check_path(f"{call}: directory", directory), storages.memmap.check_io(call, io)
-    storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, dtypes, unclean=unclean, io=io)
+    storage = storages.LazyMemmapStorage.open_or_create(
+        path, *geometry, dtypes, unclean=unclean, io=io, group_small_fields=group_small_fields
+    )
     try:
         _announce_repair(storage)
         found, changed = storage.structure, {"transform", "transform_factory", "collate_fn"} & given.keys()

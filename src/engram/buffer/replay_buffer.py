@@ -1020,6 +1020,7 @@ class ReplayBuffer(Generic[Batch]):
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         unclean: str = "refuse",
         io: str = "auto",
+        group_small_fields: int = 0,
         **arguments: object,
     ) -> Self:
         """The first line of a script that may be killed and started again: the buffer in a directory, made if there is none.
@@ -1033,6 +1034,7 @@ class ReplayBuffer(Generic[Batch]):
             size: capacity in rows, the same at every start. ``lanes`` and ``ndim``: as for ``LazyMemmapStorage``, the same, too.
             dtypes: as for ``LazyMemmapStorage``. Without them, nothing is cast, whatever an earlier start said.
             unclean, io: as for :meth:`open`.
+            group_small_fields: of a store that is made, as for ``LazyMemmapStorage``; one that is there stays as it is.
             **arguments: those of the class's constructor, but ``storage``.
 
         Raises:
@@ -1058,7 +1060,15 @@ class ReplayBuffer(Generic[Batch]):
         """
         tensordicts = cls._write_path.takes_tensordicts
         return open_or_create(
-            cls, directory, (size, lanes, ndim), dtypes, unclean, io, arguments, tensordicts=tensordicts
+            cls,
+            directory,
+            (size, lanes, ndim),
+            dtypes,
+            unclean,
+            io,
+            arguments,
+            group_small_fields=group_small_fields,
+            tensordicts=tensordicts,
         )
 
     follow = classmethod(follow_buffer)

@@ -51,8 +51,7 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[tuple[str, str, bo
     with contextlib.ExitStack() as stack:
         if schema is not None and (most := lanes["most_rows"]):
             starts = range(0, schema.capacity, schema.capacity // schema.lanes)
-            paths = [(layout.field_path(directory, field.key), field.row_bytes) for field in schema.fields]
-            fields = [_opened(stack, path, size) for path, size in paths if size]
+            fields = [_opened(stack, path, size) for path, size in layout.row_files(directory, schema).values() if size]
             said = f"{schema.row_bytes} bytes each, {said_bytes(nbytes)} in all"
         else:
             trial = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))

@@ -12,6 +12,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/maker          identifies the store to copies of the buffer that made it; empty: no copy waits for it
     <dir>/.engram/temporary      if it exists, the last process to close the store removes the folder
     <dir>/.engram/buffer.json    which components the last buffer had
+    <dir>/.engram/grouped        the small fields of a store that groups them: in each row all of its fields, which have no file then
     <dir>/.engram/adopted        if it is there, the rows were there before the store, and stay without it
 """
 
@@ -20,7 +21,9 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from engram.format.schema import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +44,7 @@ INDEXES = "indexes"
 MAKER = "maker"
 TEMPORARY = "temporary"
 ADOPTED = "adopted"
+GROUPED = "grouped"
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
 NO_RECORD = b"{}".ljust(4096)
 
@@ -81,6 +85,51 @@ def field_name(key: tuple[str, ...]) -> str:
     return "/".join(parts)
 
 
+class Group(NamedTuple):
+    """Where the small fields of a store lie in their file."""
+
+    stride: int
+    """Bytes from row to row: a multiple of the widest dtype."""
+    offsets: dict[int, int]
+    """Where in a row each field begins, by its number, in ascending order: a multiple of its dtype."""
+
+
+class Grouping(Protocol):
+    """A schema, or the plan of one."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+
+    @property
+    def grouped(self) -> int:
+        """Bytes of a row up to which a field is small."""
+
+
+def group_of(schema: Grouping) -> Group | None:
+    """The fields that lie together, those of wide dtypes first; None: each has a file of its own."""
+    fields = schema.fields
+    small = [number for number, field in enumerate(fields) if 0 < field.row_bytes <= schema.grouped]
+    if len(small) < 2 or schema.capacity < 2:
+        return None
+    offsets, end = {}, 0
+    for number in sorted(small, key=lambda number: -DTYPES[fields[number].dtype]):
+        offsets[number] = end
+        end += fields[number].row_bytes
+    widest = DTYPES[fields[next(iter(offsets))].dtype]
+    return Group(-(-end // widest) * widest, offsets)
+
+
+def row_files(directory: Path, schema: Schema, hidden: str = FOLDER) -> dict[int, tuple[Path, int]]:
+    """The files with the rows of a store, and the bytes of a row in each, by the number of their first field."""
+    group = group_of(schema)
+    together = group.offsets if group else {}
+    found = {n: (field_path(directory, f.key), f.row_bytes) for n, f in enumerate(schema.fields) if n not in together}
+    return {**found, min(together): (directory / hidden / GROUPED, group.stride)} if group else found
+
+
 def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:
     """The folder in which files lie as those of these keys do; None: there is none. ``paths``: ``(key, path)``."""
     folders = set()
@@ -111,7 +160,10 @@ def is_store(directory: Path) -> bool:
 def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:
     """TensorDict's ``meta.json`` of every level."""
     root: _Level = {}
-    for field in schema.fields:
+    group = group_of(schema)
+    for number, field in enumerate(schema.fields):
+        if group and number in group.offsets:
+            continue
         level = root
         for part in field.key[:-1]:
             deeper = level.setdefault(part, {})

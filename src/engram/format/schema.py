@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
+#: Of the description of a store whose small fields lie together.
+GROUPED_VERSION = (2, 1)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
@@ -125,6 +127,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     structure: Node
     format: str = FORMAT
     version: tuple[int, int] = VERSION
+    grouped: int = 0
+    """In the folder of a store: fields whose rows have at most so many bytes lie in one file; 0: none. Rows that are saved do not
+    depend on it: :func:`encode` leaves it out."""
 
     @property
     def row_bytes(self) -> int:
@@ -139,6 +144,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         validate_geometry(self.capacity, self.lanes, self.columns)
         if self.format != FORMAT:
             raise ValueError(f"expected the format {FORMAT!r}, got {self.format!r}")
+        if not 0 <= self.grouped < 1 << 62:
+            raise ValueError(f"{self.grouped} bytes of a row that is grouped are impossible")
         validate_fields(self.fields, self.capacity)
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
@@ -315,7 +322,21 @@ def _listed(value: object) -> object:
 
 def encode(value: msgspec.Struct) -> bytes:
     """JSON without spaces. Entries keep their order, since that of children is significant. Equal values have equal bytes."""
-    return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    entries = msgspec.to_builtins(value)
+    if isinstance(value, Schema):
+        del entries["grouped"]
+    return _text(entries)
+
+
+def encode_store(schema: Schema) -> bytes:
+    """``store.json``: as :func:`encode`, and in a later version which fields lie together, if some do."""
+    if not schema.grouped:
+        return encode(schema)
+    return _text(msgspec.to_builtins(schema) | {"version": GROUPED_VERSION})
+
+
+def _text(entries: object) -> bytes:
+    return json.dumps(entries, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def fingerprint(raw: bytes) -> int:
@@ -323,8 +344,13 @@ def fingerprint(raw: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(raw))
 
 
-def decode(raw: bytes, path: str) -> Schema:
-    """Read ``store.json``.
+def decode_store(raw: bytes, path: str) -> Schema:
+    """Read ``store.json``. Raises as :func:`decode`."""
+    return decode(raw, path, newest=GROUPED_VERSION)
+
+
+def decode(raw: bytes, path: str, *, newest: tuple[int, int] = VERSION) -> Schema:
+    """Read what :func:`encode` has written, of a version up to the ``newest``.
 
     Raises:
         IncompatibleStore: another format version.
@@ -342,12 +368,17 @@ def decode(raw: bytes, path: str) -> Schema:
     except ValueError as error:
         raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
     version = tree.get("version") if isinstance(tree, dict) else None
-    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
+    if not (
+        isinstance(tree, dict)
+        and isinstance(version, list)
+        and len(version) == 2
+        and all(type(v) is int and v >= 0 for v in version)
+    ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    if version[0] != VERSION[0] or version[1] > VERSION[1]:
-        newer = tuple(version) > VERSION
+    if version[0] != newest[0] or version[1] > newest[1]:
+        newer = tuple(version) > newest
         raise IncompatibleStore(
-            f"{path}: expected format {VERSION[0]}.{VERSION[1]}, got {version[0]}.{version[1]}. "
+            f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
             + (
                 "A newer engram wrote it: upgrade to read it."
                 if newer
@@ -355,7 +386,11 @@ def decode(raw: bytes, path: str) -> Schema:
             )
         )
     try:
-        schema = msgspec.convert(tree, Schema, strict=True)
+        if ("grouped" in tree) != (version == [*GROUPED_VERSION]):
+            raise ValueError(
+                f"grouped: expected in version 2.1, and in no other, got version {version[0]}.{version[1]}"
+            )
+        schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
         schema.validate()
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error

@@ -106,7 +106,7 @@ def read_store(path: Path) -> tuple[schema.Schema, control.Header]:
     """
     folder = path / layout.FOLDER
     description = files.read_small(folder / layout.STORE, schema.MAX_BYTES)
-    decoded = schema.decode(description, str(folder / layout.STORE))
+    decoded = schema.decode_store(description, str(folder / layout.STORE))
     files.check_size(folder / layout.CONTROL, control.control_bytes(decoded.lanes))
     fd = files.open_regular(folder / layout.CONTROL, os.O_RDONLY)
     try:
@@ -218,8 +218,8 @@ def _store(path: Path) -> Iterator[Problem]:
     """A store that may be in use: what never changes of it, and the sizes of its files."""
     decoded, _ = read_store(path)
     folder = path / layout.FOLDER
-    fields = [field for field in decoded.fields if field.row_bytes]  # empty rows have no file
-    sizes = {layout.field_path(path, field.key): field.row_bytes * decoded.capacity for field in fields}
+    rows = layout.row_files(path, decoded).values()
+    sizes = {file: size * decoded.capacity for file, size in rows if size}  # empty rows have no file
     sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity)
     sizes[folder / layout.ALIVE] = 0
     for file, nbytes in sizes.items():

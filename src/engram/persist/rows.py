@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engram.errors import CorruptStore
-from engram.format import layout
+from engram.format import disk, layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Count, Cut, ShardRows, Totals
 from engram.format.description import field_name, segment_name
@@ -48,6 +48,8 @@ _COMMITTED, _VOID = 2, 3
 _PIECE, _LONG_PIECE = 16 << 20, 128 << 20
 #: Bytes that a file system shares between files, or a multiple of them.
 _BLOCK = 4096
+#: Files that are written at the same time.
+_OPEN_FILES = 64
 #: Rows whose marks are looked at together.
 _MARKED = 1 << 20
 #: Tickets that are looked at together.
@@ -156,7 +158,12 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
     there = np.concatenate([[False], numbers != 0, [False]])
     borders = (there[1:] != there[:-1]).nonzero()[0].tolist()
     stretches = list(zip(borders[::2], borders[1::2], strict=True))
+    together = None if copied or store.directory is None or not store.has_files else layout.group_of(store.schema)
+    if together:
+        _write_together(part, store, rows, stretches, together)
     for number, (field, tensor) in enumerate(zip(store.schema.fields, copied or store.tensors, strict=True)):
+        if together and number in together.offsets:
+            continue
         size = field.row_bytes
         name = layout.field_path(_HERE, field.key).as_posix()
         with contextlib.ExitStack() as stack:
@@ -176,10 +183,43 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
                         file.write(piece)
                 at = end
             file.skip((rows - at) * size)
-    flat = msgspec.structs.replace(store.schema, capacity=rows)
+    flat = msgspec.structs.replace(store.schema, capacity=rows, grouped=0)
     for path, raw in layout.meta_files(_HERE, flat).items():
         with part.file(path.as_posix(), len(raw)) as file:
             file.write(raw)
+
+
+def _write_together(
+    part: PartWriter,
+    store: Store,
+    rows: int,
+    stretches: Sequence[tuple[int, int]],
+    group: layout.Group,
+) -> None:
+    """Write the files of fields that lie in one file of a directory store, which is read once for every 64 of them."""
+    assert store.directory is not None  # as the caller has looked
+    path, fields, stride = store.directory / layout.FOLDER / layout.GROUPED, store.schema.fields, group.stride
+    memory = np.empty(max(_PIECE // stride, 1) * stride, np.uint8)
+    for i in range(0, len(group.offsets), _OPEN_FILES):
+        with contextlib.ExitStack() as stack:
+            fd = stack.enter_context(Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+            out = []
+            for number, offset in list(group.offsets.items())[i : i + _OPEN_FILES]:
+                size, name = fields[number].row_bytes, layout.field_path(_HERE, fields[number].key).as_posix()
+                out.append((stack.enter_context(part.file(name, rows * size, sparse=True)), offset, size))
+            at = 0
+            for begin, end in [*stretches, (rows, rows)]:
+                for file, _, size in out:
+                    file.skip((begin - at) * size)
+                for first, n in _steps(begin, end, stride):
+                    piece = memory[: n * stride]
+                    with store.traceless([min(group.offsets)], first, n):
+                        if disk.read(fd, piece.data, first * stride) < len(piece):
+                            raise CorruptStore(f"{path}: expected {store.capacity * stride} bytes, it ends earlier.")
+                    for file, offset, size in out:
+                        column = piece.reshape(n, stride)[:, offset : offset + size]
+                        file.write(np.ascontiguousarray(column).data.cast("B"))
+                at = end
 
 
 def _steps(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -477,7 +517,8 @@ class SavedRowsSource:
 
 
 def _read_rows(reader: PartReader, it: Stretch, into: Tensor, put: Callable[[int, int, Tensor], None] | None) -> None:
-    rows = into if into.is_cpu and put is None else torch.empty_like(into, device="cpu")
+    direct = into.is_cpu and into.is_contiguous() and put is None
+    rows = into if direct else torch.empty(into.shape, dtype=into.dtype, device="cpu")
     reader.read(it.file, it.offset, rows.reshape(-1).view(torch.uint8).numpy().data)
     if put is not None:
         put(it.field, it.begin, rows)

@@ -102,6 +102,7 @@ def put(source: Tensor, begin: int, extents: Extents, tensor: Tensor) -> None:
             tensor.data_ptr(),
             len(tensor),
             size,
+            size if tensor.is_contiguous() else tensor.stride(0) * tensor.element_size(),
         )
         return
     at, to = (torch.from_numpy(column) for column in _pairs(near, begin, end))

@@ -16,6 +16,7 @@ from engram.field_paths import as_path, as_paths, public
 from engram.format.schema import DTYPES
 from engram.persist.roles import of_the_step
 from engram.store import check_index_name
+from engram.store.memory import row_stride
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,7 +171,8 @@ def _new_table(
             list(which),
             list(step_types),
             [field.data_ptr() for field in fields],
-            [field[:1].numel() * field.element_size() for field in fields],
+            [field[:1].nbytes for field in fields],
+            [*map(row_stride, fields)],
             width,
             window,
             block.data_ptr(),

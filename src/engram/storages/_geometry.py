@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import msgspec
+
 from engram._checks import check_count
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
+from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.storages._dtypes import NO_DTYPES, Dtypes, check_stored, checked_dtypes
@@ -21,6 +24,8 @@ class Geometry(NamedTuple):
     ndim: int = 1
     dtypes: Dtypes = NO_DTYPES
     """Of fields, by their paths: values of others are cast to them."""
+    grouped: int = 0
+    """Bytes of a row up to which fields share a file, where there are files; 0: none do."""
 
     @classmethod
     def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1, dtypes: object = None) -> Geometry:
@@ -38,6 +43,15 @@ class Geometry(NamedTuple):
                 f"{where}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
             )
         return cls(max_size, lanes, ndim, NO_DTYPES if dtypes is None else checked_dtypes(dtypes, where))
+
+    def grouping(self, group_small_fields: object, where: str) -> Geometry:
+        """The same, with the option of that name. Raises ``TypeError``, ``ValueError``."""
+        return self._replace(grouped=check_count(f"{where}: group_small_fields", group_small_fields, "bytes", least=0))
+
+    def in_files(self, schema: Schema) -> Schema:
+        """A schema for a store in a folder."""
+        together = msgspec.structs.replace(schema, grouped=self.grouped)
+        return together if layout.group_of(together) else schema
 
     @property
     def capacity(self) -> int:

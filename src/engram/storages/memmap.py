@@ -60,8 +60,13 @@ class LazyMemmapStorage(LazyTensorStorage):
             fails makes an ``OSError``; a copy would end the process with ``SIGBUS``. Only the time differs, never the rows. It
             holds for all handles of the store in this process; ``stats()`` shows it. docs/larger-than-memory.md has the rest.
 
+        group_small_fields: fields whose rows have at most so many bytes lie together in one file, in each row one after the other: a
+            row of several small fields that is not in memory is then one read of the disk, not one per field. 0: every field has a
+            file of its own, which ``TensorDict.load_memmap`` reads; those that lie together it does not see. ``dumps`` writes a file
+            per field either way. It holds for the folder for good.
+
     Raises:
-        ValueError: a device other than the CPU, or another ``io``.
+        ValueError: a device other than the CPU, another ``io``, or ``group_small_fields`` below 0. TypeError: it is no int.
         RuntimeError: the folder holds a store or files of the same names, and not ``existsok``.
         OSError: the folder is a file, not writable, or its disk is full. Nothing is left behind.
         OSError (of any call that reads or writes rows by ``io="read"``): the disk failed, or a file ends early. Its text says the byte.
@@ -100,6 +105,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         existsok: bool = False,
         auto_cleanup: bool | None = None,
         io: str = "auto",
+        group_small_fields: int = 0,
         **later: Unpack[LaterMemmapArguments],
     ) -> None:
         reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
@@ -107,7 +113,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )
-        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), "cpu")
+        geometry = Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes)
+        self._configure(geometry.grouping(group_small_fields, type(self).__name__), "cpu")
         self._io = check_io("LazyMemmapStorage", io)
         self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
         self._existsok = existsok
@@ -151,11 +158,20 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @classmethod
     def open_or_create(
-        cls, directory: Path, max_size: int, lanes: int, ndim: int, dtypes: object, *, unclean: str, io: str = "auto"
+        cls,
+        directory: Path,
+        max_size: int,
+        lanes: int,
+        ndim: int,
+        dtypes: object,
+        *,
+        unclean: str,
+        io: str = "auto",
+        group_small_fields: int = 0,
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates."""
         call = "open_or_create"
-        geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes)
+        geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes).grouping(group_small_fields, call)
         if not holds_store(directory, call):
             _check_place(directory)
             return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry, io)
@@ -188,7 +204,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         assert self._home is not None  # as __init__ and open() leave it
         folder, replace = self._home.folder, self._existsok or self._scratch_dir is None
         try:
-            return self._allocate_in(self._home, schema, replace=replace)
+            return self._allocate_in(self._home, self._geometry.in_files(schema), replace=replace)
         except OSError as error:
             if error.errno is None or error.filename not in map(str, (folder, *folder.parents)):
                 raise  # of a file in it, which is named

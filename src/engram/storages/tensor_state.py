@@ -36,6 +36,8 @@ ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "
 _SLACK = 1 << 17
 #: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
 _COPIED = 32 << 20
+#: What NumPy copies values as, by their bytes.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def unwritten() -> dict[str, object]:
@@ -161,8 +163,11 @@ def _copied(rows: Tensor, memory: Tensor) -> Tensor:
     each other where other processes have the cores, and writers for them.
     """
     copy = memory[: len(rows)]
-    if rows.is_cpu:
+    if rows.is_contiguous() and rows.is_cpu:
         bytes_of(copy)[:] = bytes_of(rows)
+    elif rows.is_cpu:  # other fields lie in between
+        words = _WORDS[rows.itemsize]
+        copy.view(words).numpy()[:] = rows.view(words).numpy()
     else:
         copy.copy_(rows)
     return copy

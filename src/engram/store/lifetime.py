@@ -256,7 +256,7 @@ def check_store(directory: Path) -> None:
 def schema_in(directory: Path) -> Schema:
     """What the rows of the store in a folder are."""
     path = directory / layout.FOLDER / layout.STORE
-    return schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+    return schemas.decode_store(files.read_small(path, schemas.MAX_BYTES), str(path))
 
 
 def maker_of(directory: Path) -> str:
@@ -281,7 +281,7 @@ def _erase_fields(directory: Path, schema: Schema, hidden: Path) -> bool:
     """Remove the files of a store that was in ``hidden``, except those that existed before it. Whether all are gone."""
     if (hidden / layout.ADOPTED).exists():
         return True
-    paths = [layout.field_path(directory, field.key) for field in schema.fields]
+    paths = [path for path, _ in layout.row_files(directory, schema, hidden.name).values()]
     paths += layout.meta_files(directory, schema)
     for path in paths:
         with contextlib.suppress(OSError):
@@ -299,7 +299,7 @@ def remove_unfinished(directory: Path) -> None:
         with contextlib.suppress(CorruptStore, IncompatibleStore):  # then its description was not complete yet
             path = hidden / layout.STORE
             gone = _erase_fields(
-                directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)), hidden
+                directory, schemas.decode_store(files.read_small(path, schemas.MAX_BYTES), str(path)), hidden
             )
         if gone:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import re
@@ -22,7 +23,7 @@ from engram.format.control import FIXED_BYTES, processes
 from engram.format.schema import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -160,6 +161,47 @@ def read_block(path: Path, nbytes: int, *, private: bool = False) -> Block:
         return Block(bytes_of(fd, nbytes, readonly=not private, private=private), nbytes)
 
 
+def row_stride(tensor: Tensor) -> int:
+    """Bytes from row to row of the rows of a field."""
+    if tensor.is_contiguous():
+        return tensor[:1].nbytes
+    return tensor.stride(0) * tensor.element_size()
+
+
+@torch.inference_mode(mode=False)
+def fields_in(
+    directory: Path,
+    schema: Schema,
+    alone: Callable[[Path, Field, int], Tensor],
+    together: Callable[[Path, int], Tensor],
+) -> list[Tensor]:
+    """The fields of a store's folder, mapped.
+
+    Args:
+        directory: the folder.
+        schema: what its rows are.
+        alone: maps the file of a field: :func:`file_field` or its like.
+        together: maps a file of that size, as bytes: the one with all small fields.
+    """
+    group = layout.group_of(schema)
+    if group is None:
+        return [alone(directory, field, schema.capacity) for field in schema.fields]
+    raw = together(directory / layout.FOLDER / layout.GROUPED, group.stride * schema.capacity)
+    return [
+        _field_among(raw, field, schema.capacity, group.stride, group.offsets[number])
+        if number in group.offsets
+        else alone(directory, field, schema.capacity)
+        for number, field in enumerate(schema.fields)
+    ]
+
+
+def _field_among(raw: Tensor, field: Field, capacity: int, stride: int, offset: int) -> Tensor:
+    size = DTYPES[field.dtype]
+    inner = [math.prod(field.shape[at + 1 :]) for at in range(len(field.shape))]
+    shape, strides = (capacity, *field.shape), (stride // size, *inner)
+    return torch.as_strided(raw.view(torch_dtype(field)), shape, strides, offset // size)
+
+
 @torch.inference_mode(mode=False)
 def read_field(directory: Path, field: Field, capacity: int, *, private: bool = False) -> Tensor:
     """The rows of a field in its file, mapped as :func:`read_block` does."""
@@ -205,20 +247,25 @@ def file_field(directory: Path, field: Field, capacity: int) -> Tensor:
 @torch.inference_mode(mode=False)
 def file_views(directory: Path, schema: Schema) -> list[Tensor]:
     """The fields of a store's folder mapped once more, for users: tensors of tensordict's, which is imported for that. They are
-    pickled by the names of their files, and torch does not move them.
+    pickled by the names of their files, and torch does not move them; small fields that lie together are plain ones.
     """
     from tensordict import MemoryMappedTensor
 
-    views: list[Tensor] = []
-    for field in schema.fields:
-        path, shape = layout.field_path(directory, field.key), torch.Size((schema.capacity, *field.shape))
+    def alone(directory: Path, field: Field, capacity: int) -> Tensor:
+        path, shape = layout.field_path(directory, field.key), torch.Size((capacity, *field.shape))
         if not field.row_bytes:
-            views.append(_field_in(None, field, schema.capacity))
-            continue
-        files.check_size(path, field.row_bytes * schema.capacity)
+            return _field_in(None, field, capacity)
+        files.check_size(path, field.row_bytes * capacity)
         with _mapping(path), torch.device("cpu"):
-            views.append(MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape))
-    return views
+            view: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
+        return view
+
+    return fields_in(directory, schema, alone, _unmoved)
+
+
+def _unmoved(path: Path, nbytes: int) -> Tensor:
+    """A file, mapped: torch, which knows of no file, copies what it is to share."""
+    return torch.from_numpy(file_block(path, nbytes).tensor.numpy())
 
 
 def segments_in(folder: Path) -> list[Segment | None] | None:

@@ -30,6 +30,7 @@ from engram.store.lifetime import (
 )
 from engram.store.locks import AliveFile, exclusive
 from engram.store.memory import (
+    fields_in,
     file_block,
     file_field,
     new_control_memory,
@@ -85,18 +86,19 @@ def create_store(
         OSError: no space, no permission, not a folder. Nothing is left behind.
         ValueError: a key that cannot be a file name.
     """
-    raw = schemas.encode(schema)
+    raw = schemas.encode_store(schema)
     if len(raw) > schemas.MAX_BYTES:
         raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
     clash = layout.clash(schema.fields)
     if clash is not None:
         raise ValueError(f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them.")
-    paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
+    hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
+    rows = layout.row_files(directory, schema, hidden.name).values()
+    paths = {path: row_bytes * schema.capacity for path, row_bytes in rows}
     metas = layout.meta_files(directory, schema)
     note = None
     if adopted is not None:
         note, paths, metas = _adopting(adopted, paths, metas)
-    hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
     with _attaching, files.Creation() as made, exclusive(directory, made):
         remove_unfinished(directory)
         if maker and maker_of(directory) == maker:
@@ -279,9 +281,9 @@ def _make_control(
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
     control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
     tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-    fingerprint = schemas.fingerprint(schemas.encode(schema))
+    fingerprint = schemas.fingerprint(schemas.encode_store(schema))
     _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
-    begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), ()))
+    begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
 
 
 # ---- attaching -------------------------------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ def _described(directory: Path) -> tuple[Schema, int]:
     """What the rows of the store in a folder are, and the fingerprint of that description."""
     path = directory / layout.FOLDER / layout.STORE
     raw = files.read_small(path, schemas.MAX_BYTES)
-    return schemas.decode(raw, str(path)), schemas.fingerprint(raw)
+    return schemas.decode_store(raw, str(path)), schemas.fingerprint(raw)
 
 
 @contextlib.contextmanager
@@ -331,7 +333,7 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
         tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
         segments = segments_in(folder)
         if segments is None:
-            tensors = [file_field(directory, field, schema.capacity) for field in schema.fields]
+            tensors = fields_in(directory, schema, file_field, lambda path, nbytes: file_block(path, nbytes).tensor)
         else:
             tensors = segment_fields(folder, schema, segments, control)
         attachment = Attachment(directory, schema, alive, control, tickets, has_files=segments is None)
@@ -359,9 +361,9 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
 def _use_files(store: Store, directory: Path) -> None:
     """Let the core read and write the files of rows that are not in memory. Warns if not even what draws need fits there."""
     fields, capacity, memory = store.schema.fields, store.capacity, available_memory()
-    stored = [f for f, field in enumerate(fields) if field.row_bytes]
-    longest = {*sorted(stored, key=lambda f: fields[f].row_bytes)[-_MOST_FILES:]}
-    paths = [str(layout.field_path(directory, field.key)) if f in longest else "" for f, field in enumerate(fields)]
+    stored = {f: (size, str(path)) for f, (path, size) in layout.row_files(directory, store.schema).items() if size}
+    longest = dict(sorted(stored.items(), key=lambda file: file[1])[-_MOST_FILES:])
+    paths = [longest[f][1] if f in longest else "" for f in range(len(fields))]
     store.larger = 0 < memory < 2 * capacity * store.schema.row_bytes
     store.core.use_files(paths, store.larger)
     needed = resident_bytes(directory, capacity)

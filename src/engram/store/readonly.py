@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from engram import _native
 from engram.errors import ReadOnlyStore
 from engram.format import files, layout
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
-from engram.store.memory import Block, read_block, read_field, segment_fields
+from engram.store.memory import Block, fields_in, read_block, read_field, segment_fields
 from engram.store.store import Saved, Store
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ class ReaderStore(Store):
     def _mapped(self, schema: Schema, control: Block, *, private: bool) -> list[Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
-            return [read_field(self._folder, field, schema.capacity, private=private) for field in schema.fields]
+            return fields_in(
+                self._folder,
+                schema,
+                partial(read_field, private=private),
+                lambda path, nbytes: read_block(path, nbytes, private=private).tensor,
+            )
         inside = self._folder / layout.FOLDER
         return segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 

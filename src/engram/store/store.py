@@ -31,6 +31,7 @@ from engram.store.memory import (
     new_control_memory,
     private_block,
     private_field,
+    row_stride,
     torch_dtype,
 )
 from engram.types import Changes, Extent, RowsTarget, Write
@@ -167,6 +168,7 @@ class Store:
             tickets.nbytes,
             tuple(map(torch.Tensor.data_ptr, native)),
             tuple([field.row_bytes for field in fields]),
+            tuple(map(row_stride, native)),
             readonly=self.readonly,
             abandoned=abandoned,
         )
@@ -451,6 +453,8 @@ class Store:
         """
         with self._viewing:
             if self.directory is not None and self.has_files and opened(self.directory) is self:
+                if any(not view.is_contiguous() and view.is_shared() for view in self._views):  # torch has moved it
+                    self._views = []
                 self._views = self._views or file_views(self.directory, self.schema)
             elif [view.data_ptr() for view in self._views] != self._addresses:  # also if the folder was removed
                 self._views = [alias(tensor) for tensor in self.tensors]

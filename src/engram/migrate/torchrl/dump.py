@@ -214,7 +214,8 @@ class DumpedRows(NamedTuple):
             step = max(1, _PIECE // max(1, field.row_bytes))
             for first in range(0, self.dump.length, step):
                 rows = tensor[first : min(first + step, self.dump.length)]
-                piece = rows if rows.is_cpu and tensors.put is None else torch.empty_like(rows, device="cpu")
+                direct = rows.is_cpu and rows.is_contiguous() and tensors.put is None
+                piece = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
                 self.dump.read_rows(field.key, piece, first)
                 if tensors.put is not None:
                     tensors.put(number, first, piece)
