@@ -65,6 +65,7 @@ NAMES = [
     "RankFailed",
     "Ranks",
     "RateLimited",
+    "RayReplayBuffer",
     "ReadOnlyStore",
     "RenameTransform",
     "ReplayBuffer",

@@ -118,6 +118,8 @@ OTHERS = {
     "moved",
     "start",
     "client",
+    "clients",
+    "as_remote",
     "open",
     "open_arguments",
     "open_or_create",

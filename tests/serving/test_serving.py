@@ -25,10 +25,11 @@ def store(tmp_path):
     return tmp_path / "store"
 
 
-def test_importing_engram_and_using_buffers_loads_no_pyarrow():
+def test_importing_engram_and_using_buffers_loads_neither_pyarrow_nor_ray():
     fresh.run("""
         import sys
         import torch, engram
+        sys.modules["ray"] = None  # importing it raises: torchrl, which this interpreter has imported, loads it
         [getattr(engram, name) for name in engram.__all__]
         rb = engram.ReplayBuffer(storage=engram.LazyTensorStorage(10), batch_size=2, prefetch=2)
         rb.extend({"a": torch.arange(5)})

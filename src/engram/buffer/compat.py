@@ -1,4 +1,4 @@
-"""TorchRL's names: keywords that engram does not have yet, constants, aliases, and methods that return the buffer."""
+"""TorchRL's names: keywords that engram does not have yet, aliases, and methods that return the buffer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class LaterArguments(TypedDict, total=False):
         object, "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)"
     ]
     compilable: Annotated[object, "tracing through torch.compile"]
-    service_backend: Annotated[object, "remote buffers"]
-    service_backend_options: Annotated[object, "remote buffers"]
-    transport: Annotated[object, "remote buffers"]
-    transport_options: Annotated[object, "remote buffers"]
+    service_backend: Annotated[object, "no call but the constructor"]
+    service_backend_options: Annotated[object, "service_backend='ray'"]
+    transport: Annotated[object, "service_backend='ray'"]
+    transport_options: Annotated[object, "service_backend='ray'"]
 
 
 class TorchRLArguments(LaterArguments, total=False):
@@ -43,9 +43,12 @@ class TorchRLArguments(LaterArguments, total=False):
 
 
 class Arguments(TorchRLArguments, total=False):
-    """Keywords of the constructor that have TorchRL's defaults."""
+    """Keywords of the constructor alone."""
 
     shared: bool
+    shards: int
+    placement: str
+    name: str | None
 
 
 class _Reading(TypedDict, total=False):
@@ -87,11 +90,6 @@ OPEN_ARGUMENTS = tuple(name for name in OpenArguments.__annotations__ if name no
 
 #: What will carry each of :class:`LaterArguments`.
 NOT_YET = carriers(LaterArguments)
-
-
-def constant(value: object, doc: str) -> Any:
-    """A property that is the same for every buffer."""
-    return property(lambda _: value, doc=doc)
 
 
 def alias(name: str, doc: str = "") -> Any:

@@ -41,7 +41,6 @@ class RequestsUnderWay:
         self._wiring, self._reading, self._depth = wiring, reading, settings.prefetch
         assert settings.batch_size is not None  # the settings checked it
         self._rows = settings.batch_size
-        self._each = wiring.storage.batches_in_message(self._rows)
         #: Of batches that are to be drawn again, before others.
         self._keys: deque[int] = deque()
         #: Keys of the messages under way.
@@ -106,7 +105,8 @@ class RequestsUnderWay:
         return None if self._ready else refused
 
     def _ask(self) -> None:
-        keys = [self._keys.popleft() if self._keys else self._drawn_key() for _ in range(self._each)]
+        each = self._wiring.storage.batches_in_message(self._rows)
+        keys = [self._keys.popleft() if self._keys else self._drawn_key() for _ in range(each)]
         self._asked.append(keys)
         try:
             self._wiring.storage.ask_for(keys, self._rows)

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from engram.buffer.compat import READING_ARGUMENTS
+from engram.buffer.on_ray import attached_by_name
 from engram.buffer.recipe import kind_of, noted_settings
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from engram.remote.streaming import Full
 
     Path = str | os.PathLike[str] | None
+
+#: Addresses that are names in a Ray cluster begin with it.
+_ON_RAY = "ray:"
 
 
 def connect_buffer(
@@ -52,13 +56,16 @@ def connect_buffer(
     if full not in (None, "block", "raise", "drop"):
         raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {full!r:.40}.")
     try:
+        if isinstance(address, str) and address.startswith(_ON_RAY):
+            return attached_by_name(address.removeprefix(_ON_RAY), float(patience), dict(arguments))
         from engram.fleet.finding import storage_at
         from engram.remote.addresses import addresses_of
         from engram.remote.components import RemoteSampler, RemoteWriter
         from engram.remote.connection import Access
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'connect: needs {error.name}: pip install "engram-replay[serve]".', name=error.name
+            f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',
+            name=error.name,
         ) from error
     paths = [None if path is None else os.fspath(path) for path in (token, tls_root)]
     access = Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience), full)

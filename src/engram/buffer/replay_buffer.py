@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from engram.buffer.compat import (
     OpenArguments,
     ReadingArguments,
     alias,
-    constant,
     returns_itself,
 )
 from engram.buffer.connected import CONNECTED
@@ -38,6 +37,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
+from engram.buffer.services import Direct, Service, as_remote, clients_of, deployed, service_in
 from engram.buffer.settings import Settings
 from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
@@ -89,6 +89,9 @@ class ReplayBuffer(Generic[Batch]):
         delayed_init: make storage, sampler, writer and transform at the first use of the buffer, in the process that uses it: for those
             that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
         consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
+        service_backend: ``"ray"``: an actor of Ray keeps the rows, as for :class:`RayReplayBuffer`, which has the other arguments of it:
+            ``transport``, ``shards``, ``placement``, ``name``; ``ray_init_config`` and ``remote_config`` in a dict
+            ``service_backend_options``.
 
     Raises:
         TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named); ``transform`` and
@@ -116,6 +119,7 @@ class ReplayBuffer(Generic[Batch]):
     #: Whether :meth:`close` was called.
     closed = False
     _following = Nothing()
+    _service: Service = Direct()
 
     def __init__(
         self,
@@ -135,10 +139,14 @@ class ReplayBuffer(Generic[Batch]):
         **torchrl: Unpack[Arguments],
     ) -> None:
         call, shared = type(self).__name__, torchrl.pop("shared", False)
+        service = service_in(torchrl)
         consume_after, delayed = torchrl.pop("consume_after_n_samples", None), torchrl.pop("delayed_init", None)
         reject_unsupported(call, torchrl, NOT_YET, type(self))
         kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
         making = Making(call, *kinds, pin_memory, generator, batch_size, consume_after, bool(shared))
+        if service is not None:
+            self.__setstate__(deployed(type(self), making, self._priority_key, prefetch, output, **service))
+            return
         self._settings = Settings(call, batch_size, prefetch, self._priority_key, output, making)
         if making.made_later(delayed):
             make_at_first_use(self)
@@ -1140,7 +1148,7 @@ class ReplayBuffer(Generic[Batch]):
         background that was begun is finished. Files and locks are let go when the buffer is collected or the program ends, too.
         """
         self._following.close()
-        prefetching, wiring = self._prefetching, self._wiring
+        prefetching, wiring, service = self._prefetching, self._wiring, self._service
         storage = wiring.storage
         wiring.gate.close(None if storage.closed else storage.memory)
         if prefetching is not None:
@@ -1159,6 +1167,7 @@ class ReplayBuffer(Generic[Batch]):
         end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)
         if last:
             storage.close()
+        service.close()
 
     __enter__ = returns_itself("Returns the buffer: ``with`` closes it at the end.")
 
@@ -1181,6 +1190,9 @@ class ReplayBuffer(Generic[Batch]):
         self._wiring.gate.shut_down(self._wiring.storage.memory)
         if self._prefetching is not None:
             self._prefetching.close(timeout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._service.reduced(self) or super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, object]:
         self._following.refuse("copy")
@@ -1216,9 +1228,20 @@ class ReplayBuffer(Generic[Batch]):
     initialized = property(
         lambda self: self._settings.unmade is None, doc="Whether the components are made: see ``delayed_init``."
     )
-    service_backend: str = constant("direct", 'Where the buffer runs: ``"direct"``, in this process.')
-    start = returns_itself("Returns the buffer: it runs in this process.")
-    client = returns_itself("Returns the buffer itself.")
+    service_backend: str = alias(
+        "_service.backend", 'Where the rows are: ``"direct"``, here, or ``"ray"``: see docs/ray.md.'
+    )
+    transport_kind: str = alias(
+        "_service.transport", 'What rows travel by: ``"direct"``; on Ray ``"shared"`` or ``"flight"``.'
+    )
+    start = returns_itself("Returns the buffer: it runs already.")
+    as_remote: ClassVar[Any] = classmethod(as_remote)
+    clients = clients_of
+
+    def client(self) -> Any:
+        """Returns the buffer itself; on Ray a buffer of its own for the same rows, which cannot end them."""
+        return self._service.client(self)
+
     _storage = alias("_wiring.storage")
     _sampler = alias("_wiring.sampler")
     _writer = alias("_wiring.writer")

@@ -50,11 +50,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
-    if access.full is not None:
-        raise ValueError(
-            f"connect: full: expected None with several stores, whose rows are numbered as they are written, got {access.full!r}."
-        )
-    _check(list(served.values()))
+    _check(access, list(served.values()))
     patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
     storages: list[RemoteStorage] = []
     try:
@@ -108,8 +104,12 @@ def _said(access: Access, address: Address) -> Served | ConnectionError:
     return served
 
 
-def _check(served: list[Served]) -> None:
+def _check(access: Access, served: list[Served]) -> None:
     """Raise ``ValueError``: stores that cannot be one buffer."""
+    if access.full is not None:
+        raise ValueError(
+            f"connect: full: expected None with several stores, whose rows are numbered as they are written, got {access.full!r}."
+        )
     alone = next((one.alone for one in served if one.alone), None)
     if alone is not None:
         raise ValueError(f"connect: expected one store, got several: {alone}. Connect to each.")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -52,6 +52,45 @@ _PING_MS = 310_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
+class Found(NamedTuple):
+    """Servers of one store, and what opens them. It holds a secret, so it has no text."""
+
+    addresses: tuple[Address, ...]
+    token: bytes
+
+    def __repr__(self) -> str:
+        return f"Found({self})"
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.addresses))
+
+
+class Servers(Protocol):
+    """Who knows where the servers of a store are."""
+
+    @property
+    def patience_s(self) -> float:
+        """For how long servers that are gone are looked for."""
+
+    @property
+    def root_certificates(self) -> str | None:
+        """The path of the certificate that signs theirs."""
+
+    @property
+    def full(self) -> Full | None:
+        """What a write does that has no credits; None: writes wait for their acknowledgement."""
+
+    @property
+    def replaces_lost(self) -> bool:
+        """Whether an empty store takes the place of one that was lost."""
+
+    def find(self, known: Served | None) -> Found:
+        """Where they are now. ``known``: what they serve; None: that is not known yet.
+
+        Raises ``ConnectionError``: they are nowhere now. OSError, ValueError: their token cannot be read.
+        """
+
+
 class Access(NamedTuple):
     """Where servers are and how they are reached: all that a pickled buffer takes along. It holds no secret."""
 
@@ -65,11 +104,22 @@ class Access(NamedTuple):
     full: Full | None = None
     """What a write does that has no credits; None: writes wait for their acknowledgement."""
 
+    @property
+    def replaces_lost(self) -> bool:
+        return False
+
+    def find(self, known: Served | None) -> Found:  # noqa: ARG002 - they are where they were
+        """Where they are, and the token in the file. Raises as :func:`token_in`."""
+        return Found(self.addresses, token_in(self.token, "connect"))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.addresses))
+
 
 class Connection:
     """Servers of one store, of which one is asked at a time."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Servers) -> None:
         self.access = access
         self._lock = _fork.rlock()
         _fork.registered(self)
@@ -86,31 +136,38 @@ class Connection:
 
     def _open(self, known: Served | None = None, patience_s: float | None = None) -> Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
-        token = token_in(self.access.token, "connect")
         deadline = time.monotonic() + (self.access.patience_s if patience_s is None else patience_s)
         pause = _FIRST_PAUSE_S
         while True:
-            why: Exception | None = None
-            for _ in self.access.addresses:
-                address = self.access.addresses[self._next % len(self.access.addresses)]
-                try:
-                    served = self._opened(address, known, token)
-                    self.is_searching = False
-                    return served
-                except PermissionError:
-                    raise
-                except GONE as error:
-                    why = error
-                    self._next += 1
-            self.is_searching = True
-            if time.monotonic() + pause > deadline:
-                raise ConnectionError(
-                    f"connect: no server answered within {self.access.patience_s:g} s at {', '.join(map(str, self.access.addresses))}: "
-                    f"{_short(why)} Start one with engram serve, or pass another address."
-                )
+            try:
+                served = self._opened_one(self.access.find(known), known)
+            except ConnectionError as error:
+                self.is_searching = True
+                if time.monotonic() + pause > deadline:
+                    raise ConnectionError(
+                        f"connect: no server answered within {self.access.patience_s:g} s at {self.access}: {_short(error)} Start one "
+                        "with engram serve, or pass another address."
+                    ) from error
+            else:
+                self.is_searching = False
+                return served
             if self._ends.wait(pause):
                 self.check()
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _opened_one(self, found: Found, known: Served | None) -> Served:
+        """Connect to the first server that answers. Raises ``ConnectionError``: none does."""
+        why: Exception | None = None
+        for _ in found.addresses:
+            address = found.addresses[self._next % len(found.addresses)]
+            try:
+                return self._opened(address, known, found.token)
+            except PermissionError:
+                raise
+            except GONE as error:
+                why = error
+                self._next += 1
+        raise ConnectionError(str(why)) from why
 
     def _opened(self, address: Address, known: Served | None, token: bytes) -> Served:
         access = self.access
@@ -133,7 +190,7 @@ class Connection:
         try:
             raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
             served = msgspec.json.decode(raw, type=Served)
-            if known is not None and served.store != known.store:
+            if known is not None and served.store != known.store and not access.replaces_lost:
                 raise ValueError(f"connect: {address} serves another store than the servers before. Connect again.")
         except BaseException:
             client.close()
@@ -220,10 +277,10 @@ class Connection:
         """In a child: gRPC's threads are not there."""
         self.forked = True
 
-    def __getstate__(self) -> Access:
+    def __getstate__(self) -> Servers:
         return self.access
 
-    def __setstate__(self, access: Access) -> None:
+    def __setstate__(self, access: Servers) -> None:
         Connection.__init__(self, access)
 
 

@@ -122,7 +122,7 @@ class RemoteStorage(ServedStorage):
         served = connection.served
         self.connection = connection
         schema, self._limits = decode(served.schema.encode(), "connect"), ServedLimits(connection)
-        self.describe(schema, f"at {', '.join(map(str, connection.access.addresses))}", self._limits)
+        self.describe(schema, f"at {connection.access}", self._limits)
         self._written = wire.arrow_schema(wire.written_columns(schema))
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
         #: Of parts that are drawn beside those that are under way.
@@ -342,4 +342,4 @@ class RemoteStorage(ServedStorage):
         connection.close()
 
     def __repr__(self) -> str:
-        return f"RemoteStorage({', '.join(map(str, self.connection.access.addresses))})"
+        return f"RemoteStorage({self.connection.access})"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import torch
 
+from engram import samplers, writers
 from engram._native import NotAdmitted
 from engram._version import __version__
 from engram.buffer.read_path import ReadPath
@@ -124,27 +125,10 @@ class Service:
                 f"connect: expected protocol {PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
                 f"{command.engram:.40}. Use the same version on both sides."
             )
-        wiring, folder = self._wiring, self._folder
-        described = (folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
-        recipe = json.loads((folder / layout.FOLDER / layout.BUFFER).read_bytes())
-        computed = [
-            ([key] if isinstance(key, str) else list(key), flat) for key, flat in wiring.source.computed_keys.items()
-        ]
-        return Served(
-            PROTOCOL,
-            __version__,
-            f"{described.st_ino:x}-{described.st_mtime_ns:x}",
-            encode(self._schema).decode(),
-            recipe,
-            repr(self._rb.sampler),
-            repr(self._rb.writer),
-            [name for name, holds in wiring.of_sampler._asdict().items() if holds],
-            [name for name, holds in wiring.of_writer._asdict().items() if holds],
-            computed,
-            wiring.storage.requested_size,
-            wiring.source.rows_together(),
-            self._alone(),
-        )
+        described = (self._folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
+        recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
+        store, schema = f"{described.st_ino:x}-{described.st_mtime_ns:x}", encode(self._schema).decode()
+        return served_by(self._rb, store, schema, recipe, self._alone())
 
     def _alone(self) -> str:
         """Why batches cannot have rows of other stores, too."""
@@ -358,6 +342,28 @@ class Service:
             return self._requests.append_by(writer, number, lane, columns, n).rows
         except OutOfOrder as error:
             raise NotOnce(str(error)) from error
+
+
+def served_by(
+    rb: ReplayBuffer, store: str = "", schema: str = "", recipe: dict[str, object] | None = None, alone: str = ""
+) -> Served:
+    """What a server says of a buffer; of one without a store, what it can say."""
+    sampler, writer = samplers.declared(rb.sampler), writers.declared(rb.writer)
+    return Served(
+        PROTOCOL,
+        __version__,
+        store,
+        schema,
+        recipe or {},
+        repr(rb.sampler),
+        repr(rb.writer),
+        [name for name, holds in sampler.traits._asdict().items() if holds],
+        [name for name, holds in writer.traits._asdict().items() if holds],
+        [([key] if isinstance(key, str) else list(key), flat) for key, flat in sampler.computed_keys.items()],
+        rb.storage.requested_size,
+        sampler.rows_together(),
+        alone,
+    )
 
 
 def _parts_of(path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

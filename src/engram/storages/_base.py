@@ -143,8 +143,11 @@ class Storage(Declared, Dumpable, Port):
         """Whether processes that have a copy of it see the same rows."""
         return False
 
-    def share(self) -> None:
-        """Move the rows to where other processes see them, too."""
+    def share(self, maker: str | None = None) -> None:
+        """Move the rows to where other processes see them, too.
+
+        ``maker``: 32 hexadecimal digits by which a process that takes the place of this one finds them again.
+        """
         raise RuntimeError(
             f"share: {type(self).__name__} cannot be shared. Use LazyTensorStorage or LazyMemmapStorage."
         )

@@ -47,10 +47,11 @@ class Home(NamedTuple):
         return cls(folder, maker, Process.this())
 
     @classmethod
-    def in_shared_memory(cls, owner: object) -> Home:
-        """A new temporary one."""
-        sweep_shared_memory()
-        maker = secrets.token_hex(16)
+    def in_shared_memory(cls, owner: object, maker: str | None = None) -> Home:
+        """A temporary one: a new one, or that of a maker, whose process may have died with the store left behind."""
+        if maker is None:
+            sweep_shared_memory()
+            maker = secrets.token_hex(16)
         return cls.of(owner, shared_memory() / f"engram-{maker}", maker, temporary=True)
 
     @property

@@ -204,7 +204,7 @@ class TensorStorage(Storage):
                     self._looking = False
             return store
 
-    def share(self) -> None:
+    def share(self, maker: str | None = None) -> None:
         if self._home is not None:
             return
         if self._device.type != "cpu":
@@ -218,7 +218,7 @@ class TensorStorage(Storage):
         self._forget_fake_row()
         with self._lock:
             private: Store | None = self.memory
-            self._home = home = Home.in_shared_memory(self)
+            self._home = home = Home.in_shared_memory(self, maker)
             if private is not None:
                 try:
                     self._adopt(home.move(private), self.written())

@@ -1,0 +1,123 @@
+"""Where a buffer runs, and how others come to use it, too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engram._checks import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from engram.buffer.making import Arguments
+
+
+#: Arguments of constructors that are of a service.
+_OF_SERVICES = (
+    "service_backend_options",
+    "transport",
+    "transport_options",
+    "shards",
+    "placement",
+    "name",
+)
+
+
+class Service(Protocol):
+    """Makes what uses the same rows as one buffer."""
+
+    #: As TorchRL names it.
+    backend: str
+    #: What rows travel by.
+    transport: str
+
+    def client(self, buffer: Any) -> Any:
+        """A buffer of its own for the same rows."""
+
+    def reduced(self, buffer: Any) -> tuple[Callable[..., Any], tuple[object, ...]] | None:
+        """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
+
+    def close(self) -> None:
+        """The buffer was closed."""
+
+
+class Direct:
+    """Of a buffer that runs in the processes that have it."""
+
+    backend = transport = "direct"
+
+    def client(self, buffer: Any) -> Any:
+        return buffer
+
+    def reduced(self, buffer: Any) -> None:
+        """As other objects."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def clients_of(buffer: Any, num_clients: int) -> list[Any]:
+    """So many clients of a buffer. Raises ``TypeError``, ``ValueError``: no number from 1 on."""
+    return [buffer.client() for _ in range(check_count("clients", num_clients))]
+
+
+def as_remote(cls: type, remote_config: Mapping[str, object] | None = None) -> Any:
+    """The class as an actor class of Ray, as TorchRL spells it: ``ReplayBuffer.as_remote(…).remote(storage=…)``.
+
+    Every call of such an actor is a call of Ray, with pickled rows: :class:`RayReplayBuffer` is many times faster.
+
+    Args:
+        remote_config: what ``ray.remote`` takes, such as ``{"num_cpus": 1}``. Default: one CPU.
+
+    Raises ``ModuleNotFoundError``: ``engram-replay[ray]`` is not installed.
+    """
+    return _ray("as_remote").remote(**({"num_cpus": 1} if remote_config is None else remote_config))(cls)
+
+
+def service_in(given: Any) -> dict[str, Any] | None:
+    """Take the arguments out of those of a constructor that are of a service; None: the buffer is to run here."""
+    service = given.pop("service_backend", None)
+    if service in (None, False, "direct"):
+        return None
+    return {"service": service} | {name: given.pop(name) for name in _OF_SERVICES if name in given}
+
+
+def deployed(
+    kind: type,
+    making: Arguments,
+    priority_key: str | None,
+    prefetch: int | None,
+    output: str,
+    *,
+    service: object,
+    service_backend_options: Mapping[str, object] | None = None,
+    **given: object,
+) -> dict[str, Any]:
+    """The state of a buffer of a class that runs elsewhere: ``ReplayBuffer(service_backend="ray", …)``, as TorchRL spells it.
+
+    Raises: ``ValueError``: no such service. ``TypeError``: options that it does not have. As :class:`RayReplayBuffer`.
+    """
+    call, options = making.call, dict(service_backend_options or {})
+    if service != "ray":
+        raise ValueError(f"{call}: service_backend: expected 'direct' or 'ray', got {service!r}.")
+    unknown = sorted(options.keys() - {"ray_init_config", "remote_config"})
+    if unknown:
+        raise TypeError(f"{call}: service_backend_options: expected ray_init_config and remote_config, got {unknown}.")
+    from engram import RayReplayBuffer  # by the table of public names: it stands above
+
+    ours = {"call", "default_writer", "draws_of_a_row", "shared"}
+    made = {name: value for name, value in making._asdict().items() if name not in ours}
+    made |= {"priority_key": priority_key, "prefetch": prefetch, "output": output}
+    made["consume_after_n_samples"] = making.draws_of_a_row
+    made = {name: value for name, value in made.items() if value is not None}
+    rb = RayReplayBuffer(**made, **options, **given, replay_buffer_cls=kind)  # type: ignore[arg-type] # it checks
+    state: dict[str, Any] = rb.__getstate__()
+    return state
+
+
+def _ray(call: str) -> Any:
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'{call}: needs ray: pip install "engram-replay[ray]".', name="ray") from error
+    return ray

@@ -1,0 +1,1 @@
+"""Stores that actors of Ray keep and serve: Ray places, names and restarts them, and never carries a row."""

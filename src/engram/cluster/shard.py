@@ -1,0 +1,137 @@
+"""The actor of a shard: it has a store, and the server of it."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from engram.buffer.wiring import component
+from engram.format.schema import decode
+from engram.remote.addresses import Address
+from engram.remote.connection import Found
+from engram.remote.shards import Described
+from engram.serving.server import Server
+from engram.serving.service import Service, served_by
+from engram.storages import LazyMemmapStorage, Storage
+from engram.types import Write
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engram.buffer import ReplayBuffer
+    from engram.types import Sampler, Writer
+
+
+class ShardActor:
+    """Makes a buffer, again where it takes the place of one that died, and serves its store as soon as there is one.
+
+    Args:
+        kind: the class of the buffer.
+        made_of: arguments of its constructor.
+        of_clients: arguments of the constructors of clients' buffers, besides the components.
+        maker: 32 hexadecimal digits, by which an actor that takes the place of this one finds temporary rows.
+    """
+
+    def __init__(
+        self, kind: type[ReplayBuffer], made_of: Mapping[str, Any], of_clients: Mapping[str, object], maker: str
+    ) -> None:
+        self._kind, self._of_clients = kind, of_clients
+        self._server: Server | None = None
+        self._found: Found | None = None
+        self._failed: Exception | None = None
+        try:
+            storage, self._temporary = storage_of(made_of.get("storage"), made_of.get("size"), maker)
+            self._rb = kind(**{**made_of, "storage": storage})
+        except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
+            self._failed = error
+
+    def describe(self) -> Described:
+        """What clients know before there is a store. Raises what making the buffer raised."""
+        if self._failed is not None:
+            raise self._failed
+        node, geometry = ray.get_runtime_context().get_node_id(), self._rb.storage._geometry  # noqa: SLF001 - what it was asked for
+        return Described(self._kind, served_by(self._rb), geometry, node, self._of_clients)
+
+    def components(self) -> tuple[Storage, Sampler, Writer]:
+        """Copies of them, which share the memory of the store."""
+        return self._rb.storage, self._rb.sampler, self._rb.writer
+
+    def serve(self, schema: str | None) -> Found | None:
+        """Serve the store, which is made of a schema if there is none. Where; None: there is neither."""
+        rb = self._rb
+        if schema is not None and not rb.storage.initialized:
+            rb.storage.allocate_for(decode(schema.encode(), "extend"))
+        if self._server is None and rb.storage.initialized:
+            rb.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)  # the folder notes what the buffer is
+            host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
+            self._server = Server(Service(rb), Address("grpc", host), token=token.encode())
+            self._found = Found((Address("grpc", host, self._server.port),), token.encode())
+        return self._found
+
+    def close(self) -> None:
+        """End serving. Temporary files go."""
+        if self._failed is not None:
+            return
+        if self._server is not None:
+            self._server.drain()
+        if self._temporary and isinstance(self._rb.storage, LazyMemmapStorage):
+            self._rb.storage.cleanup()
+        self._rb.close()
+
+
+def storage_of(given: Any, size: int | None, maker: str) -> tuple[Storage, bool]:
+    """A storage that processes share, whose rows an actor that takes the place of this one finds again; and whether it is temporary.
+
+    Raises:
+        TypeError: none was given; a callable that makes a ``LazyMemmapStorage`` and is no ``functools.partial`` of it.
+        RuntimeError: one that processes cannot share. What making it raises.
+    """
+    if given is None:
+        raise TypeError(
+            f"RayReplayBuffer: storage: expected one that processes share, got none. Pass partial(LazyTensorStorage, {size or 1000})."
+        )
+    if isinstance(given, partial) and given.func is LazyMemmapStorage:
+        asked = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
+        asked.apply_defaults()
+        return _in_directory(maker, **asked.arguments)
+    storage: Storage = component(given, Storage, "storage", None)
+    if isinstance(storage, LazyMemmapStorage) and not isinstance(given, Storage):
+        raise TypeError(
+            "RayReplayBuffer: storage: expected functools.partial(LazyMemmapStorage, …), which says the directory to an actor that is "
+            "started again; got another callable that makes one."
+        )
+    storage.share(maker)
+    return storage, False
+
+
+def _in_directory(
+    maker: str,
+    max_size: int,
+    *,
+    scratch_dir: str | None,
+    ndim: int,
+    lanes: int,
+    dtypes: object,
+    io: str,
+    existsok: bool,
+    auto_cleanup: bool | None,
+    device: object,
+    later: object = None,
+) -> tuple[Storage, bool]:
+    """The storage in a directory, with the rows that are there."""
+    if existsok:
+        raise ValueError(
+            "RayReplayBuffer: storage: existsok: expected False: a shard goes on with the rows in its directory. Remove them first."
+        )
+    LazyMemmapStorage(max_size, device=device, ndim=ndim, lanes=lanes, dtypes=dtypes, io=io, **(later or {}))  # type: ignore[arg-type] # checks
+    temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
+    folder = Path(tempfile.gettempdir()) / f"engram-{maker}" if scratch_dir is None else Path(scratch_dir).absolute()
+    made = LazyMemmapStorage.open_or_create(folder, max_size, lanes, ndim, dtypes, unclean="refuse", io=io)
+    return made, temporary

@@ -1,0 +1,224 @@
+"""Buffers whose rows an actor of Ray keeps: one cluster of two nodes, which are processes of this machine, for all tests."""
+
+import pickle
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NoSampleable,
+    PrioritizedSampler,
+    RayReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from engram.buffer.on_ray import attached
+from tests.test_docs import ON_RAY, run_page
+
+ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
+#: A node that this program is not on.
+AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}
+HERE = {"num_cpus": 0, "resources": {"here": 0.01}}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    from ray.cluster_utils import Cluster
+
+    each = {"num_cpus": 4, "object_store_memory": 80_000_000}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Ray's own start
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**each, "include_dashboard": False, "resources": {"here": 1}}
+        )
+        cluster.add_node(**each, resources={"away": 1})
+        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def rows(n, first=0):
+    steps = torch.arange(first, first + n)
+    return TensorDict({"a": steps, "next": {"reward": steps.float()}}, [n])
+
+
+def made(where, storage=LazyTensorStorage, size=100, kind=TensorDictReplayBuffer, **more):
+    return RayReplayBuffer(
+        storage=partial(storage, size), batch_size=8, replay_buffer_cls=kind, remote_config=where, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def near(nodes):
+    with made(HERE, name="near") as rb:
+        yield rb
+
+
+@pytest.fixture(scope="module")
+def away(nodes):
+    sampler = partial(PrioritizedSampler, 100, 1.0, 1.0)
+    with made(AWAY, sampler=sampler, prefetch=2) as rb:
+        yield rb
+
+
+def test_before_the_first_row_a_buffer_is_empty_and_after_it_has_the_rows_of_all(near, away):
+    for rb, transport in ((near, "shared"), (away, "flight")):
+        assert (rb.transport_kind, rb.service_backend) == (transport, "ray")
+        assert isinstance(rb, RayReplayBuffer)
+        assert isinstance(rb, TensorDictReplayBuffer)
+        assert (len(rb), rb.write_count, rb.stats()["size"], rb.can_sample()) == (0, 0, 0, False)
+        with pytest.raises(NoSampleable):
+            rb.sample()
+        other = rb.client()
+        assert rb.extend(rows(10)).tolist() == list(range(10))
+        assert other.add(rows(1, 10)[0]) == 10
+        assert len(rb) == len(other) == rb.write_count == 11
+        batch = other.sample()
+        assert batch["next", "reward"].tolist() == batch["a"].float().tolist() == batch["index"].float().tolist()
+        other.close()
+        assert len(rb) == 11
+
+
+def test_pickles_are_clients_wherever_they_arrive(near, away):
+    @ray.remote(num_cpus=0)
+    def use(rb, first):
+        rb.extend(rows(5, first))
+        kind, transport = type(rb).__name__, rb.transport_kind
+        rb.close()
+        return kind, transport
+
+    sizes = len(near), len(away)
+    there = use.options(resources={"away": 0.01})
+    asked = [ray.get(there.remote(rb, 50 + k)) for k, rb in enumerate((near, away))]
+    assert asked == [("TensorDictReplayBuffer", "flight"), ("TensorDictReplayBuffer", "shared")]
+    assert (len(near), len(away)) == (sizes[0] + 5, sizes[1] + 5)
+    with pickle.loads(pickle.dumps(near)) as copy:
+        assert len(copy) == len(near)
+    clients = near.clients(2)
+    assert [len(client) for client in clients] == [len(near)] * 2
+    [client.close() for client in clients]
+
+
+def test_priorities_reach_rows_that_are_elsewhere(away):
+    away.empty()
+    away.extend(rows(20))
+    away.update_priority(torch.arange(20), torch.tensor([0.0] * 19 + [1.0]))
+    batch = away.sample()
+    while len(set(batch["a"].tolist())) > 1:  # those that were under way
+        batch = away.sample()
+    assert batch["a"].tolist() == [19] * 8
+    batch["td_error"] = torch.ones(8)
+    away.update_tensordict_priority(batch)
+
+
+def test_a_name_is_found(near):
+    with ReplayBuffer.connect("ray:near", batch_size=3) as rb:
+        assert len(rb.sample()) == 3
+        assert rb.transport_kind == "shared"
+    with pytest.raises(ConnectionError, match="name='nobody'"):
+        ReplayBuffer.connect("ray:nobody")
+
+
+def test_rows_in_memory_and_in_a_directory_outlive_their_actor(nodes, tmp_path):
+    memory = made(HERE)
+    disk = made(AWAY, partial(LazyMemmapStorage, scratch_dir=tmp_path / "store"), prefetch=1)
+    for rb in (memory, disk):
+        rb.extend(rows(10))
+        assert len(rb.sample()) == 8
+    for rb in (memory, disk):
+        ray.kill(rb._service._shard._actor, no_restart=False)
+    for rb in (memory, disk):
+        rb.extend(rows(10, 10))
+        assert len(rb) == rb.write_count == 20
+        assert set(rb.sample()["a"].tolist()) <= set(range(20))
+        other = rb.client()
+        assert len(other) == 20
+        other.close()
+    shard, folder = memory._service._shard, memory.storage.memory.directory
+    for _ in range(2):
+        memory.close()
+        disk.close()
+    assert not Path(folder).exists()
+    with pytest.raises(ConnectionError):
+        shard.describe()
+    with ReplayBuffer.open(tmp_path / "store") as found:
+        assert found[:]["a"].tolist() == list(range(20))
+
+
+def test_torchrl_spells_it_service_backend_and_its_collector_writes_into_it(nodes):
+    pytest.importorskip("torchrl", reason="torchrl is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrl.collectors.distributed import RayCollector
+        from torchrl.envs import GymEnv
+        from torchrl.envs.utils import RandomPolicy
+
+        rb = TensorDictPrioritizedReplayBuffer(
+            alpha=1.0,
+            beta=1.0,
+            storage=partial(LazyTensorStorage, 1000),
+            batch_size=8,
+            transform=lambda batch: batch.set("doubled", 2 * batch["observation"]),
+            service_backend="ray",
+            service_backend_options={"remote_config": AWAY},
+            transport="auto",
+        )
+        env = partial(GymEnv, "CartPole-v1")
+        collector = RayCollector(
+            [env],
+            RandomPolicy(GymEnv("CartPole-v1").action_spec),
+            frames_per_batch=32,
+            total_frames=64,
+            replay_buffer=rb,
+            remote_configs={"num_cpus": 0, "resources": {"here": 0.01}},
+            collector_class="single",
+        )
+        for data in collector:
+            assert data is None
+        collector.shutdown(shutdown_ray=False)
+    assert len(rb) >= 64
+    batch = rb.sample()
+    assert batch["next", "observation"].shape == (8, 4)
+    assert torch.equal(batch["doubled"], 2 * batch["observation"])
+    assert batch["priority_weight"].shape == (8,)
+    rb.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"transport": "ray"}, ValueError, "never travel by Ray's"),
+        ({"placement": "nowhere"}, ValueError, "learners, spread, actors"),
+        ({"shards": 0}, ValueError, "shards"),
+        ({"shards": 2}, NotImplementedError, "several"),
+        ({"transport_options": {"backend": "gloo"}}, ValueError, "transport_options"),
+        ({"kind": dict}, TypeError, "buffer class of engram's"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, error, said):
+    with pytest.raises(error, match=said):
+        made(**{"where": HERE, **arguments})
+
+
+def test_what_making_the_buffer_raises_comes_back(nodes):
+    with pytest.raises(RuntimeError, match="cannot be shared"):
+        made(HERE, ListStorage)
+
+
+def test_the_page_shows_what_works(nodes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(ON_RAY)
+
+
+def test_memory_is_not_shared_between_nodes(away):
+    with pytest.raises(RuntimeError, match="this process is not"):
+        attached(away._service._shard, "shared")
