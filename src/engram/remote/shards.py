@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import ray
 import torch
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Sampler, Writer
 
-T = TypeVar("T")
+#: For how long an actor may take to end what it does.
+_LEAVE_S = 10.0
 
 
 class Described(NamedTuple):
@@ -65,13 +66,13 @@ class Shard:
         self._actor = actor
         self.patience_s = patience
 
-    def _answer(self, asked: object) -> Any:
+    def _answer(self, asked: Any, seconds: float | None = None) -> Any:
         """What a call of the actor returns.
 
         Raises: what it raises. ``ConnectionError``: the actor is gone, or does not answer.
         """
         try:
-            return ray.get(asked, timeout=self.patience_s)
+            return ray.get(asked, timeout=self.patience_s if seconds is None else seconds)
         except RayTaskError as error:
             raise error.cause from None
         except (RayError, GetTimeoutError) as error:
@@ -108,7 +109,7 @@ class Shard:
     def close(self) -> None:
         """End the actor, for good. Its files go, if they are temporary."""
         try:
-            self._answer(self._actor.close.remote())
+            self._answer(self._actor.close.options(max_task_retries=0).remote(), _LEAVE_S)
         except ConnectionError:  # it is gone
             pass
         finally:
