@@ -1,6 +1,8 @@
 """Buffers whose rows an actor of Ray keeps: one cluster of two nodes, which are processes of this machine, for all tests."""
 
+import os
 import pickle
+import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,8 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.buffer.on_ray import attached
+from engram.cluster import replay_buffer
+from tests import stress
 from tests.test_docs import ON_RAY, run_page
 
 ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
@@ -33,6 +37,7 @@ HERE = {"num_cpus": 0, "resources": {"here": 0.01}}
 def nodes():
     from ray.cluster_utils import Cluster
 
+    replay_buffer._PATIENCE_S = 240.0  # of clients everywhere: machines that run tests are busy
     each = {"num_cpus": 4, "object_store_memory": 80_000_000}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Ray's own start
@@ -121,7 +126,7 @@ def test_priorities_reach_rows_that_are_elsewhere(away):
 
 
 def test_a_name_is_found(near):
-    with ReplayBuffer.connect("ray:near", batch_size=3) as rb:
+    with ReplayBuffer.connect("ray:near", batch_size=3, patience=240) as rb:
         assert len(rb.sample()) == 3
         assert rb.transport_kind == "shared"
     with pytest.raises(ConnectionError, match="name='nobody'"):
@@ -150,6 +155,23 @@ def test_rows_in_memory_and_in_a_directory_outlive_their_actor(nodes, tmp_path):
     assert not Path(folder).exists()
     with pytest.raises(ConnectionError):
         shard.describe()
+    with ReplayBuffer.open(tmp_path / "store") as found:
+        assert found[:]["a"].tolist() == list(range(20))
+
+
+@pytest.mark.skipif(stress.SIZE == "small", reason="Ray takes 20 seconds to see that a node is back")
+def test_a_node_that_dies_and_returns_has_its_rows(nodes, tmp_path):
+    node = nodes.add_node(num_cpus=4, object_store_memory=80_000_000, resources={"visitor": 1})
+    where = {"num_cpus": 0, "resources": {"visitor": 0.01}}
+    with made(where, partial(LazyMemmapStorage, scratch_dir=tmp_path / "store")) as rb:
+        rb.extend(rows(10))
+        actor = rb._service._shard._actor
+        pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+        nodes.remove_node(node, allow_graceful=False)
+        os.kill(pid, signal.SIGKILL)  # it outlives its node for a moment
+        nodes.add_node(num_cpus=4, object_store_memory=80_000_000, resources={"visitor": 1})
+        rb.extend(rows(10, 10))
+        assert len(rb) == 20
     with ReplayBuffer.open(tmp_path / "store") as found:
         assert found[:]["a"].tolist() == list(range(20))
 

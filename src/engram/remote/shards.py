@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from engram.persist.roles import Roles
     from engram.remote.commands import Served
-    from engram.remote.storage import Drawn
+    from engram.remote.served import Drawn
     from engram.storages import Count
     from engram.storages._geometry import Geometry
     from engram.store import Store
@@ -61,6 +61,8 @@ class Shard:
     root_certificates = None
     #: Writes wait for their acknowledgement.
     full = None
+    #: Rows in memory are lost with their node.
+    replaces_lost = True
 
     def __init__(self, actor: Any, patience: float) -> None:
         self._actor = actor
@@ -162,6 +164,10 @@ class AwaitedStorage(RemoteStorage):
                 self.look()
 
     # ---- before there is a store ---------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> Served:
+        return self._described.served if self.memory is None else super().served
 
     @property
     def initialized(self) -> bool:  # type: ignore[override]
