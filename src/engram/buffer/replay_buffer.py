@@ -37,7 +37,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
-from engram.buffer.services import Direct, Service, as_remote, clients_of, deployed, service_in
+from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.settings import Settings
 from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
@@ -1228,20 +1228,12 @@ class ReplayBuffer(Generic[Batch]):
     initialized = property(
         lambda self: self._settings.unmade is None, doc="Whether the components are made: see ``delayed_init``."
     )
-    service_backend: str = alias(
-        "_service.backend", 'Where the rows are: ``"direct"``, here, or ``"ray"``: see docs/ray.md.'
-    )
-    transport_kind: str = alias(
-        "_service.transport", 'What rows travel by: ``"direct"``; on Ray ``"shared"`` or ``"flight"``.'
-    )
+    service_backend: str = alias("_service.backend", 'Where rows are: ``"direct"``, here, or ``"ray"``: docs/ray.md.')
+    transport_kind: str = alias("_service.transport", 'How rows go: ``"direct"``; on Ray ``"shared"`` or ``"flight"``.')
     start = returns_itself("Returns the buffer: it runs already.")
     as_remote: ClassVar[Any] = classmethod(as_remote)
-    clients = clients_of
-
-    def client(self) -> Any:
-        """Returns the buffer itself; on Ray a buffer of its own for the same rows, which cannot end them."""
-        return self._service.client(self)
-
+    client = makes_client("Returns the buffer itself; on Ray one of its own for the same rows, which cannot end them.")
+    clients = makes_clients("So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on.")
     _storage = alias("_wiring.storage")
     _sampler = alias("_wiring.sampler")
     _writer = alias("_wiring.writer")

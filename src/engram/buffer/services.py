@@ -56,9 +56,24 @@ class Direct:
         """There is nothing to end."""
 
 
-def clients_of(buffer: Any, num_clients: int) -> list[Any]:
-    """So many clients of a buffer. Raises ``TypeError``, ``ValueError``: no number from 1 on."""
-    return [buffer.client() for _ in range(check_count("clients", num_clients))]
+def makes_client(doc: str) -> Callable[[Any], Any]:
+    """A method that makes a client of the buffer."""
+
+    def client(self: Any) -> Any:
+        return self._service.client(self)
+
+    client.__doc__ = doc
+    return client
+
+
+def makes_clients(doc: str) -> Callable[[Any, int], list[Any]]:
+    """A method that makes several."""
+
+    def clients(self: Any, num_clients: int) -> list[Any]:
+        return [self.client() for _ in range(check_count("clients", num_clients))]
+
+    clients.__doc__ = doc
+    return clients
 
 
 def as_remote(cls: type, remote_config: Mapping[str, object] | None = None) -> Any:
