@@ -43,6 +43,7 @@ from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.limits import WAIT_S, checked_timeout
+from engram.plotting import Plots
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
@@ -1261,6 +1262,8 @@ class ReplayBuffer(Generic[Batch]):
             return dict.fromkeys(("size", "write_count", "prefetch_queue_size", "initialized"), 0)
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
         return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
+
+    plot = property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: :class:`~engram.plotting.Plots`.")
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,297 @@
+"""The figures of a buffer."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engram.field_paths import as_path
+from engram.plotting.rows import Scan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+    from engram.plotting.rows import Floats, Ints, Watched
+
+    #: What ``stats()`` said at some time, in seconds of any clock.
+    Moment = tuple[float, dict[str, float]]
+
+#: Cells of a map, at most.
+_CELLS = 1 << 14
+#: Seconds between two looks at a buffer.
+_LOOK_S = 0.05
+_BINS = 50
+_ROWS, _DRAWS, _LIMIT = "0.6", "tab:blue", "tab:red"
+
+
+class Plots:
+    """Figures of a buffer: ``rb.plot``.
+
+    Every method returns the matplotlib ``Axes`` it drew to and never calls ``show()``: in a notebook the figure shows itself, in a
+    script ``axes.figure.savefig("age.png")``. ``ax``: draw there; default: a new figure of ``matplotlib.pyplot``, which
+    ``plt.close(axes.figure)`` frees.
+
+    A figure of rows looks at 65,536 of them at most, at even distances in row order, so a large buffer takes no longer to
+    draw. Other processes may write meanwhile. Nothing is changed, and no draw is counted.
+
+    Every method raises ``RuntimeError`` where the buffer is empty, closed or a connection, or lacks what the figure shows; its
+    message says what that is. ``ModuleNotFoundError``: matplotlib is missing, which ``engram-replay[plot]`` brings.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> _ = rb.extend(torch.arange(150))
+    >>> rb.plot.age().get_xlabel()
+    'age, in writes'
+    """
+
+    def __init__(self, buffer: Watched) -> None:
+        self._buffer = buffer
+
+    def priority(self, *, ax: Axes | None = None) -> Axes:
+        """A histogram of the priorities, with a logarithmic count: of rows, and of the draws that they lead to.
+
+        The title says how many equally likely rows would be drawn as diversely, ``(sum p)² / sum p²``: the effective number of rows.
+
+        Raises ``RuntimeError``: a sampler without priorities. Cost: a copy of 8 bytes a row.
+        """
+        scan = Scan(self._buffer, "plot.priority")
+        found = scan.priorities()
+        rows = f"{_effective(found.leaves) * scan.scale:,.0f} of {scan.extent.size:,} rows"
+        axes = _axes(ax)
+        _histogram(axes, found.values, found.leaves, scan.scale)
+        axes.set(
+            xlabel="priority", ylabel="rows", yscale="log", title=f"Priorities, α={found.alpha:g}: effective {rows}"
+        )
+        return axes
+
+    def weights(self, *, ax: Axes | None = None) -> Axes:
+        """A histogram, in logarithmic bins, of the importance weights, in (0, 1], of rows that can be drawn, and of their draws.
+
+        Raises ``RuntimeError``: a sampler without priorities. Cost: a copy of 8 bytes a row.
+        """
+        scan = Scan(self._buffer, "plot.weights")
+        found = scan.priorities()
+        axes = _axes(ax)
+        _histogram(axes, found.weights, found.leaves[found.leaves > 0], scan.scale, powers=True)
+        axes.set(xlabel="importance weight", ylabel="rows", xscale="log", title=f"Weights, β={found.beta:g}")
+        return axes
+
+    def age(self, *, ax: Axes | None = None) -> Axes:
+        """A histogram of the ages of rows: how many rows have been written, or edited, since. 0 is the newest.
+
+        With priorities also that of the draws, which shows whether a sampler prefers old rows or new ones.
+        """
+        scan = Scan(self._buffer, "plot.age")
+        ages = scan.ages()
+        axes = _axes(ax)
+        _histogram(axes, ages, scan.priorities().leaves if scan.has_priorities else None, scan.scale)
+        axes.set(
+            xlabel="age, in writes", ylabel="rows", title=f"Age: mean {ages.mean():,.0f}, largest {ages.max():,} writes"
+        )
+        return axes
+
+    def usage(self, *, ax: Axes | None = None) -> Axes:
+        """How many rows were drawn how often, as bars, and in the title the share that was never drawn.
+
+        Raises ``RuntimeError``: a sampler that does not count. :class:`ConsumingSampler` does. Cost: a copy of 4 bytes a row.
+        """
+        scan = Scan(self._buffer, "plot.usage")
+        counts, most = scan.counts()
+        axes = _axes(ax)
+        rows = np.bincount(counts, minlength=most + 1) * scan.scale
+        axes.bar(np.arange(len(rows)), rows, color=_DRAWS)
+        axes.set(xlabel="times drawn", ylabel="rows", title=f"{np.mean(counts == 0):.1%} of the rows were never drawn")
+        _count_whole(axes.xaxis)
+        return axes
+
+    def returns(self, *, reward: object = None, ax: Axes | None = None) -> Axes:
+        """The return of each whole trajectory over the writes since its end, oldest first, and their moving mean.
+
+        Args:
+            reward: the field; default ``("next", "reward")``, or the one called ``"reward"`` that is nested least. Several rewards of
+                a row are summed.
+            ax: as the class says.
+
+        Trajectories end where ``done``, ``terminated``, ``truncated`` or ``step_type`` says so, or else where an id of trajectories
+        changes. One whose first step may have been overwritten is left out. Only the newest 65,536 rows are looked at. The writer
+        must keep the order of steps, as all do but those that keep the best rows.
+
+        Raises:
+            RuntimeError: no reward, no field that ends trajectories, or no whole trajectory. KeyError: no such field.
+            TypeError: ``reward`` is no key.
+        """
+        found = Scan(self._buffer, "plot.returns").trajectories(as_path(reward, "plot.returns: reward"))
+        if not len(found.returns):
+            raise RuntimeError(
+                "plot.returns: no trajectory is whole: expected at least one with its first and last step."
+            )
+        axes = _axes(ax)
+        axes.plot(found.ends, found.returns, ".", color=_ROWS, label="a trajectory")
+        window = min(20, len(found.returns))
+        means = np.convolve(found.returns, np.full(window, 1 / window), "valid")
+        axes.plot(found.ends[window - 1 :], means, color=_DRAWS, label=f"mean of {window}")
+        axes.set(
+            xlabel="writes since its end",
+            ylabel="return",
+            title=f"{len(found.returns):,} trajectories: mean return {found.returns.mean():.4g}, {found.lengths.mean():.4g} steps",
+        )
+        axes.set_xlim(axes.get_xlim()[::-1])
+        axes.legend()
+        return axes
+
+    def map(self, *, ax: Axes | None = None) -> Axes:
+        """The storage as a picture: a line per lane, or one lane folded into lines; colours are ages, blank cells hold nothing.
+
+        A cell is one row, or every so-many-th, with at most 16,384 cells. Red marks the row that each lane writes next.
+        """
+        scan = Scan(self._buffer, "plot.map", most=1)
+        extent, lanes = scan.extent, len(scan.extent.filled)
+        length = extent.capacity // lanes
+        per_lane = min(length, max(_CELLS // lanes, 1))
+        lines = lanes if lanes > 1 else max(math.isqrt(per_lane // 2), 1)
+        width = per_lane if lanes > 1 else -(-per_lane // lines)
+        cells = np.arange(lanes * per_lane)
+        rows = cells // per_lane * length + cells % per_lane * length // per_lane
+        image = np.full(lines * width, np.nan)
+        image[: len(cells)] = scan.ages_of(rows)
+        seams = [int((seam - lane * length) % length * per_lane // length) for lane, seam in enumerate(extent.seam)]
+        marks = [(lane, seam) if lanes > 1 else divmod(seam, width) for lane, seam in enumerate(seams)]
+        axes = _axes(ax)
+        picture = axes.imshow(image.reshape(lines, width), aspect="auto", interpolation="nearest", cmap="viridis_r")
+        axes.get_figure(root=True).colorbar(picture, ax=axes, label="age, in writes")  # type: ignore[union-attr] # it is in a figure
+        axes.plot([x for _, x in marks], [y for y, _ in marks], "s", color=_LIMIT, markersize=4, label="next write")
+        step, line = length / per_lane, "lane" if lanes > 1 else "line"
+        axes.set(
+            xlabel=f"row of the {line}" if step == 1 else f"row of the {line}, every {step:.4g}th",
+            ylabel="lane" if lanes > 1 else f"line of {width * step:,.0f} rows",
+            title=f"{extent.size:,} of {extent.capacity:,} rows are live",
+        )
+        _count_whole(axes.yaxis)
+        return axes
+
+    def throughput(
+        self, history: Sequence[Moment] | None = None, *, seconds: float = 2.0, ax: Axes | None = None
+    ) -> Axes:
+        """Rows written per second by all processes and, where the store has limits, rows sampled per second.
+
+        Args:
+            history: moments as a training loop collects them, ``(time.monotonic(), rb.stats())``, oldest first. Default: this call
+                looks at the buffer itself, twenty times a second.
+            seconds: for how long it looks; this thread waits meanwhile.
+            ax: as the class says.
+
+        Raises:
+            ValueError: less than two moments, or such that time does not pass between them; ``seconds`` that are not above 0.
+        """
+        if history is None:
+            history = self._watched(seconds)
+        times = np.array([when for when, _ in history], dtype=np.float64)
+        if len(times) < 2 or not bool((np.diff(times) > 0).all()):
+            raise ValueError(
+                f"plot.throughput: history: expected two moments or more, oldest first, got times {times.tolist()!s:.80}."
+            )
+        axes = _axes(ax)
+        for name, key, color in (("written", "write_count", _ROWS), ("sampled", "limit_samples", _DRAWS)):
+            if all(key in stats for _, stats in history):
+                counts = np.array([stats[key] for _, stats in history], dtype=np.float64)
+                rates = np.maximum(np.diff(counts), 0) / np.diff(times)  # empty() sets counts back
+                axes.stairs(
+                    rates,
+                    times - times[0],
+                    color=color,
+                    baseline=None,
+                    linewidth=1.5,
+                    clip_on=False,
+                    label=f"rows {name}",
+                )
+        axes.set(xlabel="seconds", ylabel="rows per second", title="Throughput", ylim=(0, None))
+        axes.legend()
+        return axes
+
+    def ratio(self, history: Sequence[Moment] | None = None, *, ax: Axes | None = None) -> Axes:
+        """Rows sampled over rows inserted since :class:`SamplesPerInsert` was set, in the band that it keeps them to.
+
+        Args:
+            history: as for :meth:`throughput`: the path that the counts took. Default: where they are now.
+            ax: as the class says.
+
+        Raises ``RuntimeError``: the store has no such limit.
+        """
+        moments = [stats for _, stats in history] if history is not None else [self._buffer.stats()]
+        if not moments or not all(stats.get("limit_ratio") for stats in moments):
+            raise RuntimeError(
+                "plot.ratio: expected a store with a limit SamplesPerInsert, there is none: rb.limit(…)."
+            )
+        inserts, samples = (np.array([stats[f"limit_{name}"] for stats in moments]) for name in ("inserts", "samples"))
+        last = moments[-1]
+        ratio = last["limit_ratio"]
+        # The level is what inserts have earned less what samples have spent, from a start in the middle of the band.
+        start = last["limit_level"] - ratio * inserts[-1] + samples[-1]
+        reach = np.array([0.0, max(1.2 * inserts.max(), last["limit_min_size"], 1.0)])
+        middle = ratio * reach
+        axes = _axes(ax)
+        low, high = (np.maximum(middle + start - last[f"limit_{side}"], 0) for side in ("highest", "lowest"))
+        axes.fill_between(reach, low, high, color=_DRAWS, alpha=0.15, label="allowed")
+        axes.plot(reach, middle, ":", color=_DRAWS, label=f"{ratio:g} samples per insert")
+        axes.plot(inserts, samples, color="0.3")
+        axes.plot(inserts[-1:], samples[-1:], "o", color=_LIMIT, clip_on=False, label="now")
+        axes.set(xlabel="rows inserted", ylabel="rows sampled", xlim=reach, ylim=(0, None))
+        axes.set_title(f"{samples[-1] / max(inserts[-1], 1):.3g} samples per insert, {ratio:g} asked for")
+        axes.legend()
+        return axes
+
+    def _watched(self, seconds: float) -> list[Moment]:
+        if not seconds > 0:
+            raise ValueError(f"plot.throughput: seconds: expected a number above 0, got {seconds!r:.40}.")
+        start = time.monotonic()
+        moments = [(start, self._buffer.stats())]
+        while moments[-1][0] < start + seconds:
+            time.sleep(min(_LOOK_S, seconds))
+            moments.append((time.monotonic(), self._buffer.stats()))
+        return moments
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib import pyplot as plt  # takes half a second
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'plots need {error.name}: pip install "engram-replay[plot]"', name=error.name
+        ) from error
+    return plt.subplots(figsize=(7, 4), layout="constrained")[1]
+
+
+def _effective(leaves: Floats) -> float:
+    """The effective number of rows that are drawn in proportion to these."""
+    squares = float((leaves**2).sum())
+    return float(leaves.sum()) ** 2 / squares if squares else 0.0
+
+
+def _histogram(axes: Axes, values: Floats | Ints, leaves: Floats | None, scale: float, *, powers: bool = False) -> None:
+    """Counts of rows, each of which stands for ``scale``, and, where ``leaves`` says how they are drawn, of as many draws.
+
+    ``powers``: bins and axis are logarithmic.
+    """
+    edges = np.histogram_bin_edges(np.log10(values) if powers else values, _BINS)
+    edges = 10**edges if powers else edges
+    axes.stairs(np.histogram(values, edges)[0] * scale, edges, fill=True, color=_ROWS, label="rows")
+    if leaves is not None and leaves.sum() > 0:
+        draws = np.histogram(values, edges, weights=leaves / leaves.sum() * len(values))[0] * scale
+        axes.stairs(draws, edges, color=_DRAWS, linewidth=1.5, label="as many draws")
+        axes.legend()
+
+
+def _count_whole(axis: Axis) -> None:
+    """Let the ticks of an axis be whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
