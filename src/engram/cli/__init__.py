@@ -1,4 +1,5 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``, ``serve``, ``health``, ``top``.
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``serve``, ``health``,
+``top``.
 
 It starts without torch; each command imports what it needs.
 """
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 T = TypeVar("T")
+#: What ``engram plot`` draws.
+_FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
 
 
 class _Resharding(TypedDict):
@@ -130,6 +133,43 @@ def inspect(path: Path, as_json: bool) -> None:
 
         show_description(found)
     sys.exit(1 if found["problems"] else 0)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="A .png, .svg or .pdf file."
+)
+@click.option(
+    "--what", multiple=True, type=click.Choice(_FIGURES), help="Figure to draw; may be repeated. Default: all."
+)
+def plot(path: Path, out: Path, what: tuple[str, ...]) -> None:
+    """Draw what is in the live store at PATH, or in the newest checkpoint of a folder of checkpoints.
+
+    Without --what, draws every figure for which the store has data, except throughput, which watches the store for two seconds.
+    Processes that use the store go on. Rows of a checkpoint are copied to a temporary folder first.
+
+    Exit code: 0, 1 if a figure cannot be drawn, 2 if PATH holds nothing of engram's or FILE cannot be written.
+    """
+    from engram.cli.report import picture
+
+    _written(out, lambda: picture(path, what, out.suffix[1:] or "png"))
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="An .html file.")
+def report(path: Path, out: Path) -> None:
+    """Write one page about what is at PATH: a store, checkpoints, or the folder of a run, in which such lie.
+
+    The page says fields, sizes, indexes, limits, checkpoints and what is damaged, and shows figures of the rows. It is one
+    file, which loads nothing from elsewhere.
+
+    Exit code: 0, 1 if the page cannot be made, 2 if PATH holds nothing of engram's or FILE cannot be written.
+    """
+    from engram.cli.report import page
+
+    _written(out, lambda: page(path).encode())
 
 
 @main.command()
@@ -326,6 +366,19 @@ def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats],
         click.echo(serve({name: rb}, address, insecure=insecure).address, err=True)
 
     return show
+
+
+def _written(out: Path, draw: Callable[[], bytes]) -> None:
+    """Write what ``draw`` returns to a file."""
+    from engram.cli.report import REFUSALS
+
+    try:
+        made = _usable(draw)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f'plots need {error.name}: pip install "engram-replay[plot]"') from error
+    except REFUSALS as error:
+        raise click.ClickException(str(error)) from error
+    _usable(lambda: out.write_bytes(made))
 
 
 def _usable(act: Callable[[], T]) -> T:
