@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 from engram._unsupported import carriers
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
 
     import torch
 
     from engram.buffer.output import Output
+    from engram.fleet.members import Missing
+    from engram.remote.streaming import Full
     from engram.storages import Storage
     from engram.types import Sampler, Writer
 
@@ -65,6 +68,17 @@ class ReadingArguments(_Reading, total=False):
     """Keywords of the constructor that say how rows are read: also of ``connect``."""
 
     output: Output | None
+
+
+class ConnectArguments(ReadingArguments, total=False):
+    """Keywords of ``connect``."""
+
+    token: str | os.PathLike[str] | None
+    tls_root: str | os.PathLike[str] | None
+    patience: float
+    full: Full | None
+    missing: Missing
+    stratum: int | None
 
 
 class BufferArguments(_Reading, Arguments, total=False):

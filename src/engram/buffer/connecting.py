@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from engram._unsupported import meant
 from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.on_ray import attached_by_name
 from engram.buffer.recipe import kind_of, noted_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from engram.buffer.compat import ConnectArguments
     from engram.buffer.replay_buffer import ReplayBuffer
     from engram.fleet.members import Missing
     from engram.remote.served import ServedStorage
@@ -23,41 +23,40 @@ if TYPE_CHECKING:
 _ON_RAY = "ray:"
 
 
-def connect_buffer(
-    asked: type[ReplayBuffer],
-    address: object,
-    token: Path,
-    tls_root: Path,
-    patience: float,
-    full: Full | None,
-    missing: Missing,
-    stratum: int | None,
-    arguments: Mapping[str, object],
-) -> ReplayBuffer:
+class _Way(NamedTuple):
+    """The arguments of ``ReplayBuffer.connect`` that say how servers are reached."""
+
+    token: Path = None
+    tls_root: Path = None
+    patience: float = 60.0
+    full: Full | None = None
+    missing: Missing = "skip"
+    stratum: int | None = None
+
+
+def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: ConnectArguments) -> ReplayBuffer:
     """The buffer that a served store notes, over a connection.
 
     Args:
         asked: the class whose ``connect`` was called.
         address: of the servers.
-        token, tls_root: paths, or None.
-        patience: seconds.
-        full: what a write does that has no credits; None: writes wait.
-        missing, stratum: of several stores, as for ``ReplayBuffer.connect``.
-        arguments: of the constructor.
+        arguments: its keywords.
 
     Raises: as ``ReplayBuffer.connect``.
     """
-    for name in arguments:
+    way = _Way(**{name: value for name, value in cast("dict[str, Any]", arguments).items() if name in _Way._fields})
+    reading = {name: value for name, value in arguments.items() if name not in _Way._fields}
+    for name in reading:
         if name not in READING_ARGUMENTS:
             raise TypeError(
-                f"connect: {name}: a connection takes {', '.join(READING_ARGUMENTS)}. The storage, the sampler and the writer are "
-                "those of the server."
+                f"connect: {name}: a connection takes {', '.join((*_Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
+                f"the writer are those of the server.{meant(name, (*_Way._fields, *READING_ARGUMENTS))}"
             )
-    if full not in (None, "block", "raise", "drop"):
-        raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {full!r:.40}.")
+    if way.full not in (None, "block", "raise", "drop"):
+        raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {way.full!r:.40}.")
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
-            return attached_by_name(address.removeprefix(_ON_RAY), float(patience), dict(arguments))
+            return attached_by_name(address.removeprefix(_ON_RAY), float(way.patience), reading)
         from engram.fleet.finding import storage_at
         from engram.remote.addresses import addresses_of
         from engram.remote.components import RemoteSampler, RemoteWriter
@@ -67,9 +66,9 @@ def connect_buffer(
             f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',
             name=error.name,
         ) from error
-    paths = [None if path is None else os.fspath(path) for path in (token, tls_root)]
-    access = Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience), full)
-    storage: ServedStorage = storage_at(access, missing, stratum)
+    paths = [None if path is None else os.fspath(path) for path in (way.token, way.tls_root)]
+    access = Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(way.patience), way.full)
+    storage: ServedStorage = storage_at(access, way.missing, way.stratum)
     try:
         served, noted = storage.served, storage.served.recipe
         kind = kind_of(noted, "connect")
@@ -79,7 +78,7 @@ def connect_buffer(
                 f"connect: expected a store that a buffer with priorities wrote to, got one of a {kind.__name__} with {sampler!r}. "
                 "Use ReplayBuffer.connect."
             )
-        settings = {**noted_settings(noted), **{name: value for name, value in arguments.items() if value is not None}}
+        settings = {**noted_settings(noted), **{name: value for name, value in reading.items() if value is not None}}
         rb: ReplayBuffer = kind(
             storage=storage,
             sampler=sampler,

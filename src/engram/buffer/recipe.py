@@ -164,13 +164,11 @@ def open_buffer(
 def open_or_create(
     kind: Callable[..., R],
     directory: str | os.PathLike[str],
-    geometry: tuple[int, int, int],
-    dtypes: object,
+    store: tuple[int, int, int, object, int],
     unclean: str,
     io: str,
     given: Mapping[str, object],
     *,
-    group_small_fields: int,
     tensordicts: bool,
 ) -> R:
     """A buffer of a class over the store in a directory, or over one that the first write creates there.
@@ -178,11 +176,9 @@ def open_or_create(
     Args:
         kind: the class.
         directory: the store's.
-        geometry: rows, lanes and ndim.
-        dtypes: as for ``LazyMemmapStorage``.
+        store: rows, lanes, ndim, dtypes and group_small_fields, as for ``LazyMemmapStorage``.
         unclean, io: as for :func:`open_buffer`.
         given: arguments of the constructor.
-        group_small_fields: as for ``LazyMemmapStorage``.
         tensordicts: whether the class is one of TensorDicts.
 
     Raises: as ``ReplayBuffer.open_or_create``.
@@ -194,8 +190,9 @@ def open_or_create(
             f"{call}: storage: expected none, the rows lie in the directory; got {type(given['storage']).__name__}."
         )
     path, io = check_path(f"{call}: directory", directory), storages.memmap.check_io(call, io)
+    size, lanes, ndim, dtypes, grouped = store
     storage = storages.LazyMemmapStorage.open_or_create(
-        path, *geometry, dtypes, unclean=unclean, io=io, group_small_fields=group_small_fields
+        path, size, lanes, ndim, dtypes, unclean=unclean, io=io, group_small_fields=grouped
     )
     try:
         _announce_repair(storage)

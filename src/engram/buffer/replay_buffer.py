@@ -19,8 +19,8 @@ from engram.buffer.compat import (
     NOT_YET,
     OPEN_ARGUMENTS,
     Arguments,
+    ConnectArguments,
     OpenArguments,
-    ReadingArguments,
     alias,
     returns_itself,
 )
@@ -53,10 +53,8 @@ if TYPE_CHECKING:
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
     from engram.env.recording import Names
-    from engram.fleet.members import Missing
     from engram.limits import Limit
     from engram.persist.roles import Roles
-    from engram.remote.streaming import Full
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.transforms import Compose
@@ -1068,35 +1066,15 @@ class ReplayBuffer(Generic[Batch]):
         6
         """
         tensordicts = cls._write_path.takes_tensordicts
-        return open_or_create(
-            cls,
-            directory,
-            (size, lanes, ndim),
-            dtypes,
-            unclean,
-            io,
-            arguments,
-            group_small_fields=group_small_fields,
-            tensordicts=tensordicts,
-        )
+        store = size, lanes, ndim, dtypes, group_small_fields
+        return open_or_create(cls, directory, store, unclean, io, arguments, tensordicts=tensordicts)
 
     follow = classmethod(follow_buffer)
     refresh = alias("_following.refresh", "Of a buffer that :meth:`follow` made: take a newer checkpoint now.")
     followed = alias("_following.followed", "The checkpoint that :meth:`follow` holds; None: nothing is followed.")
 
     @classmethod
-    def connect(
-        cls,
-        address: str | Sequence[str],
-        *,
-        token: str | os.PathLike[str] | None = None,
-        tls_root: str | os.PathLike[str] | None = None,
-        patience: float = 60.0,
-        full: Full | None = None,
-        missing: Missing = "skip",
-        stratum: int | None = None,
-        **arguments: Unpack[ReadingArguments],
-    ) -> ReplayBuffer:
+    def connect(cls, address: str | Sequence[str], **arguments: Unpack[ConnectArguments]) -> ReplayBuffer:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
 
         Buffer class, sampler, batch size, prefetch and output are those of the store, as for :meth:`open`; transforms and
@@ -1108,13 +1086,13 @@ class ReplayBuffer(Generic[Batch]):
                 one store, which they say themselves, stand in for each other. Several stores are one buffer: see docs/cluster.md.
             token: the path of the file with the server's token, of mode 0600. A pickle takes the path along, and no secret.
             tls_root: the path of the certificate that signs the server's, PEM. Default: the system's.
-            patience: seconds for which servers that are gone are looked for, again and again.
-            full: None: a write returns when its rows are in the store. Else it returns at once, with -1 for each row, while less than
-                4 writes and 4 MiB are under way; without these credits it waits (``"block"``), raises ``RateLimited`` (``"raise"``),
-                or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()`` wait for what is
-                under way; what a write raised, the next one does. Of one store only.
+            patience: seconds for which servers that are gone are looked for, again and again. Default: 60.
+            full: None, the default: a write returns when its rows are in the store. Else it returns at once, with -1 for each row,
+                while less than 4 writes and 4 MiB are under way. Without these credits it waits (``"block"``), raises ``RateLimited``
+                (``"raise"``), or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()``
+                wait for what is under way; what a write raised, the next one does. Of one store only.
             missing: of several stores, one whose servers are gone is left out after 10 seconds, with a warning, until it is back
-                (``"skip"``); or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
+                (``"skip"``, the default); or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
             stratum: of several stores, the number of the one that draws all batches, for a learner of its own; they have
                 ``"loss_factor"``, ``[B]``, to multiply the loss by. Default: batches have rows of all.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
@@ -1132,7 +1110,7 @@ class ReplayBuffer(Generic[Batch]):
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.
         """
-        return connect_buffer(cls, address, token, tls_root, patience, full, missing, stratum, arguments)
+        return connect_buffer(cls, address, arguments)
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from engram._checks import check_count
 
@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from engram.buffer.making import Arguments
+
+    #: What makes a buffer again where a pickle of it arrives, and the arguments.
+    Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
 
 
 #: Arguments of constructors that are of a service.
@@ -23,6 +26,15 @@ _OF_SERVICES = (
 )
 
 
+class Serviced(Protocol):
+    """What runs somewhere."""
+
+    _service: Service
+
+
+B = TypeVar("B", bound=Serviced)
+
+
 class Service(Protocol):
     """Makes what uses the same rows as one buffer."""
 
@@ -34,7 +46,7 @@ class Service(Protocol):
     def client(self, buffer: Any) -> Any:
         """A buffer of its own for the same rows."""
 
-    def reduced(self, buffer: Any) -> tuple[Callable[..., Any], tuple[object, ...]] | None:
+    def reduced(self, buffer: object) -> Reduced | None:
         """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
 
     def close(self) -> None:
@@ -46,31 +58,32 @@ class Direct:
 
     backend = transport = "direct"
 
-    def client(self, buffer: Any) -> Any:
+    def client(self, buffer: B) -> B:
         return buffer
 
-    def reduced(self, buffer: Any) -> None:
+    def reduced(self, buffer: object) -> None:
         """As other objects."""
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-def makes_client(doc: str) -> Callable[[Any], Any]:
+def makes_client(doc: str) -> Callable[[B], B]:
     """A method that makes a client of the buffer."""
 
-    def client(self: Any) -> Any:
-        return self._service.client(self)
+    def client(self: B) -> B:
+        made: B = self._service.client(self)
+        return made
 
     client.__doc__ = doc
     return client
 
 
-def makes_clients(doc: str) -> Callable[[Any, int], list[Any]]:
+def makes_clients(doc: str) -> Callable[[B, int], list[B]]:
     """A method that makes several."""
 
-    def clients(self: Any, num_clients: int) -> list[Any]:
-        return [self.client() for _ in range(check_count("clients", num_clients))]
+    def clients(self: B, num_clients: int) -> list[B]:
+        return [self._service.client(self) for _ in range(check_count("clients", num_clients))]
 
     clients.__doc__ = doc
     return clients

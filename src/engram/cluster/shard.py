@@ -7,7 +7,7 @@ import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
@@ -19,7 +19,7 @@ from engram.remote.connection import Found
 from engram.remote.shards import Described
 from engram.serving.server import Server
 from engram.serving.service import Service, served_by
-from engram.storages import LazyMemmapStorage, Storage
+from engram.storages import LazyMemmapStorage, Storage, TensorStorage
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class ShardActor:
         self._found: Found | None = None
         self._failed: Exception | None = None
         try:
-            storage, self._temporary = storage_of(made_of.get("storage"), made_of.get("size"), maker)
-            self._rb = kind(**{**made_of, "storage": storage})
+            self._storage, self._temporary = storage_of(made_of.get("storage"), made_of.get("size"), maker)
+            self._rb = kind(**{**made_of, "storage": self._storage})
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
             self._failed = error
 
@@ -56,7 +56,7 @@ class ShardActor:
         """What clients know before there is a store. Raises what making the buffer raised."""
         if self._failed is not None:
             raise self._failed
-        node, geometry = ray.get_runtime_context().get_node_id(), self._rb.storage._geometry  # noqa: SLF001 - what it was asked for
+        node, geometry = ray.get_runtime_context().get_node_id(), self._storage._geometry  # noqa: SLF001 - what it was asked for
         return Described(self._kind, served_by(self._rb), geometry, node, self._of_clients)
 
     def components(self) -> tuple[Storage, Sampler, Writer]:
@@ -67,7 +67,7 @@ class ShardActor:
         """Serve the store, which is made of a schema if there is none. Where; None: there is neither."""
         rb = self._rb
         if schema is not None and not rb.storage.initialized:
-            rb.storage.allocate_for(decode(schema.encode(), "extend"))
+            self._storage.allocate_for(decode(schema.encode(), "extend"))
         if self._server is None and rb.storage.initialized:
             rb.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)  # the folder notes what the buffer is
             host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
@@ -86,7 +86,7 @@ class ShardActor:
         self._rb.close()
 
 
-def storage_of(given: Any, size: int | None, maker: str) -> tuple[Storage, bool]:
+def storage_of(given: Any, size: int | None, maker: str) -> tuple[TensorStorage, bool]:
     """A storage that processes share, whose rows an actor that takes the place of this one finds again; and whether it is temporary.
 
     Raises:
@@ -107,8 +107,8 @@ def storage_of(given: Any, size: int | None, maker: str) -> tuple[Storage, bool]
             "RayReplayBuffer: storage: expected functools.partial(LazyMemmapStorage, …), which says the directory to an actor that is "
             "started again; got another callable that makes one."
         )
-    storage.share(maker)
-    return storage, False
+    storage.share(maker)  # which others than tensor storages refuse
+    return cast("TensorStorage", storage), False
 
 
 def _in_directory(
@@ -116,22 +116,18 @@ def _in_directory(
     max_size: int,
     *,
     scratch_dir: str | None,
-    ndim: int,
-    lanes: int,
-    dtypes: object,
-    io: str,
     existsok: bool,
     auto_cleanup: bool | None,
-    device: object,
-    later: object = None,
-) -> tuple[Storage, bool]:
+    device: str,
+    later: Mapping[str, Any] | None = None,
+    **form: Any,
+) -> tuple[TensorStorage, bool]:
     """The storage in a directory, with the rows that are there."""
     if existsok:
         raise ValueError(
             "RayReplayBuffer: storage: existsok: expected False: a shard goes on with the rows in its directory. Remove them first."
         )
-    LazyMemmapStorage(max_size, device=device, ndim=ndim, lanes=lanes, dtypes=dtypes, io=io, **(later or {}))  # type: ignore[arg-type] # checks
+    LazyMemmapStorage(max_size, device=device, **form, **(later or {}))  # it checks them
     temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
     folder = Path(tempfile.gettempdir()) / f"engram-{maker}" if scratch_dir is None else Path(scratch_dir).absolute()
-    made = LazyMemmapStorage.open_or_create(folder, max_size, lanes, ndim, dtypes, unclean="refuse", io=io)
-    return made, temporary
+    return LazyMemmapStorage.open_or_create(folder, max_size, **form, unclean="refuse"), temporary

@@ -200,7 +200,7 @@ class AwaitedStorage(RemoteStorage):
     def write_count(self) -> int:
         return 0 if self.memory is None else super().write_count
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         return {} if self.memory is None else super().counters()
 
     def prepare(
