@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engram.field_paths import plain
@@ -47,8 +48,15 @@ class Component(Declared, Dumpable):
         return True
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items())
-        return f"{type(self).__name__}({arguments})"
+        """Arguments that differ from their defaults."""
+        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
+        given = [(name, value) for name, value in self.config().items() if not _is_default(value, defaults.get(name))]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Whether a plain value of :meth:`Component.config` means a default, of which a dtype is known by its name there."""
+    return value == default or f"torch.{value}" == str(default)
 
 
 def adopt(wrapper: Component, inner: object, methods: Iterable[str]) -> None:

@@ -129,6 +129,10 @@ class DeviceLoader:
         self._updates: collections.deque[_Update] = collections.deque()
         self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
 
+    def __repr__(self) -> str:
+        depth, info = f", depth={self.depth}" * (self.depth != 2), ", return_info=True" * self.return_info
+        return f"DeviceLoader(batch_size={self.rb.batch_size}, device='{self.device}'{depth}{info})"
+
     # ---- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:

@@ -51,6 +51,9 @@ class Ranks(abc.ABC):
         self._gathered = 0
         self._sections = 0
 
+    def __repr__(self) -> str:
+        return f"Ranks(rank={self.rank}, world={self.world})"
+
     # ---- making them -----------------------------------------------------------------------------------------------------
 
     @staticmethod

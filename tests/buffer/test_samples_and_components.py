@@ -10,15 +10,20 @@ from tensordict import TensorDict, tensorclass
 
 import engram
 from engram import (
+    Checkpointer,
+    DeviceLoader,
     ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     NoSampleable,
+    PrioritizedSampler,
     RandomSampler,
+    Ranks,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -266,7 +271,7 @@ class TestRepr:
         text = repr(ReplayBuffer(storage=storage(4)))
         assert text.startswith("ReplayBuffer(size=0/4 ")
         assert "RandomSampler()" in text
-        assert "RoundRobinWriter(" in text
+        assert "Writer" not in text  # the usual one
 
     def test_of_a_written_one(self, tmp_path):
         rb = TensorDictReplayBuffer(
@@ -278,21 +283,45 @@ class TestRepr:
         rb.extend(
             TensorDict({"obs": torch.zeros(1234, 25), "next": {"r": torch.zeros(1234)}}, batch_size=[1234]), lane=0
         )
-        text = repr(rb)
+        assert len(repr(rb)) <= 120
+        assert repr(rb).startswith("TensorDictReplayBuffer(size=1 234/9 999 (12.3 %), ")
+        assert "sampler=SamplerWithoutReplacement" in repr(rb)
+        text = rb._repr_html_()
         for part in (
-            "TensorDictReplayBuffer(size=1 234/9 999 (12.3 %)",
+            "<caption>TensorDictReplayBuffer</caption>",
+            "<progress value='1234' max='9999'>",
+            "1 234/9 999 (12.3 %)",
+            "obs</th><td style='text-align:left'>float32 [25], 100 B a row, 1 MB<",
             "1.04 MB",
             str(tmp_path),
             "obs",
             "r",
-            "lanes=3",
-            "asked for=10000",
+            "lanes</th><td style='text-align:left'>3<",
+            "asked for</th><td style='text-align:left'>10000<",
             "SamplerWithoutReplacement(drop_last=True",
             "Compose(Identity)",
-            "batch_size=32",
+            "batch_size</th><td style='text-align:left'>32<",
         ):
             assert part in text, (part, text)
         assert "\n" not in text
+
+    def test_arguments_of_components_that_are_not_the_default(self):
+        sampler = PrioritizedSampler(alpha=0.7, beta=0.5, dtype=torch.float64)
+        assert repr(sampler) == "PrioritizedSampler(alpha=0.7, beta=0.5, dtype='float64')"
+        assert repr(PrioritizedSampler(4, 0.7, 0.5)) == "PrioritizedSampler(max_capacity=4, alpha=0.7, beta=0.5)"
+        assert "pad_output" not in repr(SliceSampler(slice_len=2))
+
+    def test_of_what_works_with_buffers(self, tmp_path):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+        rb.extend(torch.arange(4))
+        assert repr(Ranks.local()) == "Ranks(rank=0, world=1)"
+        assert repr(DeviceLoader(rb, "cpu")) == "DeviceLoader(batch_size=2, device='cpu')"
+        assert repr(DeviceLoader(rb, "cpu", 3)) == "DeviceLoader(batch_size=2, device='cpu', depth=3)"
+        checkpointer = Checkpointer(tmp_path, rb, every_steps=50, keep=3)
+        assert repr(checkpointer) == f"Checkpointer({str(tmp_path)!r}, every_steps=50, Ranks(rank=0, world=1))"
+        handle = checkpointer.save(1, wait=False)
+        report = handle.wait()
+        assert repr(handle) == f"SaveHandle({report.path.name}, done)"
 
     def test_of_an_unbounded_one(self):
         assert repr(ReplayBuffer(storage=ListStorage())).startswith("ReplayBuffer(size=0, storage=ListStorage")
@@ -300,8 +329,9 @@ class TestRepr:
     def test_many_fields_are_counted(self):
         rb = ReplayBuffer(storage=LazyTensorStorage(4))
         rb.add({f"field{i:02}": torch.zeros(1) for i in range(20)})
-        assert "fields=20: field00, " in repr(rb)
+        assert "fields=20, " in repr(rb)
         assert "field12" not in repr(rb)
+        assert "field12" in rb._repr_html_()
 
     def test_html(self):
         rb = ReplayBuffer(storage=LazyTensorStorage(4))

@@ -378,7 +378,7 @@ def test_an_opened_store_goes_on(tmp_path):
     seen = Counter(rb.sample().tolist())
     rb.close()
     rb = ReplayBuffer.open(tmp_path / "s")
-    assert repr(rb.sampler) == "ConsumingSampler(max_sample_count=2, index='main')"
+    assert repr(rb.sampler) == "ConsumingSampler(max_sample_count=2)"
     for batch in rb:
         seen.update(batch.tolist())
     assert seen == dict.fromkeys(range(20), 2)

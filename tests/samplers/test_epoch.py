@@ -330,7 +330,7 @@ def test_replacement_argument():
 def test_positional_arguments_as_in_torchrl():
     sampler = SamplerWithoutReplacement(True, False)
     assert (sampler.drop_last, sampler.shuffle) == (True, False)
-    assert repr(sampler) == "SamplerWithoutReplacement(drop_last=True, shuffle=False, index='main')"
+    assert repr(sampler) == "SamplerWithoutReplacement(drop_last=True, shuffle=False)"
 
 
 def test_can_sample_is_about_the_rows():

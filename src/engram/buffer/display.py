@@ -10,8 +10,20 @@ import torch
 from engram.limits import limit_stats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
+
+
+#: Writers that are worth no mention.
+_USUAL_WRITERS = ("RoundRobinWriter()", "TensorDictRoundRobinWriter()")
+#: What a text says last.
+_DISPENSABLE = ("asked for", "transform", "writer", "fields", "lanes", "batch_size", "prefetch", "memory")
+#: Characters of a text, at most.
+_LONGEST = 120
+#: Characters of the end of a path, which tells more than its beginning.
+_PLACE = 20
 
 
 class Display:
@@ -22,16 +34,42 @@ class Display:
         self._settings = settings
 
     def text(self) -> str:
-        """For ``repr``."""
-        facts = ", ".join(f"{name}={value}" for name, value in self._facts())
-        return f"{self._settings.kind}({facts})"
+        """For ``repr``, of at most 120 characters: what does not fit is said in short, or in the table alone."""
+        facts = dict(self._facts())
+        for name, said in self._shorter(facts):
+            if len(self._joined(facts)) <= _LONGEST:
+                break
+            facts[name] = said
+        while len(self._joined(facts)) > _LONGEST and len(facts) > 1:
+            facts.pop(next((name for name in _DISPENSABLE if name in facts), [*facts][-1]))
+        return self._joined(facts)
+
+    def _shorter(self, facts: dict[str, str]) -> Iterator[tuple[str, str]]:
+        """Facts in fewer characters, the least important ones first."""
+        if "fields" in facts:
+            yield "fields", str(len(self._wiring.storage.store.schema.fields))
+        number, unit, place = [*facts.get("memory", "").split(" ", 2), "", ""][:3]
+        if len(place) > _PLACE:
+            yield "memory", f"{number} {unit} …{place[-_PLACE:]}"
+        for name in ("writer", "transform", "sampler", "storage"):
+            if "(" in facts.get(name, "") and not facts[name].endswith("()"):
+                yield name, f"{facts[name].partition('(')[0]}(…)"
+
+    def _joined(self, facts: dict[str, str]) -> str:
+        return f"{self._settings.kind}({', '.join(f'{name}={value}' for name, value in facts.items())})"
 
     def html(self) -> str:
-        """For notebooks."""
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
-            for name, value in self._facts()
-        )
+        """For notebooks: all facts, how full it is, and the fields."""
+        storage = self._wiring.storage
+        rows = "".join(_row(name, escape(value)) for name, value in self._facts() if name != "fields")
+        if not storage.closed and not storage.traits.is_remote:
+            size, capacity = len(storage), storage.max_size
+            if _is_bounded(capacity):
+                rows = _row("filled", f"<progress value='{size}' max='{capacity}'></progress>") + rows
+            if storage.memory is not None:
+                for field in storage.memory.schema.fields:
+                    shape, nbytes = list(field.shape), _human(field.row_bytes * capacity)
+                    rows += _row(field.name, f"{field.dtype} {shape}, {field.row_bytes} B a row, {nbytes}")
         return f"<table><caption>{escape(self._settings.kind)}</caption>{rows}</table>"
 
     def stats(self, prefetched: int) -> dict[str, float]:
@@ -58,7 +96,9 @@ class Display:
         storage = wiring.storage  # a text does not ask a server
         aside = storage.closed or storage.traits.is_remote
         facts = [("storage", repr(storage))] if aside else self._facts_of_storage()
-        facts += [("sampler", repr(wiring.sampler)), ("writer", repr(wiring.writer))]
+        facts.append(("sampler", repr(wiring.sampler)))
+        if repr(wiring.writer) not in _USUAL_WRITERS:
+            facts.append(("writer", repr(wiring.writer)))
         if len(wiring.transform):
             facts.append(("transform", repr(wiring.transform)))
         if settings.batch_size is not None:
@@ -87,6 +127,11 @@ class Display:
         return facts
 
 
+def _row(name: str, cell: str) -> str:
+    """A line of the table. ``cell``: HTML."""
+    return f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{cell}</td></tr>"
+
+
 def _is_bounded(capacity: int) -> bool:
     return capacity < torch.iinfo(torch.int64).max
 
@@ -94,7 +139,7 @@ def _is_bounded(capacity: int) -> bool:
 def _human(nbytes: int) -> str:
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
+        if size < 999.5:  # 1000 in three figures
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"

@@ -142,6 +142,11 @@ class Checkpointer:
         self._unsettled: SaveAttempt | None = None
         """A save that :meth:`poll` began, of which it has not said how it ended."""
 
+    def __repr__(self) -> str:
+        options, defaults = self._job.options, {"keep": 3, "every_steps": None, "every_minutes": None}
+        given = [f"{name}={value}" for name, value in options._asdict().items() if value != defaults.get(name, value)]
+        return f"Checkpointer({', '.join([repr(str(self.root)), *given, repr(self._job.ranks)])})"
+
     @property
     def requests(self) -> Requests:
         """Requests for checkpoints that no save serves yet."""

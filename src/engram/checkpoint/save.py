@@ -40,6 +40,12 @@ class SaveHandle:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
+    def __repr__(self) -> str:
+        state = (
+            "going on" if not self.done else "done" if self._error is None else f"failed: {type(self._error).__name__}"
+        )
+        return f"{SaveHandle.__name__}({'' if self.path is None else f'{self.path.name}, '}{state})"
+
     @property
     def done(self) -> bool:
         """Whether it has ended, good or bad."""
