@@ -70,7 +70,7 @@ class RayReplayBuffer(metaclass=_Checked):
         cls,
         size: int | None = None,
         *,
-        replay_buffer_cls: type[ReplayBuffer] = ReplayBuffer,
+        replay_buffer_cls: object = ReplayBuffer,
         ray_init_config: Mapping[str, object] | None = None,
         remote_config: Mapping[str, object] | None = None,
         transport: Transport = "auto",
