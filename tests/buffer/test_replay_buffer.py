@@ -192,10 +192,9 @@ LATER = {
     "dim_extend": (1, "storage"),
     "checkpointer": (object(), "layouts for dumps"),
     "compilable": (True, "compile"),
-    "service_backend": ("ray", "remote"),
-    "service_backend_options": ({}, "remote"),
-    "transport": ("auto", "remote"),
-    "transport_options": ({}, "remote"),
+    "service_backend_options": ({}, "service_backend='ray'"),
+    "transport": ("auto", "service_backend='ray'"),
+    "transport_options": ({}, "service_backend='ray'"),
 }
 
 

@@ -172,7 +172,7 @@ def test_the_numbers_of_all_stores(fleets):
         assert (stats["size"], stats["capacity"], stats["lanes"]) == (sum(SIZES), 800, 1)
         assert rb.can_sample()
         assert rb.limits == ()
-        assert "FleetStorage(RemoteStorage(unix:" in repr(rb)
+        assert "FleetStorage(RemoteStorage(unix:" in repr(rb.storage)
         raw = pickle.dumps(rb)
         with pickle.loads(raw) as copy:
             assert len(copy) == sum(SIZES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ class OnRay:
         """Others use the shard."""
 
 
-def attached(shard: Shard, transport: Transport = "auto", **arguments: Any) -> ReplayBuffer:
+def attached(shard: Shard, transport: Transport = "auto", **arguments: object) -> ReplayBuffer:
     """A buffer of a shard: on its node over the same memory, elsewhere over a connection.
 
     Args:
@@ -67,7 +67,7 @@ def attached(shard: Shard, transport: Transport = "auto", **arguments: Any) -> R
     return rb
 
 
-def attached_by_name(name: str, patience: float, arguments: dict[str, Any]) -> ReplayBuffer:
+def attached_by_name(name: str, patience: float, arguments: dict[str, object]) -> ReplayBuffer:
     """A buffer of the shard of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 
@@ -81,4 +81,4 @@ def attached_by_name(name: str, patience: float, arguments: dict[str, Any]) -> R
         actor = ray.get_actor(name, NAMESPACE)
     except ValueError as error:
         raise ConnectionError(f"connect: no RayReplayBuffer(name={name!r}) is known in this Ray cluster.") from error
-    return attached(Shard(actor, patience), **arguments)
+    return attached(Shard(actor, patience), "auto", **arguments)

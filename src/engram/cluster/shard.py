@@ -86,7 +86,7 @@ class ShardActor:
         self._rb.close()
 
 
-def storage_of(given: Any, size: int | None, maker: str) -> tuple[TensorStorage, bool]:
+def storage_of(given: object, size: int | None, maker: str) -> tuple[TensorStorage, bool]:
     """A storage that processes share, whose rows an actor that takes the place of this one finds again; and whether it is temporary.
 
     Raises:

@@ -110,6 +110,8 @@ class Grouping(Protocol):
 
 def group_of(schema: Grouping) -> Group | None:
     """The fields that lie together, those of wide dtypes first; None: each has a file of its own."""
+    if not schema.grouped:
+        return None
     fields = schema.fields
     small = [number for number, field in enumerate(fields) if 0 < field.row_bytes <= schema.grouped]
     if len(small) < 2 or schema.capacity < 2:

@@ -8,6 +8,7 @@ anything is allocated or mapped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
+_dumped = functools.partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 #: Of the description of a store whose small fields lie together.
 GROUPED_VERSION = (2, 1)
 MAX_BYTES = strict.MAX_BYTES
@@ -325,18 +327,14 @@ def encode(value: msgspec.Struct) -> bytes:
     entries = msgspec.to_builtins(value)
     if isinstance(value, Schema):
         del entries["grouped"]
-    return _text(entries)
+    return _dumped(entries).encode()
 
 
 def encode_store(schema: Schema) -> bytes:
     """``store.json``: as :func:`encode`, and in a later version which fields lie together, if some do."""
     if not schema.grouped:
         return encode(schema)
-    return _text(msgspec.to_builtins(schema) | {"version": GROUPED_VERSION})
-
-
-def _text(entries: object) -> bytes:
-    return json.dumps(entries, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _dumped(msgspec.to_builtins(schema) | {"version": GROUPED_VERSION}).encode()
 
 
 def fingerprint(raw: bytes) -> int:
@@ -388,7 +386,8 @@ def decode(raw: bytes, path: str, *, newest: tuple[int, int] = VERSION) -> Schem
     try:
         if ("grouped" in tree) != (version == [*GROUPED_VERSION]):
             raise ValueError(
-                f"grouped: expected in version 2.1, and in no other, got version {version[0]}.{version[1]}"
+                f"grouped: expected in version 2.1, and in no other, got {'it' if 'grouped' in tree else 'none'} in version "
+                f"{version[0]}.{version[1]}"
             )
         schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
         schema.validate()

@@ -68,7 +68,7 @@ class Shard:
         self._actor = actor
         self.patience_s = patience
 
-    def _answer(self, asked: Any, seconds: float | None = None) -> Any:
+    def _answer(self, asked: object, seconds: float | None = None) -> Any:
         """What a call of the actor returns.
 
         Raises: what it raises. ``ConnectionError``: the actor is gone, or does not answer.
