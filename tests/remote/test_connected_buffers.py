@@ -432,14 +432,18 @@ def test_an_interrupted_write_is_not_sent_twice(served):
         assert rb["a"].tolist().count(300) == 1
 
 
-def test_a_forked_child_cannot_use_its_parents_connection(served):
+@pytest.mark.parametrize("full", [None, "block"])
+def test_a_forked_child_cannot_use_its_parents_connection_and_can_close_it(served, full):
     _, address = served
     run(
         """
-        import os
+        import os, signal, warnings
         from engram import ReplayBuffer
-        remote = ReplayBuffer.connect(address)
-        remote.sample()
+        remote = ReplayBuffer.connect(address, full=full)
+        remote.extend(remote.sample(4), lane=0)
+        if full:  # rows that stay under way
+            remote.storage._under_way._send = lambda *_: signal.pause()
+            remote.extend(remote.sample(4), lane=0)
         child = os.fork()
         if child == 0:
             for call in (remote.sample, lambda: len(remote)):
@@ -449,10 +453,16 @@ def test_a_forked_child_cannot_use_its_parents_connection(served):
                     assert "forked" in str(error)
                 else:
                     os._exit(1)
+            warnings.simplefilter("error")
+            remote.close()
+            del remote
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         remote.sample()
-        remote.close()
+        if not full:
+            remote.close()
+        os._exit(0)
         """,
         address=address,
+        full=full,
     )

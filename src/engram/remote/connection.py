@@ -48,6 +48,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 _ACKNOWLEDGED_MS = 10_000
 #: Between two pings. A server takes those that come more often than each 5 minutes for an attack, and ends the connection.
 _PING_MS = 310_000
+#: A parent's clients and streams, in a forked child: to free one would wait for threads that are not there.
+_of_parents: list[object] = []
 #: Of a file in a dump.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
@@ -269,13 +271,15 @@ class Connection:
         self._ends.set()
         with self._lock:
             client, self._client = self._client, None
-        if client is not None and not self.forked:
+        if client is not None:
             client.close()
         _fork.dropped(self)
 
     def after_fork(self) -> None:
         """In a child: gRPC's threads are not there."""
         self.forked = True
+        _of_parents.append(self._client)
+        self._client = None
 
     def __getstate__(self) -> Servers:
         return self.access
@@ -348,6 +352,7 @@ class Exchange:
         self.waiting: deque[Message] = deque()
         #: Answers, in order.
         self._came: deque[Answer] = deque()
+        _fork.registered(self)
 
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
@@ -459,7 +464,7 @@ class Exchange:
 
     def _drop(self) -> None:
         writer, self._writer, self._reader = self._writer, None, None
-        if writer is not None and not self._connection.forked:
+        if writer is not None:
             try:
                 writer.close()
             except (*GONE, pa.ArrowException):
@@ -470,3 +475,8 @@ class Exchange:
         self._drop()
         self.waiting.clear()
         self._came.clear()
+
+    def after_fork(self) -> None:
+        """In a child, as of a connection."""
+        _of_parents.append((self._client, self._writer, self._reader))
+        self._client = self._writer = self._reader = None

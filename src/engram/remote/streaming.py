@@ -51,6 +51,7 @@ class WritesUnderWay:
         self._refused = self._closed = False
         #: Rows that were not written: there were no credits for them, or the server raised.
         self.dropped = 0
+        _fork.registered(self)
 
     @property
     def rows(self) -> int:
@@ -104,6 +105,11 @@ class WritesUnderWay:
             self._changed.notify_all()
         if left:
             warnings.warn(f"close: {left} rows are not known to be written: {why}.", RuntimeWarning, stacklevel=2)
+
+    def after_fork(self) -> None:
+        """In a child: what is under way is its parent's."""
+        self._rows.clear()
+        self._thread = None
 
     def _has_credits(self, nbytes: int) -> bool:
         rows = self._rows
