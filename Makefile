@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test golden test-native test-tensordict wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo test golden test-native test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -46,6 +46,7 @@ help:
 	@echo "make golden           the golden files of the formats, after a change of one that was meant"
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
+	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
@@ -144,6 +145,11 @@ TENSORDICT_TESTS := tests/storages tests/format/test_layout.py tests/buffer/test
 test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import tensordict as t; assert t.__version__ == "$(TENSORDICT_NEWEST)", t.__version__; print("==> Testing with tensordict", t.__version__)'
 	@PYTHONPATH=$(NEWEST) $(PYTEST) $(WORKING) $(TENSORDICT_TESTS) $(ARGS)
+
+# Not of CI: Ray is large, and its processes need more than two cores to be quick.
+test-ray: $(VENV)/.engram-dev
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(PIP) install --quiet -c constraints.txt 'ray>=2.49'
+	@$(PYTEST) tests/cluster $(ARGS)
 
 check: $(VENV)/.engram-dev
 	@echo "==> ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
