@@ -99,6 +99,30 @@ def test_rows_are_written_in_order_or_an_error_is_raised_for_them(errors):
         writes.close(wait=True)
 
 
+def test_who_only_waits_leaves_an_error_to_the_next_write():
+    server = Server(OSError("away"))
+    writes = WritesUnderWay("block", server.send)
+    writes.put(rows_of(1), frozenset({0}))
+    server.go.set()
+    for _ in range(2):
+        writes.wait()
+    assert writes.dropped == 1
+    with pytest.raises(OSError, match="away"):
+        writes.put(rows_of(2), frozenset({0}))
+    writes.close(wait=True)
+
+
+def test_an_error_that_no_call_has_raised_is_said_at_the_end():
+    server = Server(OSError("away"))
+    writes = WritesUnderWay("block", server.send)
+    writes.put(rows_of(1), frozenset({0}))
+    server.go.set()
+    writes.wait()
+    with pytest.warns(RuntimeWarning, match="rows of an earlier write are not known to be written: away"):
+        writes.close(wait=True)
+    writes.close(wait=True)
+
+
 def test_rows_that_no_server_takes_are_said_at_the_end():
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()

@@ -152,7 +152,8 @@ class RemoteStorage(ServedStorage):
         return self.connection.served.requested_size
 
     def state(self) -> State:
-        self._arrive()
+        if self._under_way is not None:
+            self._under_way.wait()
         return self._limits.state()
 
     def counters(self) -> dict[str, float]:

@@ -86,6 +86,11 @@ class WritesUnderWay:
                 self._thread.start()
             self._changed.notify_all()
 
+    def wait(self) -> None:
+        """As :meth:`settle`, and leave what one of them raised to the next write."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._rows or self._refused)
+
     def settle(self, seconds: float | None = None) -> None:
         """Wait for the answers to all writes; those that the limits of the store refuse stay under way. Raises what one of them raised."""
         with self._changed:
@@ -93,18 +98,19 @@ class WritesUnderWay:
             self._raise()
 
     def close(self, *, wait: bool) -> None:
-        """Wait for answers, for seconds at most, and warn of rows that have none. Repeatable."""
-        why = "the server did not admit or acknowledge them"
+        """Wait for answers, for seconds at most, and warn of rows that have none, and of an error that no call has raised. Repeatable."""
+        why, failed = "the server did not admit or acknowledge them", False
         try:
             self.settle(_LEAVE_S if wait else 0)
         except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
-            why = str(error)
+            why, failed = str(error), True
         with self._changed:
             left, self._closed = self.rows, True
             self._rows.clear()
             self._changed.notify_all()
-        if left:
-            warnings.warn(f"close: {left} rows are not known to be written: {why}.", RuntimeWarning, stacklevel=2)
+        if left or failed:
+            rows = f"{left} rows" if left else "rows of an earlier write"
+            warnings.warn(f"close: {rows} are not known to be written: {why}.", RuntimeWarning, stacklevel=2)
 
     def after_fork(self) -> None:
         """In a child: what is under way is its parent's."""
