@@ -142,12 +142,19 @@ def test_mass_drawable_rows_and_version():
     assert rb.stats()["bytes"] == 100 * (8 + 4)
 
 
+class OfAnotherStore:
+    """As a buffer at whose address another store is served now."""
+
+    def stats(self):
+        raise ValueError("connect: another store")
+
+
 def test_several_buffers_and_one_that_is_closed():
     here, gone = filled(), filled()
-    with engram.metrics.serve({"here": here, "gone": gone}, "127.0.0.1:0") as server:
+    with engram.metrics.serve({"other": OfAnotherStore(), "here": here, "gone": gone}, "127.0.0.1:0") as server:
         gone.close()
         found = samples(asked(server.address)[1])
-    assert (found["engram_up", ("buffer", "here")], found["engram_up", ("buffer", "gone")]) == (1, 0)
+    assert [found["engram_up", ("buffer", name)] for name in ("other", "here", "gone")] == [0, 1, 0]
     assert [dict(labels)["buffer"] for name, *labels in found if name == "engram_rows"] == ["here"]
 
 
