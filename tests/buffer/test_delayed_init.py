@@ -175,3 +175,13 @@ def test_opening_a_store(tmp_path):
     assert not rb.initialized
     assert rb[:].tolist() == [0, 1, 2]
     rb.close()
+
+
+def test_a_shallow_copy_of_what_is_not_made_makes_its_own():
+    rb = ReplayBuffer(storage=lambda: LazyTensorStorage(10), delayed_init=True, batch_size=2)
+    other = copy.copy(rb)
+    rb.extend(torch.arange(3))
+    assert not other.initialized
+    other.extend(torch.arange(5))
+    assert (len(rb), len(other)) == (3, 5)
+    assert type(other) is ReplayBuffer

@@ -1190,10 +1190,11 @@ class ReplayBuffer(Generic[Batch]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         named, told, looked, prefetched = state.pop("_copied", (None,) * 4)
         self.__dict__.update(state)
+        self._settings = copy.copy(self._settings)
         if self._settings.unmade is not None:
+            make_at_first_use(self)
             return
-        self._wiring, self._settings = copy.copy(self._wiring), copy.copy(self._settings)
-        wiring = self._wiring
+        self._wiring = wiring = copy.copy(self._wiring)
         wiring.gate = copy.copy(wiring.gate)
         wiring.connect(wiring.sampler, wiring.writer, self._settings.batch_size)
         self.assemble(named)
