@@ -1,5 +1,6 @@
 """Buffers whose rows an actor of Ray keeps: one cluster of two nodes, which are processes of this machine, for all tests."""
 
+import copy
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import (
+    Compose,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -106,8 +108,8 @@ def test_pickles_are_clients_wherever_they_arrive(near, away):
     asked = [ray.get(there.remote(rb, 50 + k)) for k, rb in enumerate((near, away))]
     assert asked == [("TensorDictReplayBuffer", "flight"), ("TensorDictReplayBuffer", "shared")]
     assert (len(near), len(away)) == (sizes[0] + 5, sizes[1] + 5)
-    with pickle.loads(pickle.dumps(near)) as copy:
-        assert len(copy) == len(near)
+    with pickle.loads(pickle.dumps(near)) as other:
+        assert len(other) == len(near)
     clients = near.clients(2)
     assert [len(client) for client in clients] == [len(near)] * 2
     [client.close() for client in clients]
@@ -126,11 +128,36 @@ def test_priorities_reach_rows_that_are_elsewhere(away):
 
 
 def test_a_name_is_found(near):
+    near.extend(rows(5))
     with ReplayBuffer.connect("ray:near", batch_size=3, patience=240) as rb:
         assert len(rb.sample()) == 3
         assert rb.transport_kind == "shared"
     with pytest.raises(ConnectionError, match="name='nobody'"):
         ReplayBuffer.connect("ray:nobody")
+    with pytest.raises(TypeError, match=r"got \['full', 'stratum'\]"):
+        ReplayBuffer.connect("ray:near", full="drop", stratum=1)
+
+
+def test_copies_and_clients_read_as_what_they_are_made_of(near):
+    def marked(batch):
+        return batch.set("a", torch.full_like(batch["a"], -1))
+
+    with ReplayBuffer.connect(
+        "ray:near", batch_size=3, patience=240, transform_factory=lambda: Compose(marked)
+    ) as first:
+        copies = [first.client(), copy.copy(first), ray.cloudpickle.loads(ray.cloudpickle.dumps(first))]
+        first.sample()  # made now
+        copies += [first.client(), copy.copy(first), ray.cloudpickle.loads(ray.cloudpickle.dumps(first))]
+        for one in copies:
+            with one:
+                assert one.sample()["a"].tolist() == [-1] * 3
+    with near.client() as second:
+        second.append_transform(marked)
+        with copy.copy(second) as third:
+            third.append_transform(lambda batch: batch.set("more", batch["a"]))
+            assert third.sample()["more"].tolist() == [-1] * 8
+        assert "more" not in second.sample().keys()
+    assert min(near.sample()["a"].tolist()) >= 0
 
 
 def test_rows_in_memory_and_in_a_directory_outlive_their_actor(nodes, tmp_path):
@@ -243,4 +270,4 @@ def test_the_page_shows_what_works(nodes, tmp_path, monkeypatch):
 
 def test_memory_is_not_shared_between_nodes(away):
     with pytest.raises(RuntimeError, match="this process is not"):
-        attached(away._service._shard, "shared")
+        attached(away._service._shard, "shared", {})

@@ -56,6 +56,11 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
         raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {way.full!r:.40}.")
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
+            if way._replace(patience=0.0) != _Way(patience=0.0):
+                raise TypeError(
+                    f"connect: a name in a Ray cluster takes {', '.join(('patience', *READING_ARGUMENTS))}, as Ray says how its servers "
+                    f"are reached; got {sorted(arguments.keys() - {'patience', *READING_ARGUMENTS})}."
+                )
             return attached_by_name(address.removeprefix(_ON_RAY), float(way.patience), reading)
         from engram.fleet.finding import storage_at
         from engram.remote.addresses import addresses_of

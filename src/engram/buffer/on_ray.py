@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engram.buffer.replay_buffer import ReplayBuffer
     from engram.remote.shards import Shard
@@ -20,26 +20,33 @@ class OnRay:
 
     backend = "ray"
 
-    def __init__(self, shard: Shard, wanted: Transport, transport: str) -> None:
+    def __init__(self, shard: Shard, wanted: Transport, transport: str, own: Mapping[str, object]) -> None:
+        """``own``: arguments of this buffer, in place of those that the shard knows."""
         self._shard, self._wanted, self.transport = shard, wanted, transport
+        self._own = {name: value for name, value in own.items() if name != "generator"}
 
-    def client(self, buffer: object) -> ReplayBuffer:  # noqa: ARG002 - all are alike
-        return attached(self._shard, self._wanted)
+    def client(self, buffer: ReplayBuffer) -> ReplayBuffer:
+        made, arguments = self.reduced(buffer)
+        return made(*arguments)
 
-    def reduced(self, buffer: object) -> tuple[Callable[..., ReplayBuffer], tuple[object, ...]]:  # noqa: ARG002 - all are alike
-        return attached, (self._shard, self._wanted)
+    def reduced(self, buffer: ReplayBuffer) -> tuple[Callable[..., ReplayBuffer], tuple[object, ...]]:
+        own = self._own
+        if buffer.initialized and len(buffer.transform):
+            own = {**own, "transform": buffer.transform}
+            own.pop("transform_factory", None)
+        return attached, (self._shard, self._wanted, own)
 
     def close(self) -> None:
         """Others use the shard."""
 
 
-def attached(shard: Shard, transport: Transport = "auto", **arguments: object) -> ReplayBuffer:
+def attached(shard: Shard, transport: Transport, own: Mapping[str, object]) -> ReplayBuffer:
     """A buffer of a shard: on its node over the same memory, elsewhere over a connection.
 
     Args:
         shard: it.
         transport: ``"flight"``: a connection in any case; ``"shared"``: never one.
-        **arguments: of the constructor, in place of those that the shard knows.
+        own: arguments of the constructor, in place of those that the shard knows. None: the shard's.
 
     Raises:
         ConnectionError: the shard does not answer. RuntimeError: ``"shared"``, on another node. What making its buffer raised.
@@ -61,9 +68,13 @@ def attached(shard: Shard, transport: Transport = "auto", **arguments: object) -
     else:
         served = described.served
         storage, sampler, writer = AwaitedStorage(shard, described), RemoteSampler(served), RemoteWriter(served)
-    given = {**described.arguments, **arguments}
+    own = {name: value for name, value in own.items() if value is not None}
+    given = {**described.arguments, **own}
+    for name, other in (("transform", "transform_factory"), ("transform_factory", "transform")):
+        if name in own and other not in own:  # they exclude each other
+            given.pop(other, None)
     rb: ReplayBuffer = described.kind(storage=storage, sampler=sampler, writer=writer, **given)
-    rb._service = OnRay(shard, transport, "shared" if shares else "flight")  # noqa: SLF001 - of the facade
+    rb._service = OnRay(shard, transport, "shared" if shares else "flight", own)  # noqa: SLF001 - of the facade
     return rb
 
 
@@ -81,4 +92,4 @@ def attached_by_name(name: str, patience: float, arguments: dict[str, object]) -
         actor = ray.get_actor(name, NAMESPACE)
     except ValueError as error:
         raise ConnectionError(f"connect: no RayReplayBuffer(name={name!r}) is known in this Ray cluster.") from error
-    return attached(Shard(actor, patience), "auto", **arguments)
+    return attached(Shard(actor, patience), "auto", arguments)

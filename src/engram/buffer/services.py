@@ -46,7 +46,7 @@ class Service(Protocol):
     def client(self, buffer: Any) -> Any:
         """A buffer of its own for the same rows."""
 
-    def reduced(self, buffer: object) -> Reduced | None:
+    def reduced(self, buffer: Any) -> Reduced | None:
         """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
 
     def close(self) -> None:

@@ -110,11 +110,11 @@ class RayReplayBuffer(metaclass=_Checked):
         actor, own = _started(ray.remote(**options)(ShardActor), replay_buffer_cls, {"size": size, **kwargs})
         shard = Shard(actor, _PATIENCE_S)
         try:
-            rb = attached(shard, transport, **own)
+            rb = attached(shard, transport, own)
         except BaseException:
             ray.kill(actor)
             raise
-        rb._service = _Owner(shard, transport, rb.transport_kind)  # noqa: SLF001 - of the facade
+        rb._service = _Owner(shard, transport, rb.transport_kind, own)  # noqa: SLF001 - of the facade
         return rb
 
 
