@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import new_class
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex
 
 from engram import _fork, samplers
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from engram.buffer.replay_buffer import ReplayBuffer
 
 #: Held while a buffer is made at its first use: other threads that use it wait.
 _MAKING = _fork.rlock()
@@ -122,6 +124,6 @@ def _unmade(cls: type[object]) -> type[object]:
     return new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
 
 
-def _reduced(buffer: Any, _: SupportsIndex) -> object:
+def _reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
     of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
     return of_service or (object.__new__, (type(buffer).__base__,), buffer.__getstate__())

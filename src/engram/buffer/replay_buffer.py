@@ -1189,8 +1189,7 @@ class ReplayBuffer(Generic[Batch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         named, told, looked, prefetched = state.pop("_copied", (None,) * 4)
-        self.__dict__.update(state)
-        self._settings = copy.copy(self._settings)
+        self.__dict__.update(state, _settings=copy.copy(state["_settings"]))
         if self._settings.unmade is not None:
             make_at_first_use(self)
             return

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from engram.buffer.making import Arguments
+    from engram.buffer.replay_buffer import ReplayBuffer
 
     #: What makes a buffer again where a pickle of it arrives, and the arguments.
     Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
@@ -46,7 +47,7 @@ class Service(Protocol):
     def client(self, buffer: Any) -> Any:
         """A buffer of its own for the same rows."""
 
-    def reduced(self, buffer: Any) -> Reduced | None:
+    def reduced(self, buffer: ReplayBuffer) -> Reduced | None:
         """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
 
     def close(self) -> None:
