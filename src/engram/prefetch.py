@@ -229,8 +229,8 @@ def _work_once(workers: _Workers) -> bool:
 
 def _read_once(batch: _Batch, stages: BatchStages) -> bool:
     """Read a batch. False: the limits of the store do not admit it now. Writes of this buffer do not wait for it then."""
-    batch.room = stages.room()
     try:
+        batch.room = stages.room()
         with batch.mode():
             batch.read(stages)
     except NotAdmitted as error:

@@ -19,6 +19,7 @@ from engram import (
     Traits,
     prefetch,
 )
+from engram.buffer.prefetching import Prefetching
 from tests import fresh
 from tests.buffer.prefetched import BATCH, ROWS, SAMPLERS, buffer, data, rows_of
 from tests.components import Newest
@@ -81,6 +82,25 @@ def test_anything_that_is_raised_in_a_thread_arrives(kind, threads):
         with pytest.raises(kind, match="from afar"):
             rb.sample()
     assert rb.stats()["prefetch_queue_size"] == 2
+
+
+def test_a_storage_that_closes_while_a_thread_asks_for_its_limits(threads, monkeypatch):
+    def closed(self):
+        raise RuntimeError("the storage was closed")
+
+    rb = buffer(2)
+    rb.sample()
+    with monkeypatch.context() as patched:
+        patched.setattr(Prefetching, "room", closed)
+        for _ in range(4):  # two were asked for before
+            with contextlib.suppress(RuntimeError):
+                rb.sample()
+        with pytest.raises(RuntimeError, match="the storage was closed"):
+            rb.sample()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the storage was closed"):
+            rb.sample()
+    assert rows_of(rb, 1)  # the threads live
 
 
 def test_what_a_sampler_raises(who):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -69,6 +70,20 @@ def test_acknowledged_rows_are_there_once_and_whole(tmp_path):
         assert ids == list(range(len(ids))), "a row is there twice, or lost"
         assert acknowledged <= len(ids) <= acknowledged + 4, "an acknowledged row is lost"
         assert torch.equal(rb["b"], rb["a"].unsqueeze(1).expand(-1, 64)), "a row is torn"
+
+
+def test_a_server_that_goes_before_the_first_sample_and_write_is_waited_for(tmp_path):
+    folder = tmp_path / "store"
+    with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder), batch_size=16) as rb:
+        rb.extend({"a": torch.arange(10)})
+    first = start(folder, f"unix:{tmp_path}/a.sock")
+    with ReplayBuffer.connect(first.address) as remote, ThreadPoolExecutor(2) as threads:
+        first.kill()
+        drawn, written = threads.submit(remote.sample), threads.submit(remote.extend, {"a": torch.arange(2)})
+        second = start(folder, first.address)
+        assert (drawn.result(60)["a"] < 10).all()
+        assert written.result(60).tolist() == [10, 11]
+        second.kill()
 
 
 def test_the_next_batch_comes_from_the_sibling_at_once(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -1241,7 +1241,7 @@ class ReplayBuffer(Generic[Batch]):
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
         return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
-    plot = property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: :class:`~engram.plotting.Plots`.")
+    plot = cast("Plots", property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: see docs/seeing.md."))
 
     def __repr__(self) -> str:
         return (

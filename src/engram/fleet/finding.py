@@ -89,7 +89,10 @@ def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
     if errors and waits_all:
-        raise errors[0]
+        where = ", ".join(str(it) for it in access.addresses if it not in served)
+        raise ConnectionError(
+            f"connect: no server answered within {patience_s:g} s at {where}. Start it with engram serve, or pass another address."
+        ) from errors[0]
     return served
 
 

@@ -118,6 +118,10 @@ class Access(NamedTuple):
         return ", ".join(map(str, self.addresses))
 
 
+class _AnotherStore(ValueError):
+    """A server has other rows than those that answered before."""
+
+
 class Connection:
     """Servers of one store, of which one is asked at a time."""
 
@@ -158,17 +162,23 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _opened_one(self, found: Found, known: Served | None) -> Served:
-        """Connect to the first server that answers. Raises ``ConnectionError``: none does."""
+        """Connect to the first server that answers. Raises ``ConnectionError``: none does; ``ValueError``: all serve another store."""
         why: Exception | None = None
+        another: _AnotherStore | None = None
         for _ in found.addresses:
             address = found.addresses[self._next % len(found.addresses)]
             try:
                 return self._opened(address, known, found.token)
             except PermissionError:
                 raise
+            except _AnotherStore as error:
+                another = error
+                self._next += 1
             except GONE as error:
                 why = error
                 self._next += 1
+        if why is None and another is not None:
+            raise another
         raise ConnectionError(str(why)) from why
 
     def _opened(self, address: Address, known: Served | None, token: bytes) -> Served:
@@ -193,7 +203,7 @@ class Connection:
             raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
             served = msgspec.json.decode(raw, type=Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
-                raise ValueError(f"connect: {address} serves another store than the servers before. Connect again.")
+                raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
         except BaseException:
             client.close()
             raise
@@ -246,12 +256,13 @@ class Connection:
                 self.again(client)
 
     def exchange(
-        self, stream: Stream
-    ) -> tuple[flight.FlightClient, flight.FlightStreamWriter, flight.FlightStreamReader]:
-        """Begin a stream: the client that it is of, its writer and its reader."""
-        client = self.client()
-        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(stream.encode()), self._options)
-        return client, writer, reader
+        self, client: flight.FlightClient, stream: Stream
+    ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
+        """Begin a stream of a :meth:`client`: its writer and its reader."""
+        both: tuple[flight.FlightStreamWriter, flight.FlightStreamReader] = client.do_exchange(
+            flight.FlightDescriptor.for_command(stream.encode()), self._options
+        )
+        return both
 
     def fetch_dump(self, folder: Path) -> None:
         """Write the files of a dump that the server makes. Raises ``ValueError``: a name leads out of the folder."""
@@ -424,7 +435,8 @@ class Exchange:
 
     def _put(self, message: Message) -> None:
         if self._writer is None:
-            self._client, self._writer, self._reader = self._connection.exchange(self._stream)
+            self._client = self._connection.client()  # first: of one that is gone, another is looked for
+            self._writer, self._reader = self._connection.exchange(self._client, self._stream)
             self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)
