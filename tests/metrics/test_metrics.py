@@ -28,6 +28,7 @@ from engram import (
     SamplesPerInsert,
     StalenessAwareSampler,
 )
+from engram.metrics import collector
 from engram.metrics import server as http_server
 from engram.metrics.catalog import METRICS
 from tests.fresh import start
@@ -156,6 +157,26 @@ def test_several_buffers_and_one_that_is_closed():
         found = samples(asked(server.address)[1])
     assert [found["engram_up", ("buffer", name)] for name in ("other", "here", "gone")] == [0, 1, 0]
     assert [dict(labels)["buffer"] for name, *labels in found if name == "engram_rows"] == ["here"]
+
+
+def test_a_buffer_that_does_not_answer_is_not_waited_for_nor_asked_again(monkeypatch):
+    ends, asked_for = threading.Event(), []
+
+    class Searching:
+        def stats(self):
+            asked_for.append(1)
+            ends.wait(60)
+            return {"size": 3}
+
+    monkeypatch.setattr(collector, "ANSWER_S", 0.01)
+    registry = CollectorRegistry()
+    registry.register(engram.metrics.Collector({"searching": Searching()}))
+    for _ in range(3):
+        assert registry.get_sample_value("engram_up", {"buffer": "searching"}) == 0
+    assert len(asked_for) == 1
+    ends.set()
+    monkeypatch.setattr(collector, "ANSWER_S", 60.0)
+    assert registry.get_sample_value("engram_rows", {"buffer": "searching"}) == 3
 
 
 def test_a_scraper_that_does_not_know_openmetrics_gets_text():

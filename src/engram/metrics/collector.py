@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from time import monotonic
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -10,18 +12,39 @@ from prometheus_client.registry import Collector as Collects
 
 from engram.metrics.catalog import METRICS, HasStats
 
+#: Seconds that all buffers have for an answer: less than a scraper waits for.
+ANSWER_S = 5.0
+
+
+class _Question:
+    """Asks a buffer, in a thread of its own: one whose server is gone looks for it for its whole ``patience``."""
+
+    def __init__(self, rb: HasStats) -> None:
+        self.stats: dict[str, float] = {}
+        self.answered = threading.Event()
+        threading.Thread(target=self._ask, args=(rb,), name="engram-metrics", daemon=True).start()
+
+    def _ask(self, rb: HasStats) -> None:
+        try:
+            self.stats = rb.stats()
+        except Exception:  # noqa: BLE001 - `engram_up` says it, and the others answer
+            self.stats = {}
+        finally:
+            self.answered.set()
+
 
 class Collector(Collects):
     """Shows buffers in a registry of your own: ``REGISTRY.register(Collector({"replay": rb}))``.
 
     Args:
         buffers: by the name that the label ``buffer`` will have; at least one. Their rows, samplers and counts are not changed, and
-            no writer or learner waits. A buffer that was closed, or whose server is gone, has ``engram_up`` 0 and no other metric.
+            no writer or learner waits. A buffer that was closed, or that does not answer within 5 seconds, as its server is gone, has
+            ``engram_up`` 0 and no other metric.
 
     Raises:
         TypeError: no buffers, or names that are no str. ValueError: none at all.
 
-    Cost: a ``stats()`` of each buffer whenever the registry is read; of connected buffers a request.
+    Cost: a thread with a ``stats()`` of each buffer whenever the registry is read; of connected buffers a request.
 
     >>> import torch
     >>> from prometheus_client import CollectorRegistry
@@ -37,16 +60,14 @@ class Collector(Collects):
 
     def __init__(self, buffers: Mapping[str, HasStats]) -> None:
         self._buffers = checked_buffers(buffers, "Collector")
+        self._lock = threading.Lock()
+        self._asked: dict[str, _Question] = {}
 
     def collect(self) -> Iterator[Family]:
-        found: dict[str, dict[str, float]] = {}
+        found = self._stats()
         up = GaugeMetricFamily("engram_up", "1: the buffer answers.", labels=("buffer",))
-        for name, rb in self._buffers.items():
-            try:
-                found[name] = rb.stats()
-            except Exception:  # noqa: BLE001 - it is said by `up`, and the others answer
-                found[name] = {}
-            up.add_metric((name,), bool(found[name]))
+        for name, stats in found.items():
+            up.add_metric((name,), bool(stats))
         yield up
         for it in METRICS:
             makes = GaugeMetricFamily if it.kind == "gauge" else CounterMetricFamily
@@ -59,6 +80,18 @@ class Collector(Collects):
                         family.add_metric((name, value)[: len(labels)], stats[key])
             if family.samples:
                 yield family
+
+    def _stats(self) -> dict[str, dict[str, float]]:
+        """Of each buffer, empty where none came in time. A buffer that was asked and has not answered yet is not asked again."""
+        with self._lock:
+            for name, rb in self._buffers.items():
+                if name not in self._asked or self._asked[name].answered.is_set():
+                    self._asked[name] = _Question(rb)
+            asked = dict(self._asked)
+        deadline = monotonic() + ANSWER_S
+        return {
+            name: it.stats if it.answered.wait(max(0.0, deadline - monotonic())) else {} for name, it in asked.items()
+        }
 
     def describe(self) -> list[Family]:
         """Nothing: registering asks no buffer for anything."""
