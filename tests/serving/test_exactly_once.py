@@ -22,6 +22,7 @@ from engram import (
 )
 from engram.remote import wire
 from engram.remote.streaming import CREDIT_MESSAGES
+from tests import stress
 from tests.serving.servers import serving_each
 
 LANES, ROWS = 20, 20 << 12
@@ -377,6 +378,7 @@ def test_what_a_streamed_write_raised_the_next_one_raises(served):
         ReplayBuffer.connect(other.address, full="wait")
 
 
+@pytest.mark.skipif(stress.SIZE == "small", reason="hung once beside other work: for nights")
 def test_closing_ends_a_search_for_a_server_and_says_which_rows_are_in_doubt(served):
     _, lanes, _ = served
     with Proxy.before(lanes) as other:

@@ -422,7 +422,7 @@ def test_all_dead_then_somebody_opens(tmp_path):
             i += 8
         """,
         folder=str(tmp_path / "x"),
-    ).until("writing")
+    ).until("\n")
     other = int(program.out.split()[-1])
     time.sleep(0.3)
     program.kill()
