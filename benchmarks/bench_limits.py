@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import rivals
-from benchmarks.claims import Row, timed
+from benchmarks.claims import FLOORS, Comparison, Row, timed
 from benchmarks.timing import Effort, Side, Spread, alternate
 
 EFFORT = Effort(calls=200, blocks=40, lead=2)
@@ -69,9 +69,9 @@ def _waits(engram: Any, rb: Any, waits: int) -> Iterator[Row]:
     late.sort()
     at = [late[int(part * (len(late) - 1))] for part in (0.25, 0.5, 0.75, 0.99)]
     spread = Spread(at[1], at[0], at[2])
-    yield Row(
-        "limits/wake", "insert → batch of a sample that waited", {"engram": spread}, [], blocks_us={"engram": late}
-    )
+    judged = Comparison("1 ms", "value", spread, FLOORS["limits/wake", "1 ms"])
+    what = "insert → batch of a sample that waited"
+    yield Row("limits/wake", what, {"engram": spread}, [judged], blocks_us={"engram": late})
     yield Row("limits/wake-p99", "the same, 99 of 100", {"engram": Spread(at[3], at[3], at[3])}, [])
     cpu = here.recv()
     idle = Spread(cpu, cpu, cpu)

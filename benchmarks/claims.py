@@ -147,6 +147,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("larger/wait", "prefetch=0"): Floor("share", 0.3),
     ("larger/extend", "pwrite"): Floor("share", 1 / 0.7),
     ("larger/longest", "100 ms"): Floor("value", 100),
+    ("limits/wake", "1 ms"): Floor("value", 1000),
     ("cluster/sample/small", "TorchRL, ray"): Floor("times", 4),
     ("cluster/sample/small", "TorchRL, gloo"): Floor("times", 8),
     ("cluster/sample/frames", "TorchRL, ray"): Floor("times", 3.5),
