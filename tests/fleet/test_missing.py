@@ -1,7 +1,6 @@
 """Stores whose servers die: the others go on, and those that are back are drawn from again."""
 
 import contextlib
-import time
 import warnings
 
 import pytest
@@ -20,6 +19,7 @@ from engram import (
 from engram.limits import MinSize
 from tests.fleet.test_fleets import made, rows_of, seeded
 from tests.serving.servers import serving, serving_each
+from tests.waiting import until
 
 #: Seconds after which a store is left out.
 SKIP_S = 0.2
@@ -28,13 +28,6 @@ SKIP_S = 0.2
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
     monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
-
-
-def until(condition, limit_s=60):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -305,7 +305,7 @@ def directory(tmp_path):
 def test_a_server_of_a_store_shows_it(directory):
     listen = f"unix:{directory}.sock"
     program = start(COMMAND, arguments=["serve", directory, "--listen", listen, "--metrics", "127.0.0.1:0"])
-    program.until("unix:")
+    program.until("\n")
     url = next(line for line in program.err.splitlines() if line.startswith("http"))
     assert 'engram_rows{buffer="store"} 20.0' in asked(url, "")[1]
     top = start(COMMAND, arguments=["top", listen, "--every", "0.1", "--count", "1"])

@@ -1,6 +1,7 @@
 """Messages and answers that are lost, repeated and late: rows that are written over a connection are in the store once, in order."""
 
 import contextlib
+import itertools
 import json
 import threading
 import uuid
@@ -22,8 +23,8 @@ from engram import (
 )
 from engram.remote import wire
 from engram.remote.streaming import CREDIT_MESSAGES
-from tests import stress
 from tests.serving.servers import serving_each
+from tests.waiting import until
 
 LANES, ROWS = 20, 20 << 12
 
@@ -35,11 +36,14 @@ FAULTS = ("none", "lose message", "lose answer", "repeat", "keep back")
 class Proxy(flight.FlightServerBase):
     """Hands messages on to a server, and does to those of the next writes what ``faults`` says, in order."""
 
+    _numbers = itertools.count()
+
     def __init__(self, listen, server):
         super().__init__(listen)
         self.server = server
         self.faults = []
-        self.describes = True
+        #: Whether actions are done; one that is not is counted.
+        self.describes, self.refused = True, threading.Semaphore(0)
         #: A message that is held has come, and may go on.
         self.held, self.go = threading.Event(), threading.Event()
         #: Messages that were kept back: they come when they are let go.
@@ -47,6 +51,7 @@ class Proxy(flight.FlightServerBase):
 
     def do_action(self, _, action):
         if not self.describes:
+            self.refused.release()
             raise flight.FlightUnavailableError("away")
         with flight.connect(self.server) as client:
             return iter([part.body for part in client.do_action(action)])
@@ -92,8 +97,10 @@ class Proxy(flight.FlightServerBase):
     @contextlib.contextmanager
     def before(cls, folder):
         """A proxy before the server of a store."""
-        proxy = cls(f"grpc+unix://{folder}.proxy", f"grpc+unix://{folder}.sock")
-        proxy.address = f"unix:{folder}.proxy"
+        # A place of its own: one that shuts down late would remove the socket of the next one.
+        place = f"{folder}.proxy{next(cls._numbers)}"
+        proxy = cls(f"grpc+unix://{place}", f"grpc+unix://{folder}.sock")
+        proxy.address = f"unix:{place}"
         try:
             yield proxy
         finally:
@@ -355,8 +362,7 @@ def test_limits_that_refuse_streamed_rows_keep_writes_waiting(served, proxy):
             with pytest.raises(RateLimited, match="SamplesPerInsert"):
                 remote.extend({"a": ids}, lane=1, timeout=0.1)
             rb.sample(CREDIT_MESSAGES)
-            while remote.storage._under_way.rows:
-                pass
+            until(lambda: not remote.storage._under_way.rows)
             expected.check()
     finally:
         rb.limit(None)
@@ -367,8 +373,7 @@ def test_what_a_streamed_write_raised_the_next_one_raises(served):
     with Proxy.before(lanes) as other, ReplayBuffer.connect(other.address, full="block", patience=0.1) as remote:
         other.faults = ["lose message"] * 100
         remote.extend({"a": torch.zeros(3, dtype=torch.int64)}, lane=2)
-        while not remote.storage._under_way.dropped:
-            pass
+        until(lambda: remote.storage._under_way.dropped)
         other.faults = []
         len(remote)  # it waits, and leaves the error
         with pytest.raises(ConnectionError, match="20 times in a row"):
@@ -378,7 +383,6 @@ def test_what_a_streamed_write_raised_the_next_one_raises(served):
         ReplayBuffer.connect(other.address, full="wait")
 
 
-@pytest.mark.skipif(stress.SIZE == "small", reason="hung once beside other work: for nights")
 def test_closing_ends_a_search_for_a_server_and_says_which_rows_are_in_doubt(served):
     _, lanes, _ = served
     with Proxy.before(lanes) as other:
@@ -386,7 +390,8 @@ def test_closing_ends_a_search_for_a_server_and_says_which_rows_are_in_doubt(ser
         other.describes = False
         other.faults = ["lose message"] * 100
         remote.extend({"a": torch.zeros(3, dtype=torch.int64)}, lane=2)
-        while not remote.storage.connection.is_searching:
-            pass
+        for _ in range(2):  # before it asks again it knows that no server answered
+            assert other.refused.acquire(timeout=60)
+        assert remote.storage.connection.is_searching
         with pytest.warns(RuntimeWarning, match="3 rows are not known to be written"):
             remote.close()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from engram import LazyMemmapStorage, ReplayBuffer
 from tests import fresh, stress
 from tests.serving.servers import start
+from tests.waiting import until
 
 CLIENT = """
 import torch
@@ -28,12 +28,14 @@ while True:
 """
 
 
-def progressed(program, since, limit_s=60.0):
+def progressed(program, since):
     """Wait until the client was acknowledged something more; how much it has said by then."""
-    deadline = time.monotonic() + limit_s
-    while program.out[since:].count("ack") < 2:
+
+    def more():
         assert program.poll() is None, program.err
-        assert time.monotonic() < deadline, program.err
+        return program.out[since:].count("ack") >= 2
+
+    until(more)
     return len(program.out)
 
 

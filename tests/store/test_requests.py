@@ -29,6 +29,7 @@ from engram.store import BlockLayout, DeviceStore, OutOfOrder, Requests
 from engram.store.requests import IN_DOUBT, KIND, NAME
 from tests import stress
 from tests.fresh import run, start
+from tests.waiting import until
 
 
 def _columns(first, n):
@@ -359,8 +360,12 @@ def test_a_process_that_is_killed_is_followed_by_one_that_repeats_what_was_in_do
         program = start(ASK, most=1 << 40, **values)
         program.until("begun")
         enough = before + chance.randrange(1, per_kill)
-        while struct.unpack_from("<q", memory)[0] < enough:
+
+        def wrote_enough(program=program, enough=enough):
             assert program.poll() is None, program.err
+            return struct.unpack_from("<q", memory)[0] >= enough
+
+        until(wrote_enough)
         program.kill()
         if kill % 8 == 7 or kill == kills - 1:
             _check_account(store, memory, length)
@@ -436,8 +441,7 @@ def test_a_sample_that_waits_hears_of_a_request():
 
     waiting = threading.Thread(target=sample)
     waiting.start()
-    while not rb.stats()["samples_waiting"]:
-        pass
+    until(lambda: rb.stats()["samples_waiting"])
     Requests(rb.storage.store).append_by(uuid.uuid4(), 1, 0, _columns(0, 3), 3)
     waiting.join(60)
     assert sampled.is_set()

@@ -492,7 +492,7 @@ def test_what_all_owners_left_in_shared_memory_is_swept():
         import time
         time.sleep(60)
         """
-    ).until("/engram-")
+    ).until("\n")
     folder = Path(program.out.strip().splitlines()[-1])
     assert folder.exists()
     other = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
