@@ -3,18 +3,23 @@
 import pytest
 
 from engram import ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from engram._unsupported import reject_unsupported
+from engram._unsupported import Later, reject_unsupported
 
-NOT_YET = {"checkpointer": "a choice of layouts", "shared": "shared buffers"}
+NOT_YET = {"checkpointer": Later("a choice of layouts"), "shared": Later("shared buffers", (True, "all"))}
 
 
-@pytest.mark.parametrize("arguments", [{}, {"checkpointer": None}, {"checkpointer": False, "shared": None}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"checkpointer": None}, {"checkpointer": False, "shared": None}, {"shared": True}, {"shared": "all"}],
+)
 def test_values_that_mean_off_are_accepted(arguments):
     reject_unsupported("ReplayBuffer", arguments, NOT_YET)
 
 
 @pytest.mark.parametrize("value", [True, 1, 0, "", [], "spawn"])
 def test_what_is_not_there_yet_is_named_with_what_will_carry_it(value):
+    with pytest.raises(TypeError, match="'shared' is not supported yet"):
+        reject_unsupported("ReplayBuffer", {"shared": 1}, NOT_YET)  # not True
     with pytest.raises(
         TypeError,
         match=r"^ReplayBuffer: the argument 'checkpointer' is not supported yet; it will come with a choice of layouts\.$",

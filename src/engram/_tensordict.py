@@ -147,12 +147,23 @@ def wrap(source: dict[str, Any], batch_size: torch.Size, device: torch.device | 
     return td
 
 
-def children(td: Any) -> Mapping[str, Tensor | Any]:
-    """The entries of a TensorDict, by name. Not a copy: do not change it."""
+def children(td: Any, *, whole: bool = False) -> Mapping[str, Tensor | Any]:
+    """The entries of a TensorDict, by name. Not a copy: do not change it.
+
+    A lazy stack shows those that all its TensorDicts have; if it is to be ``whole``, others raise ``KeyError``.
+    """
     if type(td) is (_transparent or transparent_type()):
         entries: Mapping[str, Any] = td._tensordict
         return entries
-    return dict(td.items())
+    entries = dict(td.items())
+    if whole and is_lazy_stack(td):
+        for number, one in enumerate(td.tensordicts):
+            if more := sorted(map(str, one.keys() - entries.keys())):
+                raise KeyError(
+                    f"data: expected a lazy stack of TensorDicts with the same fields, got {more} in number {number} and not in all. Write "
+                    "the same fields in every row, or use a ListStorage."
+                )
+    return entries
 
 
 def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:

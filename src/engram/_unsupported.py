@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn, TypedDict, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
+class Later(NamedTuple):
+    """A keyword of TorchRL's that is not supported yet."""
+
+    carrier: str
+    """What it will come with."""
+    same: tuple[object, ...] = ()
+    """Its values, beside None and False, that ask for what is there already."""
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value changes nothing here."""
+        same = (None, False, *self.same)
+        return any(value is one for one in same) or (isinstance(value, str) and value in same)
+
+
 class TracingArguments(TypedDict, total=False):
-    """Keywords of TorchRL's storages and writers that must be off here, None or False, each with what will carry it."""
+    """Keywords of TorchRL's storages and writers that must change nothing here."""
 
-    compilable: Annotated[object, "tracing through torch.compile"]
+    compilable: Annotated[object, Later("tracing through torch.compile")]
 
 
-def carriers(arguments: type) -> dict[str, str]:
-    """What will carry each of the keywords of such a ``TypedDict``."""
+def carriers(arguments: type) -> dict[str, Later]:
+    """What each of the keywords of such a ``TypedDict`` is annotated with."""
     return {name: known.__metadata__[0] for name, known in get_type_hints(arguments, include_extras=True).items()}
 
 
@@ -27,7 +41,7 @@ NOT_TRACED = carriers(TracingArguments)
 def reject_unsupported(
     call: str,
     arguments: Mapping[str, object],
-    not_yet: Mapping[str, str],
+    not_yet: Mapping[str, Later],
     taker: Callable[..., object] | Iterable[str] = (),
 ) -> None:
     """Raise ``TypeError`` for arguments that are left over.
@@ -35,14 +49,15 @@ def reject_unsupported(
     Args:
         call: what messages begin with.
         arguments: the arguments.
-        not_yet: the known ones, with what will carry them. Their "off" values None and False are accepted.
+        not_yet: the known ones. Values of theirs that change nothing are accepted.
         taker: the class or function that was called, or the names of its arguments, among which a message looks for the one meant.
     """
     for name, value in arguments.items():
         if name not in not_yet:
             raise TypeError(f"{call}: unexpected argument {name!r}.{meant(name, taker)}")
-        if value is not None and value is not False:
-            raise TypeError(f"{call}: the argument {name!r} is not supported yet; it will come with {not_yet[name]}.")
+        if not not_yet[name].accepts(value):
+            carrier = not_yet[name].carrier
+            raise TypeError(f"{call}: the argument {name!r} is not supported yet; it will come with {carrier}.")
 
 
 def meant(name: str, taker: Callable[..., object] | Iterable[str]) -> str:

@@ -56,6 +56,10 @@ class RowError(EngramError, IndexError):
     """A row outside ``[0, capacity)``, a row that is not live, or a lane outside ``[0, lanes)``."""
 
 
+#: TorchRL's programs look for how it begins.
+EMPTY = "Cannot sample from an empty storage. Add data before sampling."
+
+
 class NoSampleable(EngramError, RuntimeError):
     """Nothing can be drawn: the buffer is empty, or every priority is zero."""
 

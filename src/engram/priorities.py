@@ -62,18 +62,20 @@ def check_priorities(state: dict[str, object], config: PriorityConfig | None, ro
 
     Raises:
         TypeError, ValueError: an entry of another type or shape, or out of range. PriorityError: a leaf that no priority has.
-        IncompatibleCheckpoint: another ``alpha``, ``eps`` or ``max_priority_within_buffer``, or number of rows.
+        IncompatibleCheckpoint: another ``eps`` or ``max_priority_within_buffer``, or number of rows.
     """
     alpha, beta, eps, highest = (real(state, name, where) for name in ("alpha", "beta", "eps", "highest"))
     found = PriorityConfig(alpha, beta, eps, typed(state, "max_priority_within_buffer", bool, where))
     leaves = tensor_in(state, "leaves", torch.float64, (None,), where)
     if config is not None:
-        names = (("alpha", "alpha"), ("eps", "eps"), ("max_priority_within_buffer", "within_buffer"))
-        for name, attribute in names:
-            ours, theirs = getattr(config, attribute), getattr(found, attribute)
+        for name, ours, theirs in (
+            ("eps", config.eps, found.eps),
+            ("max_priority_within_buffer", config.within_buffer, found.within_buffer),
+        ):
             if ours != theirs:
-                advice = f" Set alpha={theirs} first." if name == "alpha" else f" Make them with {name}={theirs}."
-                raise IncompatibleCheckpoint(f"{where}: {name}: expected {ours} as here, got {theirs}.{advice}")
+                raise IncompatibleCheckpoint(
+                    f"{where}: {name}: expected {ours} as here, got {theirs}. Make them with {name}={theirs}."
+                )
     if leaves.numel() > rows:
         raise IncompatibleCheckpoint(f"{where}: leaves: expected those of at most {rows} rows, got {leaves.numel()}.")
     most, possible = 1e300 / rows, False  # no sum of such leaves overflows

@@ -42,6 +42,7 @@ def find_start_stop_traj(
     Raises:
         TypeError: not exactly one of ``trajectory`` and ``end``.
         RuntimeError: a signal without steps or dimensions.
+        RuntimeError: ``cursor`` is an empty tensor, array, range or slice.
         ValueError: ``cursor`` is no slot.
 
     >>> import torch
@@ -86,9 +87,12 @@ def find_start_stop_traj(
 def _last_slot(cursor: object, steps: int) -> int:
     if isinstance(cursor, slice):
         cursor = range(steps)[cursor]
-    if isinstance(cursor, range):
-        cursor = cursor[-1]
-    slot = int(torch.as_tensor(cursor).flatten()[-1])
+    slots = torch.as_tensor(list(cursor[-1:]) if isinstance(cursor, range) else cursor).flatten()
+    if not slots.numel():
+        raise RuntimeError(
+            "find_start_stop_traj: cursor: expected the slots that were written last, got none. Pass None."
+        )
+    slot = int(slots[-1])
     if not -steps <= slot < steps:
         raise ValueError(f"find_start_stop_traj: cursor: expected a slot in [0, {steps}), got {slot}.")
     return slot

@@ -189,11 +189,10 @@ class TestGenerator:
 
 LATER = {
     "sample_unit": (object(), "expander"),
-    "dim_extend": (1, "storage"),
     "checkpointer": (object(), "layouts for dumps"),
     "compilable": (True, "compile"),
     "service_backend_options": ({}, "service_backend='ray'"),
-    "transport": ("auto", "service_backend='ray'"),
+    "transport": ("distributed", "service_backend='ray'"),
     "transport_options": ({}, "service_backend='ray'"),
 }
 

@@ -166,8 +166,8 @@ def test_get_and_set():
     storage = ListStorage(5)
     storage.set(0, "a")
     storage.set(range(1, 3), ["b", "c"])
-    assert storage.get(1) == ("b", [])
-    assert storage.get(range(3)) == (["a", "b", "c"], [])
+    assert storage.get(1) == "b"
+    assert storage.get(range(3)) == ["a", "b", "c"]
     assert storage[[2, 0]] == ["c", "a"]
     storage.set([0, 3], ["A", "d"])
     storage[1] = "B"

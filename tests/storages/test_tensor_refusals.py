@@ -269,7 +269,7 @@ def test_counts_of_rows_and_indices_must_agree(make):
         (ValueError, "ndim: expected at least 1, got 0", {"ndim": 0}),
         (TypeError, "ndim: expected an int, got float", {"ndim": 1.0}),
         (TypeError, "'compilable' is not supported yet; it will come with tracing", {"compilable": True}),
-        (TypeError, r"'shared_init' is not supported yet; it will come with rb\.share\(\)", {"shared_init": True}),
+        (TypeError, r"'shared_init' is not supported yet; it will come with rb\.share\(\)", {"shared_init": 2}),
         (TypeError, "unexpected argument 'max_length'", {"max_length": 3}),
     ],
 )

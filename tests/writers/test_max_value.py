@@ -368,7 +368,10 @@ class Scored:
 @pytest.mark.parametrize("data", [(torch.ones(2),), torch.ones(2), Scored(torch.ones(2), batch_size=[2])])
 def test_data_that_is_no_tensordict(data):
     rb = ReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("score"))
-    with pytest.raises(RuntimeError, match="expected a TensorDict or a dict, got"):
+    with pytest.raises(
+        RuntimeError,
+        match="TensorDictMaxValueWriter expects data to be a tensor collection: a TensorDict or a dict, got",
+    ):
         rb.extend(data)
     assert not rb.storage.initialized
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
-from engram._unsupported import carriers
+from engram._unsupported import Later, carriers
 
 if TYPE_CHECKING:
     import os
@@ -24,18 +24,18 @@ B = TypeVar("B")
 
 
 class LaterArguments(TypedDict, total=False):
-    """Keywords of TorchRL's buffers that must be off here, None or False, each with what will carry it."""
+    """Keywords of TorchRL's buffers that must change nothing here."""
 
-    sample_unit: Annotated[object, "expanders"]
-    dim_extend: Annotated[object, "the storage (until then: storage.ndim - 1)"]
+    sample_unit: Annotated[object, Later("expanders")]
+    dim_extend: Annotated[int | None, Later("no call but the constructor")]
     checkpointer: Annotated[
-        object, "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)"
+        object, Later("a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)")
     ]
-    compilable: Annotated[object, "tracing through torch.compile"]
-    service_backend: Annotated[object, "no call but the constructor"]
-    service_backend_options: Annotated[object, "service_backend='ray'"]
-    transport: Annotated[object, "service_backend='ray'"]
-    transport_options: Annotated[object, "service_backend='ray'"]
+    compilable: Annotated[object, Later("tracing through torch.compile")]
+    service_backend: Annotated[object, Later("no call but the constructor", ("direct",))]
+    service_backend_options: Annotated[object, Later("service_backend='ray'")]
+    transport: Annotated[object, Later("service_backend='ray'", ("auto", "direct"))]
+    transport_options: Annotated[object, Later("service_backend='ray'")]
 
 
 class TorchRLArguments(LaterArguments, total=False):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engram.buffer.compat import Arguments as TorchRL
     from engram.buffer.replay_buffer import ReplayBuffer
 
 #: Held while a buffer is made at its first use: other threads that use it wait.
@@ -39,11 +40,14 @@ class Arguments(NamedTuple):
     generator: torch.Generator | None
     batch_size: int | None
     draws_of_a_row: int | None
+    dim_extend: int | None
     shared: bool
+    delayed_init: bool | None
 
-    def made_later(self, delayed_init: bool | None) -> bool:
+    def made_later(self) -> bool:
         """Whether components are to be made at the first use: by default if a factory makes the transform."""
-        return callable(self.transform_factory) and self.transform is None if delayed_init is None else delayed_init
+        by_default = callable(self.transform_factory) and self.transform is None
+        return by_default if self.delayed_init is None else self.delayed_init
 
     def wiring(self) -> Wiring:
         """Make the components. Raises as ``ReplayBuffer``."""
@@ -59,19 +63,32 @@ class Arguments(NamedTuple):
             raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
+        sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
+        storage = first_storage(self.storage, self.size, sampler, call)
+        if self.dim_extend not in (None, storage.ndim - 1):
+            raise TypeError(
+                f"{call}: dim_extend: expected None or {storage.ndim - 1}, as rows of a storage with ndim={storage.ndim} are written, got "
+                f"{self.dim_extend!r}. Move that dimension of the data to {storage.ndim - 1} first."
+            )
         wiring = Wiring(
-            first_storage(self.storage, self.size, call),
+            storage,
             Compose.of(transform if factory is None else factory()),
             collate_fn=self.collate_fn,
             pinning=pinning_for(self.pin_memory, call),
             generator=self.generator,
         )
         wiring.connect(
-            component(sampler, Sampler, "sampler", samplers.RandomSampler),
+            sampler,
             component(self.writer, Writer, "writer", self.default_writer),
             self.batch_size,
         )
         return wiring
+
+
+def taken_from(torchrl: TorchRL) -> tuple[int | None, int | None, bool, bool | None]:
+    """Take out of TorchRL's keywords of a buffer those that :class:`Arguments` ends with."""
+    draws, dim = torchrl.pop("consume_after_n_samples", None), torchrl.pop("dim_extend", None)
+    return draws, dim, bool(torchrl.pop("shared", False)), torchrl.pop("delayed_init", None)
 
 
 class Assembled(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from engram import samplers, storages
-from engram._unsupported import meant
+from engram._unsupported import Later, meant, reject_unsupported
 from engram.buffer.recipe import register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
@@ -25,6 +25,18 @@ __all__ = [
 ]
 
 
+#: Keywords of TorchRL's whose values change nothing here: all processes draw and update in one tree, on the CPU.
+_OF_THE_TREE = {
+    "sync": Later("nothing", (True,)),
+    "sampler_device": Later("a tree on accelerators", ("cpu",)),
+}
+
+
+def _check_tree(name: str, sync: object, device: torch.device | str | None) -> None:
+    """Raise ``TypeError`` for a tree that is not there."""
+    reject_unsupported(name, {"sync": sync, "sampler_device": None if device is None else str(device)}, _OF_THE_TREE)
+
+
 @register
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`. Rows may be anything; which ones were drawn, and their
@@ -33,6 +45,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     Args:
         size: rows; default the storage's.
         alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
+        sync: TorchRL's; without effect, as all processes draw and update in one tree.
+        sampler_device: where that tree lies: the CPU, also of rows on an accelerator.
         **kwargs: those of :class:`ReplayBuffer`, but ``sampler``.
 
     >>> import torch
@@ -55,9 +69,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: float | None = None,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
+        sync: bool = True,
+        sampler_device: torch.device | str | None = None,
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
+        _check_tree(name, sync, sampler_device)
         kwargs["sampler"] = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, dtype=dtype)
         super().__init__(size, **kwargs)
 
@@ -71,6 +88,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
         priority_key: entry of a batch that :meth:`update_tensordict_priority` reads, and of written rows that brings their
             first priority along.
+        sync, sampler_device: as for :class:`PrioritizedReplayBuffer`.
         **kwargs: those of :class:`TensorDictReplayBuffer`, but ``sampler``.
 
     >>> import torch
@@ -94,9 +112,12 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         priority_key: str = "td_error",
         eps: float = 1e-8,
         reduction: str = "max",
+        sync: bool = True,
+        sampler_device: torch.device | str | None = None,
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
+        _check_tree(name, sync, sampler_device)
         kwargs["sampler"] = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, reduction=reduction)
         super().__init__(size, priority_key=priority_key, **kwargs)
 

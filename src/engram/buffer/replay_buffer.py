@@ -30,7 +30,7 @@ from engram.buffer.display import Display
 from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
 from engram.buffer.making import Arguments as Making
-from engram.buffer.making import make_at_first_use
+from engram.buffer.making import make_at_first_use, taken_from
 from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
@@ -137,17 +137,15 @@ class ReplayBuffer(Generic[Batch]):
         output: Output = "torch",
         **torchrl: Unpack[Arguments],
     ) -> None:
-        call, shared = type(self).__name__, torchrl.pop("shared", False)
-        service = service_in(torchrl)
-        consume_after, delayed = torchrl.pop("consume_after_n_samples", None), torchrl.pop("delayed_init", None)
+        call, service, given = type(self).__name__, service_in(torchrl), taken_from(torchrl)
         reject_unsupported(call, torchrl, NOT_YET, type(self))
         kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
-        making = Making(call, *kinds, pin_memory, generator, batch_size, consume_after, bool(shared))
+        making = Making(call, *kinds, pin_memory, generator, batch_size, *given)
         if service is not None:
             self.__setstate__(deployed(type(self), making, self._priority_key, prefetch, output, **service))
             return
         self._settings = Settings(call, batch_size, prefetch, self._priority_key, output, making)
-        if making.made_later(delayed):
+        if making.made_later():
             make_at_first_use(self)
         else:
             self.assemble()

@@ -134,7 +134,7 @@ def deployed(
         raise TypeError(f"{call}: service_backend_options: expected ray_init_config and remote_config, got {unknown}.")
     from engram import RayReplayBuffer  # by the table of public names: it stands above
 
-    ours = {"call", "default_writer", "draws_of_a_row", "shared"}
+    ours = {"call", "default_writer", "draws_of_a_row", "shared", "delayed_init"}
     made = {name: value for name, value in making._asdict().items() if name not in ours}
     made |= {"priority_key": priority_key, "prefetch": prefetch, "output": output}
     made["consume_after_n_samples"] = making.draws_of_a_row

@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from engram._unsupported import refused
-from engram.errors import NoSampleable
+from engram.errors import EMPTY, NoSampleable
 from engram.format.schema import encode
 from engram.remote.connection import Connection, Found
 from engram.remote.storage import RemoteStorage
@@ -240,7 +240,7 @@ class AwaitedStorage(RemoteStorage):
 
     def _check_written(self) -> None:
         if self.memory is None:
-            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+            raise NoSampleable(EMPTY)
 
     def settle(self) -> None:
         if self.memory is not None:

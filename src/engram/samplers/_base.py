@@ -10,7 +10,7 @@ from torch import Tensor
 from engram import _fork
 from engram._words import warn
 from engram.components import Component, adopt
-from engram.errors import NoSampleable
+from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import as_paths, public
 from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def check_drawable(size: int) -> None:
     """Raise ``NoSampleable`` if no row is live."""
     if size < 1:
-        raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+        raise NoSampleable(EMPTY)
 
 
 class DeclaredSampler(Component):
@@ -45,6 +45,11 @@ class DeclaredSampler(Component):
     reads: object = None
     #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too, and whether ``[B, 1]`` is ``[B]`` there.
     computed_keys: Mapping[Entry, bool] = {}
+
+    @property
+    def max_size(self) -> int:
+        """How many rows it can draw from; 0: as many as its storage has."""
+        return 0
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError

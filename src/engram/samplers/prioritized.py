@@ -11,8 +11,8 @@ from torch import Tensor
 from engram._checks import as_numbers, check_count
 from engram._devices import named_device
 from engram._words import warn
-from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
-from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
+from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
+from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
 from engram.samplers._base import NativeSampler
 from engram.state import Change, check_keys, tensor_in
 from engram.store import check_index_name
@@ -108,6 +108,8 @@ class PrioritizedSampler(NativeSampler):
         self.reduction = reduction
         self.device = torch.device("cpu") if device is None else named_device(device, "PrioritizedSampler: device")
         self.index_name = index
+        #: Whether ``alpha`` was set since: then a state's is not taken over.
+        self._alpha_was_set = False
         #: Whether ``alpha`` and ``beta`` of an index that exists count, and not those given here.
         self.adopts_index = False
         self._storage: SampledStorage | None = None
@@ -164,7 +166,7 @@ class PrioritizedSampler(NativeSampler):
         """The index. Raises ``NoSampleable``: nothing was ever written."""
         index = self._attached()
         if index is None:
-            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+            raise NoSampleable(EMPTY)
         return index
 
     # ---- settings ------------------------------------------------------------------------------------------------------
@@ -176,7 +178,10 @@ class PrioritizedSampler(NativeSampler):
 
     @property
     def alpha(self) -> float:
-        """Exponent of priorities. Setting it re-scales every leaf; from 0, where all are equal, they stay so (warning)."""
+        """Exponent of priorities. Setting it re-scales every leaf; from 0, where all are equal, they stay so (warning).
+
+        A state or checkpoint that is loaded brings its own, unless this was set.
+        """
         return self._known().alpha
 
     @alpha.setter
@@ -190,6 +195,7 @@ class PrioritizedSampler(NativeSampler):
             except ValueError as error:
                 raise ValueError(f"alpha: {error}.") from error
         self._config = self._config._replace(alpha=value)
+        self._alpha_was_set = True
 
     @property
     def beta(self) -> float:
@@ -366,7 +372,8 @@ class PrioritizedSampler(NativeSampler):
     def state_dict(self) -> dict[str, object]:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``: copies.
 
-        A state is loaded only into a sampler of the same ``alpha``, ``eps``, ``max_priority_within_buffer`` and number of rows.
+        A state is loaded only into a sampler of the same ``eps``, ``max_priority_within_buffer`` and number of rows. Its ``alpha`` is
+        taken over, unless that of the sampler was set: then the priorities of the state get that exponent.
 
         ``highest`` is the largest priority of all updates, 0.0 before the first. Before anything was written there are no leaves.
         A leaf of -0.0 is a priority of zero, one of 0.0 that of a row that holds nothing.
@@ -378,9 +385,11 @@ class PrioritizedSampler(NativeSampler):
         where = "PrioritizedSampler"
         check_keys(state_dict, NAMES, where)
         index = self._attached()
-        config = self._config._replace(alpha=self.alpha)
         rows = capacity or (self.max_size if index is None else index.core.rows)
-        config = check_priorities(state_dict, config, rows, where)
+        config = check_priorities(state_dict, self._config, rows, where)
+        if self._alpha_was_set:
+            state_dict = with_parameters(state_dict, self.alpha, config.eps)
+            config = check_priorities(state_dict, self._config, rows, where)
         leaves = len(tensor_in(state_dict, "leaves", torch.float64, (None,), where))
         if capacity is None and index is None and leaves:
             raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")

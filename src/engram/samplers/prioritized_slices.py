@@ -80,6 +80,11 @@ class PrioritizedSliceSampler(SliceSampler):
         super().__init__(anchors=anchors, **slices)
 
     @property
+    def max_size(self) -> int:
+        """Rows at most, as :attr:`PrioritizedSampler.max_size`."""
+        return self.anchors.max_size
+
+    @property
     def alpha(self) -> float:
         """Exponent of priorities, as :attr:`PrioritizedSampler.alpha`."""
         return self.anchors.alpha

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
 from engram import _native
 from engram._checks import as_numbers, check_count
-from engram._unsupported import reject_unsupported
+from engram._unsupported import Later, reject_unsupported
 from engram.field_paths import FieldPath, as_path, as_paths
 from engram.samplers.window_spec import WindowSpec
 from engram.store import check_index_name
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
     from engram.samplers.windows import WindowSampler
 
-_UNSUPPORTED = {
-    "fragmented": "slices of interleaved trajectories",
-    "step_key": "slices of interleaved trajectories",
-}
+_UNSUPPORTED = dict.fromkeys(("fragmented", "step_key"), Later("slices of interleaved trajectories"))
 
 _T = TypeVar("_T")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, 
 from torch import Tensor
 
 from engram import _fork, _native
-from engram.errors import NoSampleable
-from engram.field_paths import FieldPath
+from engram.errors import EMPTY, NoSampleable
+from engram.field_paths import FieldPath, as_path, plain, public
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler
 from engram.samplers.end_marks import EndMarks
@@ -50,6 +50,8 @@ class _Bound(NamedTuple):
     """How windows are laid out: the same, with tickets or without."""
     taken: Tensor | None
     """What the online queue has taken. Draws write to it."""
+    id_key: FieldPath | None
+    """The field that trajectories are told by; None: they are told by end flags, or are static."""
 
 
 class WindowSampler(NativeSampler):
@@ -76,7 +78,6 @@ class WindowSampler(NativeSampler):
     slice_len = Setting[int | None]()
     end_key = Setting[FieldPath | None]()
     end_keys = Setting[tuple[FieldPath, ...] | None]()
-    traj_key = Setting[FieldPath | None]()
     truncated_key = Setting[FieldPath | None]()
     init_key = Setting[FieldPath | None]()
     strict_length = Setting[bool]()
@@ -121,6 +122,17 @@ class WindowSampler(NativeSampler):
             self._bound = None
 
     @property
+    def traj_key(self) -> str | FieldPath | None:
+        """The field that is constant within a trajectory: the one given, else the one that the first draw found; None: there is none."""
+        bound, given = self._bound, self.settings.traj_key
+        found = given if given is not None or bound is None else bound.id_key
+        return None if found is None else public(found)
+
+    @traj_key.setter
+    def traj_key(self, key: object) -> None:
+        self.change(traj_key=as_path(key, f"{type(self).__name__}: traj_key"))
+
+    @property
     def recordable(self) -> bool:
         """Whether :meth:`config` says all: static boundaries are not noted in a store."""
         return self.rules is not None
@@ -154,16 +166,18 @@ class WindowSampler(NativeSampler):
             raise RuntimeError(f"{name}: expected a storage: give the sampler to a ReplayBuffer, or bind(storage).")
         if memory is None:
             if not storage.initialized:
-                raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+                raise NoSampleable(EMPTY)
             raise RuntimeError(
                 f"{name}: expected a tensor storage, got a {type(storage).__name__}. "
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
-        static, rules, numbers = None, self.rules, numbers_by_path(memory)
+        static, id_key, rules, numbers = None, None, self.rules, numbers_by_path(memory)
         counted = length if settings.window is None else settings.window.reach
         if rules is not None:
             boundaries = rules.boundaries(memory.schema.fields, numbers, "sample")
             table = shared_table(memory, settings.index, boundaries, counted)
+            if boundaries.by_id:
+                id_key = next(path for path, number in numbers.items() if number == boundaries.which[0])
         else:
             if not numbers:
                 raise RuntimeError(f"{name}: expected rows with fields, such as dicts, got rows of one tensor each.")
@@ -187,7 +201,7 @@ class WindowSampler(NativeSampler):
             for shown in marks
             for numbered in (False, True)
         }
-        return _Bound(memory, table, static, marks, batched, taken)
+        return _Bound(memory, table, static, marks, batched, taken, id_key)
 
     def _taken_of(self, tracks: int) -> Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
@@ -341,7 +355,7 @@ class WindowSampler(NativeSampler):
         """Raise ``NoSampleable``, and say why there was no window to draw."""
         trajectories, longest = table.census()
         if trajectories == 0:
-            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+            raise NoSampleable(EMPTY)
         raise NoSampleable(
             f"sample: {self.settings.named(length)}: expected a trajectory of at least {self.settings.needed(length)} steps, got "
             f"{trajectories} of at most {longest}. {self._shorter()}, or pass strict_length=False."
@@ -397,7 +411,7 @@ class WindowSampler(NativeSampler):
     def config(self) -> dict[str, object]:
         window = self.settings.window
         spec = {} if window is None else {"window": asdict(window), "flat": self.settings.flat}
-        return {**super().config(), **spec}
+        return {**super().config(), "traj_key": plain(self.settings.traj_key), **spec}
 
     def __getstate__(self) -> dict[str, object]:
         local = ("_lock", "_storage", "_bound", "_splits", "settings")

@@ -359,7 +359,8 @@ class Storage(Declared, Dumpable, Port):
         """Write rows by number.
 
         Args:
-            cursor: an int (``data`` is one row), or a range, list, array or tensor of rows (``data`` is a batch).
+            cursor: an int (``data`` is one row), or a slice, range, list, array or tensor of rows (``data`` is a batch). A slice
+                without an end goes as far as there is room; in a storage without a bound, as far as there are rows.
             data: the rows.
             set_cursor: accepted for compatibility; cursors belong to the store and never move here.
 
@@ -367,6 +368,9 @@ class Storage(Declared, Dumpable, Port):
             IndexError: a row is outside ``[0, max_size)``. Nothing is written.
         """
         single = isinstance(cursor, int)
+        if isinstance(cursor, slice):
+            bounded = self.max_size < torch.iinfo(torch.int64).max
+            cursor = range(*cursor.indices(self.max_size if bounded else max(len(self), cursor.stop or 0)))
         rows = torch.tensor([cursor], device="cpu") if single else _to_rows(cursor)
         outside = rows[(rows < 0) | (rows >= self.max_size)]
         if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
@@ -374,11 +378,9 @@ class Storage(Declared, Dumpable, Port):
         prepared, n = self.prepare(data, "set", batched=not single, count=Count(len(rows)))
         self.write(WritePlan(rows=rows), prepared, n)
 
-    def get(self, index: object) -> tuple[Any, list[int]]:
-        """Rows, and the positions in ``index`` whose row changed during the copy (their data is unspecified)."""
-        where = self.resolve(index)
-        columns, moved = self.read(where.rows)
-        return self.pack(columns, where), moved
+    def get(self, index: object) -> Any:
+        """What ``storage[index]`` is."""
+        return self[index]
 
     def locate(self, index: object) -> Rows:
         """As :meth:`resolve`; with ``ndim > 1`` the index is one into the layout of ``extend``."""
@@ -389,7 +391,8 @@ class Storage(Declared, Dumpable, Port):
         return self.prepare(data, call, batched=not where.single, ignored=ignored, count=Count(len(where.rows)))[0]
 
     def __getitem__(self, index: Any) -> Any:
-        return self.get(index)[0]
+        where = self.resolve(index)
+        return self.pack(self.read(where.rows)[0], where)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         where = self.resolve(index)

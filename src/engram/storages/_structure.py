@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engram import _native
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._tensordict import children as entries_of
 from engram._tensordict import (
+    children,
     is_non_tensor,
     is_tensor_collection,
     is_tensorclass,
@@ -160,7 +160,7 @@ class Structure:
             TypeError: a leaf is no tensor or array, or data is of another kind than the first row.
         """
         if self._flat is not None and self.on_host and type(data) is self._flat_type:
-            source = entries_of(data) if self.is_tensordict else data
+            source = children(data, whole=True) if self.is_tensordict else data
             if len(source) == len(self._flat):
                 try:
                     columns = [source[name] for name in self._flat]
@@ -432,7 +432,7 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
     """Append the leaves of data that consists of just these TensorDicts and dicts; False if it may be otherwise."""
     if type(data) is not (tensordict_type() if node.kind == "tensordict" else dict):
         return False
-    entries: Mapping[str, object] = entries_of(data) if node.kind == "tensordict" else data
+    entries: Mapping[str, object] = children(data, whole=True) if node.kind == "tensordict" else data
     if len(entries) != len(node.children):
         return False
     for name, child in node.children.items():
@@ -455,7 +455,7 @@ def _opened(value: object, *, of_numbers: bool = False) -> tuple[Kind | None, Ma
         entries = dict(value.items())  # what is not given is not there
         return "tensorclass", {key: entries.get(key) for key in type(value).__dataclass_fields__}
     if is_tensor_collection(value):
-        return "tensordict", entries_of(value)
+        return "tensordict", children(value, whole=True)
     if isinstance(value, dict):
         return "dict", value
     # One kind: classes with named fields.
@@ -532,7 +532,7 @@ def check_tensor(value: object, key: tuple[str, ...], call: str) -> None:
     if is_non_tensor(value):
         raise _no_tensor(value, key, call)
     if is_tensor_collection(value):
-        for name, child in entries_of(value).items():
+        for name, child in children(value, whole=True).items():
             check_tensor(child, (*key, name), call)
 
 

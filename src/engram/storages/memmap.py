@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 import torch
 
 from engram._checks import check_path
-from engram._unsupported import TracingArguments, carriers, reject_unsupported
+from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class LaterMemmapArguments(TracingArguments, total=False):
     """As those, of this storage."""
 
-    shared_init: Annotated[object, "rb.share()"]
+    shared_init: Annotated[object, Later("rb.share()", (True,))]
 
 
 _NOT_YET = carriers(LaterMemmapArguments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._unsupported import TracingArguments, carriers, reject_unsupported
+from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported
 from engram.errors import EngramError, RowError
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
@@ -58,9 +58,10 @@ if TYPE_CHECKING:
 class LaterArguments(TracingArguments, total=False):
     """As those, of tensor storages."""
 
-    consolidated: Annotated[object, "a storage that keeps one block of memory"]
-    shared_init: Annotated[object, "rb.share()"]
-    cleanup_memmap: Annotated[object, "rb.share()"]
+    consolidated: Annotated[object, Later("a storage that keeps one block of memory")]
+    #: Processes that share a buffer agree on who makes its store, and the last one removes it.
+    shared_init: Annotated[object, Later("rb.share()", (True,))]
+    cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]
 
 
 NOT_YET = carriers(LaterArguments)
@@ -507,10 +508,6 @@ class TensorStorage(Storage):
         if where.span is not None:
             return self.view(where)
         return super().__getitem__(index)
-
-    def get(self, index: Any) -> tuple[Any, list[int]]:
-        self.store  # noqa: B018 - raises where there is none
-        return super().get(index)
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
         """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside."""

@@ -229,9 +229,11 @@ class Store:
         """
         if self.directory is None:
             return False
-        self.close()
-        if not (self.directory / layout.FOLDER).exists():
-            return False
+        folder = self.directory / layout.FOLDER
+        was_there = folder.exists()
+        self.close()  # which removes a temporary one
+        if not folder.exists():
+            return was_there
         with exclusive(self.directory):
             if others_have_open(self.directory):
                 return False

@@ -204,8 +204,8 @@ class TensorDictMaxValueWriter(NativeWriter):
         """The rank entry of data."""
         if not has_entries(data) or is_tensorclass(data):
             raise RuntimeError(
-                f"{type(self).__name__}: expected a TensorDict or a dict, got {type(data).__name__}. Use a RoundRobinWriter for "
-                "other data."
+                f"{type(self).__name__} expects data to be a tensor collection: a TensorDict or a dict, got {type(data).__name__}. Use a "
+                "RoundRobinWriter for other data."
             )
         value: object = find(data, self._rank_key)
         if value is None:
