@@ -869,7 +869,7 @@ class ReplayBuffer(Generic[Batch]):
 
         Args:
             state_dict: of a buffer with the same kinds of components, and fields, capacity and lanes as here, if anything was
-                written. The sampler's ``alpha`` must be that of the state.
+                written; or of a buffer of TorchRL 0.14 with a tensor storage: rows, cursor, priorities and generator are taken.
             default_rng: set torch's default generator, too: for the whole program.
 
         Raises:

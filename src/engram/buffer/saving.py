@@ -20,7 +20,7 @@ from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import finish_dump, replacing, standing
 from engram.persist import parts as saved_parts
 from engram.persist.components import check_blocks
-from engram.persist.foreign import foreign_format
+from engram.persist.foreign import foreign_format, foreign_state
 from engram.persist.parts import Parts, Snapshot
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import seed_of
@@ -234,6 +234,9 @@ class Saving:
     def prepare_state(self, state: Any, *, default_rng: bool) -> BufferLoad:
         """Check a :meth:`state_dict`."""
         kind = self._settings.kind
+        foreign = foreign_state(state, self._wiring.storage.ndim)
+        if foreign is not None:
+            return self._prepare_foreign(foreign, "TorchRL")
         check_keys(state, _ENTRIES, kind)
         return self._prepare(state, self._wiring.storage.prepare_load(state["_storage"]), default_rng=default_rng)
 

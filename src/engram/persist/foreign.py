@@ -1,4 +1,4 @@
-"""Folders that other libraries saved. The package of such a format is imported when a folder of it is met."""
+"""What other libraries saved: folders and states. The package of such a format is imported when one of it is met."""
 
 from __future__ import annotations
 
@@ -76,3 +76,12 @@ def foreign_format(path: Path) -> ForeignFormat | None:
             if found.recognises(path):
                 return found
     return None
+
+
+def foreign_state(state: object, ndim: int) -> ForeignDump | None:
+    """A state that another library's buffer returned; None: it is none of those. Raises as its ``read_state``."""
+    storage = state.get("_storage") if isinstance(state, dict) else None
+    if not isinstance(storage, dict) or "_storage" not in storage:
+        return None
+    found: ForeignDump = importlib.import_module("engram.migrate.torchrl.state").read_state(state, ndim=ndim)
+    return found

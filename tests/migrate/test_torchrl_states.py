@@ -1,0 +1,147 @@
+"""What ``state_dict`` of TorchRL's buffers returns is loaded."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import engram
+from engram import (
+    IncompatibleCheckpoint,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+
+rl = pytest.importorskip("torchrl.data")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def rows(first, n):
+    step = torch.arange(first, first + n)
+    return TensorDict({"a": step, "next": {"b": step.float()[:, None] / 2}}, [n])
+
+
+@pytest.mark.parametrize("written", [1, 6, 8, 19])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("name", ["ReplayBuffer", "TensorDictReplayBuffer"])
+def test_rows_and_cursor_go_on(name, storage, written):
+    theirs = getattr(rl, name)(storage=rl.LazyTensorStorage(8), batch_size=4)
+    theirs.extend(rows(0, written))
+    with getattr(engram, name)(storage=storage(8)) as ours:
+        ours.load_state_dict(theirs.state_dict())
+        assert (len(ours), ours.batch_size) == (len(theirs), 4)
+        for _ in range(2):
+            assert torch.equal(ours[:]["a"], theirs[:]["a"])
+            assert torch.equal(ours[:]["next", "b"], theirs[:]["next", "b"])
+            both = [buffer.extend(rows(100, 3)).tolist() for buffer in (theirs, ours)]
+            assert both[0] == both[1]
+        assert ours.sample()["a"].shape == (4,)
+
+
+def test_a_state_goes_through_a_file(tmp_path):
+    theirs = rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(8), sampler=rl.SamplerWithoutReplacement())
+    theirs.extend(rows(0, 5))
+    theirs.sample(2)
+    torch.save(theirs.state_dict(), tmp_path / "state")
+    with TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=engram.SamplerWithoutReplacement()) as ours:
+        ours.load_state_dict(torch.load(tmp_path / "state"))
+        assert sorted(ours.sample(5)["a"].tolist()) == [0, 1, 2, 3, 4]  # a pass begins
+
+
+def test_rows_of_one_tensor():
+    theirs = rl.ReplayBuffer(storage=rl.LazyTensorStorage(4))
+    theirs.extend(torch.arange(6))
+    with ReplayBuffer(storage=LazyTensorStorage(4)) as ours:
+        ours.load_state_dict(theirs.state_dict())
+        assert ours[:].tolist() == theirs[:].tolist()
+
+
+class Tree:
+    """As TorchRL's trees are read: by row. They are of a C++ extension that is not at hand with each torch."""
+
+    def __init__(self, leaves):
+        self.leaves = leaves
+
+    def __getitem__(self, index):
+        return self.leaves[index]
+
+
+def prioritized_state(**changes):
+    theirs = rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(8))
+    theirs.extend(rows(0, 6))
+    leaves = (torch.arange(8.0, dtype=torch.float64) + 1e-8) ** 0.6
+    sampler = {
+        "_schema_version": 1,
+        "_alpha": 0.6,
+        "_beta": 0.5,
+        "_eps": 1e-8,
+        "_max_priority": (5.0, 5),
+        "_sum_tree": Tree(leaves),
+        "_min_tree": Tree(leaves),
+    }
+    return {**theirs.state_dict(), "_sampler": {**sampler, **changes}}, leaves
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.9])
+def test_priorities_and_their_exponent(alpha):
+    state, leaves = prioritized_state()
+    with TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=0.4, storage=LazyTensorStorage(8)) as ours:
+        ours.load_state_dict(state)
+        sampler = ours.sampler
+        assert (sampler.alpha, sampler.beta, sampler.default_priority) == (0.6, 0.5, 5.0)
+        assert torch.allclose(sampler.state_dict()["leaves"][:6], leaves[:6])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"_sum_tree": Tree(torch.full((8,), -1.0))}, ValueError, "6 priorities that are finite and at least 0"),
+        ({"_alpha": "x"}, TypeError, "_alpha"),
+        ({"_max_priority": (float("inf"), 1)}, ValueError, "_max_priority"),
+    ],
+)
+def test_priorities_that_are_none_are_refused(change, error, said):
+    state, _ = prioritized_state(**change)
+    with TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(8)) as ours:
+        ours.extend(rows(50, 2))
+        with pytest.raises(error, match=said):
+            ours.load_state_dict(state)
+        assert ours[:]["a"].tolist() == [50, 51]
+
+
+def changed(state, part, **entries):
+    return {**state, part: {**state[part], **entries}}
+
+
+def test_states_that_do_not_fit_are_refused():
+    theirs = rl.ReplayBuffer(storage=rl.LazyTensorStorage(8))
+    empty = theirs.state_dict()
+    theirs.extend(rows(0, 6))
+    state = theirs.state_dict()
+    of_a_list = rl.ReplayBuffer(storage=rl.ListStorage(8))
+    of_a_list.extend([1, 2])
+    wrong = [
+        (empty, LazyTensorStorage(8), IncompatibleCheckpoint, "nothing was ever written"),
+        (state, LazyTensorStorage(9), IncompatibleCheckpoint, "8"),
+        (state, ListStorage(8), IncompatibleCheckpoint, "Load it into a LazyTensorStorage"),
+        (state, LazyTensorStorage(8, ndim=2), IncompatibleCheckpoint, "ndim of 1"),
+        (of_a_list.state_dict(), LazyTensorStorage(8), IncompatibleCheckpoint, "got a list"),
+        (changed(state, "_storage", _len=9), LazyTensorStorage(8), ValueError, "_len"),
+        (changed(state, "_writer", _cursor=-1), LazyTensorStorage(8), ValueError, "_cursor"),
+        (
+            changed(state, "_storage", _storage=OrderedDict(a="x")),
+            LazyTensorStorage(8),
+            IncompatibleCheckpoint,
+            "got a str",
+        ),
+    ]
+    for given, storage, error, said in wrong:
+        with ReplayBuffer(storage=storage) as ours:
+            with pytest.raises(error, match=said):
+                ours.load_state_dict(given)
+            assert len(ours) == 0
