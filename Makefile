@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test golden test-native test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo docs test golden test-native test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -49,6 +49,7 @@ help:
 	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
+	@echo "make docs             the site, into build/site                        ARGS='...'"
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
@@ -91,6 +92,7 @@ $(VENV)/.build-tools: $(VENV)/.torch
 EXTRAS_demo := demo
 EXTRAS_dev := dev,demo
 EXTRAS_bench := bench
+EXTRAS_docs := docs
 
 # An ordinary install, not an editable one: what runs is what a user would get. build/ keeps the object files, so that
 # a reinstall after an edit takes seconds.
@@ -174,6 +176,11 @@ endif
 format:
 	@test -x $(BIN)/ruff || $(MAKE) --no-print-directory $(VENV)/.engram-dev
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
+
+# Names of other libraries become links where their lists can be fetched, and are kept in build/; without a network it passes, too.
+docs: $(VENV)/.engram-docs
+	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/site-trees $(ARGS) docs build/site
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -28,10 +28,10 @@ class PrioritizedSliceSampler(SliceSampler):
     This class has TorchRL's signature. ``SliceSampler(anchors=PrioritizedSampler(…))`` draws the same windows.
 
     Args:
-        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
-            :class:`PrioritizedSampler`.
-        num_slices, slice_len, window, flat, online, end_key, end_keys, traj_key, ends, trajectories, cache_values,
-            truncated_key, init_key: as for :class:`SliceSampler`.
+        max_capacity, alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
+        reduction, max_priority_within_buffer: as for :class:`PrioritizedSampler`.
+        num_slices, slice_len, window, flat, online, end_key, end_keys: as for :class:`SliceSampler`.
+        traj_key, ends, trajectories, cache_values, truncated_key, init_key: as for :class:`SliceSampler`.
         strict_length: skip shorter trajectories; False: draw such a trajectory from its first step.
         span: only at the right end; at the left it is ignored, with a warning.
         compile: has no effect.

@@ -1,0 +1,184 @@
+"""How Sphinx builds the pages of this folder: ``make docs``."""
+
+import inspect
+import re
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.transforms import SphinxTransform
+
+import engram
+
+ROOT = Path(__file__).resolve().parents[1]
+INVENTORIES = ROOT / "build" / "inventories"
+
+project = "engram"
+version = release = engram.__version__
+project_copyright = "the authors of engram"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
+exclude_patterns = ["grafana"]
+myst_heading_anchors = 4
+python_use_unqualified_type_names = True
+autodoc_typehints_format = "short"
+autodoc_member_order = "groupwise"
+autoclass_content = "class"
+napoleon_use_rtype = False
+maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = f"engram {release}"
+html_static_path = ["_static"]
+html_css_files = ["engram.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+# ---- links to other libraries, where their lists of names can be had ---------------------------------------------------
+
+LIBRARIES = {
+    "python": "https://docs.python.org/3/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "torch": "https://docs.pytorch.org/docs/stable/",
+    "tensordict": "https://docs.pytorch.org/tensordict/stable/",
+    "gymnasium": "https://gymnasium.farama.org/",
+}
+
+
+def inventory_of(name: str) -> tuple[str, str] | None:
+    """The library's list of names, as a file that was fetched now or earlier; None without a network."""
+    path = INVENTORIES / f"{name}.inv"
+    if not path.exists():
+        try:
+            with urllib.request.urlopen(f"{LIBRARIES[name]}objects.inv", timeout=5) as reply:  # noqa: S310 - of LIBRARIES
+                body = reply.read()
+        except OSError:
+            return None
+        if not body.startswith(b"# Sphinx inventory"):
+            return None
+        INVENTORIES.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    return LIBRARIES[name], str(path)
+
+
+def find_inventories(app, config) -> None:
+    with ThreadPoolExecutor() as pool:
+        found = zip(LIBRARIES, pool.map(inventory_of, LIBRARIES), strict=True)
+        config.intersphinx_mapping = {name: inventory for name, inventory in found if inventory}
+
+
+# ---- links out of this folder ------------------------------------------------------------------------------------------
+
+#: Pages of the site in place of files beside this folder. Of those that are left, a link downloads the file.
+PAGE_OF = {
+    "../README.md": "index.md",
+    "../CONTRIBUTING.md": "contributing.md",
+    "../SECURITY.md": "security.md",
+    "../CHANGELOG.md": "changelog.md",
+    "../examples/": "programs.md",
+    "../benchmarks/results/": "performance.md",
+}
+
+
+def pages_inside(text: str, folder: str) -> str:
+    """The text with links to pages of the site, from a page in a folder of docs/ ("" or "recipes/")."""
+    up = "../" * folder.count("/")
+
+    def inside(found: re.Match[str]) -> str:
+        target, anchor = found[1].removeprefix(up), found[2] or ""
+        if program := re.fullmatch(r"\.\./examples/(\w+)\.py", target):
+            return f"]({up}programs.md#{program[1]}py)"
+        return f"]({up}{PAGE_OF[target]}{anchor})" if target in PAGE_OF else found[0]
+
+    return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", inside, text)
+
+
+# ---- the reference -----------------------------------------------------------------------------------------------------
+
+#: In the stub, where each public name is from.
+STUB = (ROOT / "src/engram/__init__.pyi").read_text()
+MODULE_OF = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", STUB, re.MULTILINE)}
+
+
+def entry(name: str) -> str:
+    """What documents a public name, in reStructuredText."""
+    value = getattr(engram, name)
+    if inspect.isclass(value):
+        bases = "   :show-inheritance:\n" if issubclass(value, BaseException) else ""
+        return f".. autoclass:: engram.{name}\n   :members:\n{bases}"
+    return f".. auto{'function' if callable(value) else 'data'}:: engram.{name}\n"
+
+
+def entries(modules: str) -> str:
+    """Entries of the public names that come from some modules; of ``*``, those that no page asks for."""
+    asked = modules.split()
+    if asked == ["*"]:
+        pages = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+        asked = [one for found in re.findall(r"^<!-- names of (.+) -->$", pages, re.MULTILINE) for one in found.split()]
+        names = [name for name, module in MODULE_OF.items() if not is_in(module, asked)]
+    else:
+        names = [name for name, module in MODULE_OF.items() if is_in(module, asked)]
+    body = "\n".join(entry(name) for name in names)
+    return f"```{{eval-rst}}\n{body}```" if names else ""
+
+
+def is_in(module: str, folders: list[str]) -> bool:
+    return any(module == folder or module.startswith(f"{folder}.") for folder in folders)
+
+
+def describe(app, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Lists of errors that say when they are raised become lists; the plain ones are napoleon's."""
+    described, listed = [], False
+    for line in lines:
+        heading = re.fullmatch(r"Raises(?: (\(.+\)):|(: .+ and(?: when drawing)?))", line)
+        if heading:
+            described += [f"**Raises** {heading[1]}:" if heading[1] else f"**Raises**{heading[2]}", ""]
+            listed = True
+        elif listed and (item := re.fullmatch(r"    (\S.*)", line)):
+            described.append(f"- {item[1]}")
+        elif listed and line.startswith("     "):
+            described.append(f"  {line.strip()}")
+        else:
+            listed = listed and not line
+            described.append(line)
+    lines[:] = described
+
+
+# ---- how pages are read ------------------------------------------------------------------------------------------------
+
+
+def page_at_the_root(name: str) -> str:
+    """A page that lies beside this folder, as if it lay in it."""
+    text = (ROOT / name).read_text()
+    return re.sub(r"\]\((?!#|\w+:)(docs/)?", lambda found: "](" if found[1] else "](../", text)
+
+
+def read(app, docname: str, source: list[str]) -> None:
+    folder = docname.rpartition("/")[0]
+    text = re.sub(r"^<!-- page (.+) -->$", lambda found: page_at_the_root(found[1]), source[0], flags=re.MULTILINE)
+    text = pages_inside(text, f"{folder}/" if folder else "")
+    source[0] = re.sub(r"^<!-- names of (.+) -->$", lambda found: entries(found[1]), text, flags=re.MULTILINE)
+
+
+class SideBySide(SphinxTransform):
+    """Of the pages about moving: code of another library and ours that follows it stand beside each other."""
+
+    default_priority = 500
+
+    def apply(self) -> None:
+        if not self.env.current_document.docname.startswith("moving/"):
+            return
+        for theirs in list(self.document.findall(nodes.literal_block)):
+            ours = theirs.next_node(descend=False, siblings=True)
+            if isinstance(ours, nodes.literal_block) and "theirs" not in theirs.parent.get("classes", []):
+                pair = nodes.container(classes=["sides", "theirs"])
+                theirs.replace_self(pair)
+                ours.parent.remove(ours)
+                pair += [theirs, ours]
+
+
+def setup(app) -> None:
+    app.connect("config-inited", find_inventories, priority=100)  # before intersphinx
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", describe, priority=400)  # before napoleon
+    app.add_transform(SideBySide)
