@@ -18,15 +18,21 @@ MAX_COMMAND = 4096
 #: Batches in one message at most, and the bytes that more than one may have.
 MAX_BATCHES = 8
 COALESCED_BYTES = 256 << 10
-#: Bytes of one message at most.
-MAX_MESSAGE = 1 << 30
+#: Bytes of one message at most, and what each row counts beside its own: its number, its ticket, its weight and the like.
+MAX_MESSAGE, BESIDE_ROW = 1 << 30, 32
 
 #: What a server says last on a stream: it did nothing of what came since.
 LEAVING = b"{}"
 
+
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 T = TypeVar("T")
 Stream = Literal["learn", "write"]
+
+
+def held_bytes(rows: int, row_bytes: int) -> int:
+    """What rows of so many bytes take of a message."""
+    return rows * (row_bytes + BESIDE_ROW)
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="sample"):

@@ -201,6 +201,7 @@ class Connection:
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_S)
         try:
             raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
+            refuse(raw)
             served = msgspec.json.decode(raw, type=Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
@@ -251,9 +252,12 @@ class Connection:
         while True:
             client = self.client()
             try:
-                return msgspec.json.decode(_answer(client, self._options, name, command, name), type=kind)
+                raw = _answer(client, self._options, name, command, name)
             except GONE:
                 self.again(client)
+                continue
+            refuse(raw)  # outside: an OSError of the server's is no server that is gone
+            return msgspec.json.decode(raw, type=kind)
 
     def exchange(
         self, client: flight.FlightClient, stream: Stream
@@ -265,16 +269,19 @@ class Connection:
         return both
 
     def fetch_dump(self, folder: Path) -> None:
-        """Write the files of a dump that the server makes. Raises ``ValueError``: a name leads out of the folder."""
-        reader = self.client().do_get(flight.Ticket(b"dump"), self._options)
-        for chunk in reader:
-            for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
-                path = folder / name
-                if not _NAME.fullmatch(name) or ".." in name.split("/"):
-                    raise ValueError(f"dumps: the server sent a file {name!r:.80}, which is no place in the folder.")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(data)
+        """Write the files of a dump that the server makes.
+
+        Raises ``ValueError``: a name leads out of the folder. ``ConnectionError``: the server is lost before all files came, or has as
+        many dumps under way as it makes.
+        """
+        client = self.client()
+        try:
+            reader = client.do_get(flight.Ticket(b"dump"), self._options)
+            for chunk in reader:
+                for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
+                    _append(folder, name, data)
+        except (flight.FlightError, pa.ArrowException) as error:
+            raise ConnectionError(f"dumps: the server sent no whole dump: {_short(error)} Call it again.") from error
 
     def close(self) -> None:
         """End what looks for a server, too. Repeatable."""
@@ -311,8 +318,17 @@ def _answer(
         raise PermissionError(
             f"{call}: the server refused the token, or expects one: pass token= the path of the file that the server was given."
         ) from None
-    refuse(raw)
     return raw
+
+
+def _append(folder: Path, name: str, data: bytes) -> None:
+    """To a file of a dump."""
+    path = folder / name
+    if not _NAME.fullmatch(name) or ".." in name.split("/"):
+        raise ValueError(f"dumps: the server sent a file {name!r:.80}, which is no place in the folder.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(data)
 
 
 def refuse(raw: bytes) -> None:

@@ -16,6 +16,7 @@ from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import wire
 from engram.remote.commands import (
+    BESIDE_ROW,
     MAX_MESSAGE,
     Append,
     CanSample,
@@ -27,6 +28,7 @@ from engram.remote.commands import (
     Sampled,
     State,
     Stats,
+    held_bytes,
 )
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
@@ -170,10 +172,10 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        if rows * self._schema.row_bytes > MAX_MESSAGE:
+        if held_bytes(rows, self._schema.row_bytes) > MAX_MESSAGE:
             raise ValueError(
                 f"sample: batch_size: expected batches of at most {MAX_MESSAGE} bytes over a connection, got {rows} rows of "
-                f"{self._schema.row_bytes} bytes."
+                f"{self._schema.row_bytes} bytes and {BESIDE_ROW} beside them."
             )
         self.ask(Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
@@ -251,7 +253,7 @@ class RemoteStorage(ServedStorage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if n * self._schema.row_bytes > MAX_MESSAGE:
+        if held_bytes(n, self._schema.row_bytes) > MAX_MESSAGE:
             raise ValueError(
                 f"extend: expected at most {MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
             )

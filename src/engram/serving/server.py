@@ -22,8 +22,10 @@ from engram.remote.commands import (
     Prioritize,
     Sample,
     decoded,
+    held_bytes,
     refusal_of,
 )
+from engram.serving.bounds import TooMany
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +129,13 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         """The files of a dump."""
         if ticket.ticket != b"dump":
             raise broken(f"expected the ticket dump, got {ticket.ticket!r:.40}.")
-        return flight.GeneratorStream(_FILES, self._service.dump_files(_FILES))
+        return flight.GeneratorStream(_FILES, self._files())
+
+    def _files(self) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._service.dump_files(_FILES)
+        except TooMany as error:
+            raise away(str(error)) from error
 
     def drain(self) -> bool:
         """Finish the commands under way, take no others, and tell every client that the server leaves: whether all were told.
@@ -203,8 +211,11 @@ class _Stream:
         batch = chunk.data
         if batch is None:
             raise ValueError(f"{call}: expected rows in the message, got none.")
-        if batch.nbytes > MAX_MESSAGE:
-            raise ValueError(f"{call}: expected at most {MAX_MESSAGE} bytes, got {batch.nbytes}.")
+        nbytes = held_bytes(batch.num_rows, sum(column.nbytes for column in expected))
+        if max(nbytes, batch.nbytes) > MAX_MESSAGE:
+            raise ValueError(
+                f"{call}: expected at most {MAX_MESSAGE} bytes, got {batch.num_rows} rows, {nbytes} bytes."
+            )
         if not self._checked:
             got = wire.columns_in(batch.schema)
             if got != expected:
@@ -219,8 +230,9 @@ class _Learning(_Stream):
         said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
         command = decoded(_LEARN, said, "learn")
         if isinstance(command, Sample):
-            batches = self.service.sample(command)
-            self.put(msgspec.json.encode(batches.said), batches.columns, batches.tensors, len(batches.tensors[0]))
+            with self.service.answering(command):
+                batches = self.service.sample(command)
+                self.put(msgspec.json.encode(batches.said), batches.columns, batches.tensors, len(batches.tensors[0]))
             return
         try:
             self.service.prioritize(*self.rows_of(chunk, _PRIORITIES, "prioritize"))

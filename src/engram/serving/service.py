@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import pyarrow as pa
 import torch
 
 from engram import samplers, writers
@@ -18,6 +16,7 @@ from engram._version import __version__
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
+from engram.expanders import Expander
 from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
@@ -40,7 +39,9 @@ from engram.remote.commands import (
     Served,
     State,
     Stats,
+    held_bytes,
 )
+from engram.serving.bounds import Answers, Dumps
 from engram.store import DrawingPart, Key, OutOfOrder, Requests
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
@@ -48,17 +49,16 @@ from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from uuid import UUID
 
     import msgspec
+    import pyarrow as pa
     from torch import Tensor
 
     from engram.buffer import ReplayBuffer
+    from engram.format.schema import Schema
     from engram.remote.wire import Column
-
-
-#: Of files, in one message.
-_PART_BYTES = 4 << 20
 
 
 class Batches(NamedTuple):
@@ -94,6 +94,9 @@ class Service:
         self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
         self._requests = Requests(store)
+        self._answers, self._dumps = Answers(), Dumps()
+        #: Bytes of a row of batches, whose stacks are wider than what is stored.
+        self._row_bytes = drawn_bytes(rb.sampler, self._schema)
         #: Clients that write.
         self.writers = 0
         #: Held while a part of an epoch is drawn: it begins none that was not asked for.
@@ -183,13 +186,8 @@ class Service:
         return rows
 
     def dump_files(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The files of a dump as record batches of name and data."""
-        with tempfile.TemporaryDirectory(prefix="engram-dump-") as folder:
-            made = Path(folder) / "dump"
-            self._rb.dumps(made, prefetch="drop")
-            for path in sorted(made.rglob("*")):
-                if path.is_file():
-                    yield from _parts_of(path, str(path.relative_to(made)), schema)
+        """The files of a dump as record batches of name and data. Raises as :meth:`Dumps.files`, when the first one is asked for."""
+        return self._dumps.files(lambda path: self._rb.dumps(path, prefetch="drop"), schema)
 
     def count_writer(self, change: int) -> None:
         """A client begins to write, or has ended."""
@@ -198,26 +196,33 @@ class Service:
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 
-    def sample(self, command: Sample) -> Batches:
-        """Draw batches. Fewer come where an epoch ends, or where there is nothing more to draw.
+    def answering(self, command: Sample) -> AbstractContextManager[None]:
+        """Hold the memory that the batches of a command take, while they are drawn and sent.
 
-        Raises ``ValueError``: too many, or too large ones. ``RateLimited``: the limits of the store do not admit the first one now: clients
-        wait. What drawing the first one raises.
+        Raises ``ValueError``: too many, or too large ones. ``RuntimeError``: clients have not read what they asked for before.
         """
-        parts = command.parts
-        each = parts or [command.rows] * len(command.keys)
-        bytes_each = max(command.rows, *each, 0) * self._schema.row_bytes
-        most = MAX_BATCHES if bytes_each * len(command.keys) <= COALESCED_BYTES else 1
+        each, most = _sizes(command), max(command.rows, *command.parts, 0)
+        nbytes = held_bytes(most, self._row_bytes) * len(command.keys)
+        batches = MAX_BATCHES if most * self._schema.row_bytes * len(command.keys) <= COALESCED_BYTES else 1
         if (
             min(each, default=0) < 1
             or len(each) != len(command.keys)
-            or not 1 <= len(command.keys) <= most
-            or bytes_each > MAX_MESSAGE
+            or not 1 <= len(command.keys) <= batches
+            or nbytes > MAX_MESSAGE
         ):
             raise ValueError(
                 f"sample: expected 1 to {MAX_BATCHES} batches of at most {COALESCED_BYTES} bytes together, or one of at most "
-                f"{MAX_MESSAGE}, got {len(command.keys)} of {bytes_each}."
+                f"{MAX_MESSAGE}, got {len(command.keys)} of {most} rows, {nbytes} bytes with their numbers."
             )
+        return self._answers.counted(nbytes)
+
+    def sample(self, command: Sample) -> Batches:
+        """Draw batches, :meth:`answering` the command. Fewer come where an epoch ends, or where there is nothing more to draw.
+
+        Raises ``RateLimited``: the limits of the store do not admit the first one now: clients wait. What drawing the first one raises.
+        """
+        parts = command.parts
+        each = _sizes(command)
         batches, last, masses = [], False, []
         for key, rows in zip(command.keys, each, strict=True):
             try:
@@ -366,11 +371,16 @@ def served_by(
     )
 
 
-def _parts_of(path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """A file, and an empty one, too."""
-    with path.open("rb") as file:
-        while True:
-            part = file.read(_PART_BYTES)
-            yield pa.record_batch([[name], [part]], schema=schema)
-            if len(part) < _PART_BYTES:
-                return
+def _sizes(command: Sample) -> list[int]:
+    """Rows of each batch."""
+    return command.parts or [command.rows] * len(command.keys)
+
+
+def drawn_bytes(sampler: object, schema: Schema) -> int:
+    """Bytes of a row of batches."""
+    if not isinstance(sampler, Expander):
+        return schema.row_bytes
+    try:
+        return max(schema.row_bytes, sampler.ready_bytes(schema.fields))
+    except (KeyError, TypeError):  # drawing raises it, too
+        return schema.row_bytes
