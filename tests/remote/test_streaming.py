@@ -123,7 +123,17 @@ def test_an_error_that_no_call_has_raised_is_said_at_the_end():
     writes.close(wait=True)
 
 
-def test_rows_that_no_server_takes_are_said_at_the_end():
+def test_rows_that_are_refused_for_now_are_written_before_the_end():
+    server = Server(*[NotAdmitted(1)] * 3)
+    server.go.set()
+    writes = WritesUnderWay("block", server.send)
+    writes.put(rows_of(1, 2), frozenset({0}))
+    writes.close(wait=True)
+    assert server.rows == [1, 2]
+
+
+def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):
+    monkeypatch.setattr("engram.remote.streaming._LEAVE_S", 0.1)
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()
     writes = WritesUnderWay("block", server.send)

@@ -4,17 +4,23 @@ import os
 import re
 import signal
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from pyarrow import flight
 
 import engram
 from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.remote import commands
-from engram.remote.addresses import addresses_of, token_in
+from engram.remote.addresses import address_of, addresses_of, token_in
 from engram.serving.listening import listening
+from engram.serving.server import Server
+from engram.serving.service import Service
 from tests import fresh
 from tests.serving.servers import serving, token_file
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -192,3 +198,36 @@ def test_the_command_line_serves_until_it_is_interrupted(store, tmp_path):
         refused = fresh.start(code, arguments=arguments)
         assert refused.wait() == 1
         assert re.search(said, refused.err), refused.err
+
+
+def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, monkeypatch):
+    begun, go, ended = (threading.Event() for _ in range(3))
+    rb = ReplayBuffer.open(store)
+    service = Service(rb)
+    server = Server(service, address_of(f"unix:{store}.sock", "test"))
+    stats = service._actions["stats"]
+
+    def slow(command):
+        begun.set()
+        assert go.wait(60)
+        assert not ended.is_set()
+        return stats(command)
+
+    monkeypatch.setattr(service, "_actions", {**service._actions, "stats": slow})
+    remote = ReplayBuffer.connect(f"unix:{store}.sock", patience=0)
+    with ThreadPoolExecutor(2) as threads:
+        size = threads.submit(len, remote)
+        assert begun.wait(60)
+        drained = threads.submit(server.drain)
+        drained.add_done_callback(lambda _: ended.set())
+        until(lambda: server._draining)
+        with flight.connect(f"grpc+unix://{store}.sock") as client, pytest.raises(flight.FlightUnavailableError):
+            list(client.do_action(flight.Action("health", b"{}")))
+        go.set()
+        assert size.result(60) == 10
+        assert drained.result(60)
+    with pytest.raises(ConnectionError, match="the server leaves"):
+        len(remote)
+    remote.close()
+    rb.close()
+    server.shutdown()

@@ -100,11 +100,13 @@ class WritesUnderWay:
     def close(self, *, wait: bool) -> None:
         """Wait for answers, for seconds at most, and warn of rows that have none, and of an error that no call has raised. Repeatable."""
         why, failed = "the server did not admit or acknowledge them", False
-        try:
-            self.settle(_LEAVE_S if wait else 0)
-        except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
-            why, failed = str(error), True
         with self._changed:
+            # Those that limits refuse now, too: they may be admitted yet.
+            self._changed.wait_for(lambda: not self._rows or self._error is not None, _LEAVE_S if wait else 0)
+            try:
+                self._raise()
+            except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
+                why, failed = str(error), True
             left, self._closed = self.rows, True
             self._rows.clear()
             self._changed.notify_all()

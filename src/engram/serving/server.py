@@ -75,6 +75,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         self._service = service
         self._lock = threading.Lock()
+        #: Actions under way, of which the last one to end tells.
+        self._actions, self._idle = 0, threading.Condition(self._lock)
         self._streams: dict[int, _Stream] = {}
         self._draining = False
         super().__init__(
@@ -87,15 +89,33 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_action(self, context: object, action: flight.Action) -> Iterator[bytes]:  # noqa: ARG002 - Flight's
         """One of :data:`ACTIONS`: JSON in, JSON out."""
+        with self._at_work():
+            return iter([msgspec.json.encode(self._done(action))])
+
+    def _done(self, action: flight.Action) -> object:
+        """What is answered."""
         try:
             kind = ACTIONS.get(action.type)
             if kind is None:
                 raise ValueError(f"expected one of the commands {', '.join(ACTIONS)}, got {action.type!r:.40}.")
             command = decoded(kind, action.body.to_pybytes() or b"{}", action.type)
-            answer = self._service.do(action.type, command)
+            return self._service.do(action.type, command)
         except Exception as error:  # noqa: BLE001 - the client raises it
-            answer = refusal_of(error)
-        return iter([msgspec.json.encode(answer)])
+            return refusal_of(error)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Do an action, unless the server leaves: then clients ask the next one."""
+        with self._lock:
+            if self._draining:
+                raise away("the server leaves")
+            self._actions += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._actions -= 1
+                self._idle.notify_all()
 
     def list_actions(self, context: object) -> list[tuple[str, str]]:  # noqa: ARG002 - Flight's
         """The commands, and what they do."""
@@ -138,7 +158,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             raise away(str(error)) from error
 
     def drain(self) -> bool:
-        """Finish the commands under way, take no others, and tell every client that the server leaves: whether all were told.
+        """Finish the commands under way, take no others, and tell every client that the server leaves: whether that is done.
 
         A client that does not read what it asked for is waited for no longer than a few seconds.
         """
@@ -151,7 +171,9 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         deadline = time.monotonic() + _LEAVE_S
         for thread in telling:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in telling)
+        with self._lock:
+            idle = self._idle.wait_for(lambda: not self._actions, max(0.0, deadline - time.monotonic()))
+        return idle and not any(thread.is_alive() for thread in telling)
 
 
 class _Stream:
