@@ -52,6 +52,11 @@ from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithou
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers import WindowSpec as WindowSpec
 from engram.samplers.field_reader import FieldReader as FieldReader
+from engram.schedulers import LambdaScheduler as LambdaScheduler
+from engram.schedulers import LinearScheduler as LinearScheduler
+from engram.schedulers import ParameterScheduler as ParameterScheduler
+from engram.schedulers import SchedulerList as SchedulerList
+from engram.schedulers import StepScheduler as StepScheduler
 from engram.serving import serve as serve
 from engram.sizing import StoragePlan as StoragePlan
 from engram.sizing import plan as plan

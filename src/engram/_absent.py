@@ -1,0 +1,53 @@
+"""Names of TorchRL's replay classes that engram does not have, and what to use."""
+
+from __future__ import annotations
+
+_LAYOUTS = "dumps and Checkpointer have one layout, which they write and read by themselves."
+_ONE_BY_ONE = "Sample from each buffer, and join the batches."
+_QUERIES = "rb[:] has all rows, lane by lane; a SliceSampler draws windows of trajectories."
+_UNITS = "SliceSampler(window=WindowSpec(…)) draws windows with burn-in, padding and masks."
+_LISTS = "A ListStorage keeps rows of any shape and type."
+
+_INSTEAD = {
+    **dict.fromkeys(("HERReplayBuffer", "HindsightStrategy"), "Write the relabelled rows with extend."),
+    **dict.fromkeys(
+        ("Trajectory", "TrajectoryPredicate", "filter_trajectories", "iter_trajectories", "traj"), _QUERIES
+    ),
+    **dict.fromkeys(("SampleUnit", "Sequence", "Transition"), _UNITS),
+    **dict.fromkeys(("CompressedListStorage", "LazyStackStorage"), _LISTS),
+    **dict.fromkeys(("ReplayBufferEnsemble", "SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"), _ONE_BY_ONE),
+    **dict.fromkeys(
+        ("OfflineToOnlineReplayBuffer", "prefill_replay_buffer"), "Write the offline rows with extend first."
+    ),
+    **dict.fromkeys(
+        (
+            "CompressedListStorageCheckpointer",
+            "Flat2TED",
+            "FlatStorageCheckpointer",
+            "H5Combine",
+            "H5Split",
+            "H5StorageCheckpointer",
+            "ListStorageCheckpointer",
+            "Nested2TED",
+            "NestedStorageCheckpointer",
+            "StorageCheckpointerBase",
+            "StorageEnsembleCheckpointer",
+            "TED2Flat",
+            "TED2Nested",
+            "TensorStorageCheckpointer",
+        ),
+        _LAYOUTS,
+    ),
+    "PromptGroupSampler": "A sampler of your own draws groups of rows: docs/guide.md shows one in five methods.",
+    "StreamingSliceSampler": "SliceSampler(window=…, online=True) begins each batch with the newest windows.",
+    "RemoteTensorDictReplayBuffer": "RayReplayBuffer and ReplayBuffer.connect reach rows on other machines.",
+    "StoreStorage": "engram serve hands a directory store to other machines.",
+    "InPlaceSampler": "TorchRL has deprecated it.",
+    "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",
+}
+
+
+def said_of(name: str) -> str:
+    """A sentence on a name of TorchRL's that is not here; empty for other names."""
+    instead = _INSTEAD.get(name)
+    return "" if instead is None else f". It is a name of TorchRL's that engram does not have. {instead}"

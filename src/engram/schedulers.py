@@ -1,0 +1,216 @@
+"""Settings of a sampler that change while training goes on, such as ``beta``. The names are TorchRL's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from engram._checks import check_count
+from engram.buffer import ReplayBuffer
+from engram.state import check_keys, integer, real
+from engram.types import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"]
+
+
+class ParameterScheduler:
+    """Base of the schedulers: :meth:`step` sets an attribute of a sampler. A subclass says to what: :meth:`value`.
+
+    Args:
+        obj: a sampler, or a buffer, whose sampler at this moment is meant.
+        param_name: an attribute of the sampler that is a number and can be set, such as ``"beta"``.
+        min_value, max_value: bounds of what it is set to. None: there is none.
+
+    Raises:
+        TypeError: ``obj`` is neither, or the attribute is no number. ValueError: the sampler has no such attribute, or ``min_value`` is
+            above ``max_value``.
+    """
+
+    def __init__(
+        self,
+        obj: ReplayBuffer | Sampler,
+        param_name: str,
+        min_value: float | None = None,
+        max_value: float | None = None,
+    ) -> None:
+        who = type(self).__name__
+        found: object = obj.sampler if isinstance(obj, ReplayBuffer) else obj
+        if not isinstance(found, Sampler):
+            raise TypeError(f"{who}: obj: expected a ReplayBuffer or a sampler, got {type(found).__name__}.")
+        if param_name not in dir(found):
+            raise ValueError(f"{who}: param_name: expected an attribute of {found!r}, got {param_name!r}.")
+        if min_value is not None and max_value is not None and min_value > max_value:
+            raise ValueError(f"{who}: expected min_value of at most max_value, got {min_value} and {max_value}.")
+        self.sampler = found
+        self.param_name = param_name
+        self.min_value, self.max_value = min_value, max_value
+        #: What the attribute was when the scheduler was made.
+        self.initial_value = self._current()
+        #: Calls of :meth:`step`.
+        self.step_count = 0
+
+    def _current(self) -> float:
+        found = getattr(self.sampler, self.param_name)
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            raise TypeError(
+                f"{type(self).__name__}: param_name: expected an attribute that is a number, got {self.param_name!r}, which is "
+                f"{found!r:.60}."
+            )
+        return float(found)
+
+    def value(self) -> float:
+        """What the attribute is to be after :attr:`step_count` steps, without the bounds."""
+        raise NotImplementedError(f"{type(self).__name__}: a scheduler of your own says in value() what to set.")
+
+    def step(self) -> None:
+        """Set the attribute, for all processes where it belongs to the store, as ``alpha`` and ``beta`` do. Raises what setting it does."""
+        self.step_count += 1
+        value = self.value()
+        if self.min_value is not None:
+            value = max(value, self.min_value)
+        if self.max_value is not None:
+            value = min(value, self.max_value)
+        setattr(self.sampler, self.param_name, value)
+
+    def state_dict(self) -> dict[str, float]:
+        """``step_count`` and ``initial_value``. What the scheduler was made with, such as a function, is not in it."""
+        return {"step_count": self.step_count, "initial_value": self.initial_value}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Go on from a state. The attribute stays as it is: a sampler's own state has it.
+
+        Raises:
+            KeyError, TypeError, ValueError: a missing or unknown entry, or one that is no such number. Nothing is changed.
+        """
+        where = type(self).__name__
+        check_keys(state_dict, ("step_count", "initial_value"), where)
+        count, initial = integer(state_dict, "step_count", 0, 1 << 62, where), real(state_dict, "initial_value", where)
+        self.step_count, self.initial_value = count, initial
+
+
+class LambdaScheduler(ParameterScheduler):
+    """The initial value times a function of the number of steps.
+
+    Args:
+        lambda_fn: gets the number of calls of :meth:`step`, and returns the factor.
+        obj, param_name, min_value, max_value: as for :class:`ParameterScheduler`.
+
+    >>> from engram import LambdaScheduler, PrioritizedSampler
+    >>> sampler = PrioritizedSampler(100, alpha=0.8, beta=0.4)
+    >>> scheduler = LambdaScheduler(sampler, "alpha", lambda step: 0.5**step)
+    >>> scheduler.step()
+    >>> sampler.alpha
+    0.4
+    """
+
+    def __init__(
+        self,
+        obj: ReplayBuffer | Sampler,
+        param_name: str,
+        lambda_fn: Callable[[int], float],
+        min_value: float | None = None,
+        max_value: float | None = None,
+    ) -> None:
+        super().__init__(obj, param_name, min_value, max_value)
+        self.lambda_fn = lambda_fn
+
+    def value(self) -> float:
+        return self.initial_value * self.lambda_fn(self.step_count)
+
+
+class LinearScheduler(ParameterScheduler):
+    """From the initial value to another one in equal steps; then it stays.
+
+    Args:
+        final_value: reached after ``num_steps`` steps, the first of which moves already.
+        num_steps: at least 1.
+        obj, param_name: as for :class:`ParameterScheduler`.
+
+    >>> from engram import LinearScheduler, PrioritizedSampler
+    >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+    >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4)
+    >>> for _ in range(3):
+    ...     scheduler.step()
+    >>> sampler.beta
+    0.875
+    """
+
+    def __init__(self, obj: ReplayBuffer | Sampler, param_name: str, final_value: float, num_steps: int) -> None:
+        super().__init__(obj, param_name)
+        self.final_value = final_value
+        self.num_steps = check_count("LinearScheduler: num_steps", num_steps)
+
+    def value(self) -> float:
+        if self.step_count >= self.num_steps:
+            return self.final_value
+        return self.initial_value + (self.final_value - self.initial_value) * (self.step_count / self.num_steps)
+
+
+class StepScheduler(ParameterScheduler):
+    """What the attribute is, times or plus ``gamma``, at every ``n_steps``-th step.
+
+    Args:
+        gamma: the factor or the summand.
+        n_steps: at least 1.
+        mode: ``"multiplicative"`` or ``"additive"``.
+        obj, param_name, min_value, max_value: as for :class:`ParameterScheduler`.
+
+    Raises: as :class:`ParameterScheduler`; ``ValueError``: another ``mode``.
+
+    >>> from engram import PrioritizedSampler, StepScheduler
+    >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+    >>> scheduler = StepScheduler(sampler, "beta", gamma=0.25, n_steps=2, mode="additive", max_value=1.0)
+    >>> for _ in range(5):
+    ...     scheduler.step()
+    >>> sampler.beta
+    1.0
+    """
+
+    def __init__(
+        self,
+        obj: ReplayBuffer | Sampler,
+        param_name: str,
+        gamma: float = 0.9,
+        n_steps: int = 1,
+        mode: Literal["multiplicative", "additive"] = "multiplicative",
+        min_value: float | None = None,
+        max_value: float | None = None,
+    ) -> None:
+        super().__init__(obj, param_name, min_value, max_value)
+        if mode not in ("multiplicative", "additive"):
+            raise ValueError(f"StepScheduler: mode: expected 'multiplicative' or 'additive', got {mode!r}.")
+        self.gamma, self.mode = gamma, mode
+        self.n_steps = check_count("StepScheduler: n_steps", n_steps)
+
+    def value(self) -> float:
+        now = self._current()
+        if self.step_count % self.n_steps:
+            return now
+        return now * self.gamma if self.mode == "multiplicative" else now + self.gamma
+
+
+class SchedulerList:
+    """Several schedulers, which step together.
+
+    >>> from engram import LinearScheduler, PrioritizedSampler, SchedulerList
+    >>> sampler = PrioritizedSampler(100, alpha=0.5, beta=0.5)
+    >>> schedulers = SchedulerList([LinearScheduler(sampler, "beta", 1.0, 2)])
+    >>> schedulers.append(LinearScheduler(sampler, "alpha", 0.0, 2))
+    >>> schedulers.step()
+    >>> sampler.alpha, sampler.beta
+    (0.25, 0.75)
+    """
+
+    def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
+        self.schedulers = [schedulers] if isinstance(schedulers, ParameterScheduler) else list(schedulers)
+
+    def append(self, scheduler: ParameterScheduler) -> None:
+        """Add one at the end."""
+        self.schedulers.append(scheduler)
+
+    def step(self) -> None:
+        """Step all, in order."""
+        for scheduler in self.schedulers:
+            scheduler.step()
