@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import torch
 
 from engram import LazyMemmapStorage, ReplayBuffer, __version__
 from engram.cli import disk_speed, main
-from engram.cli.doctor import findings
+from engram.cli.doctor import Finding, findings
 
 
 def test_help_and_version_start_without_torch():
@@ -42,7 +43,7 @@ def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
     result = click.testing.CliRunner().invoke(main, ["demo"])
     assert result.exit_code == 1
-    assert result.output.strip() == f'Error: the demo needs {missing}: pip install "engram-replay[demo]"'
+    assert result.output.strip() == f'Error: engram demo needs {missing}: pip install "engram-replay[demo]"'
     assert not list(tmp_path.iterdir())
 
 
@@ -65,10 +66,10 @@ def test_options_out_of_range(arguments):
 
 
 def test_doctor_names_what_it_finds():
-    found = {name: (value, ok) for name, value, ok in findings()}
-    assert found["engram"] == (__version__, True)
-    assert "loaded" in found["native core"][0]
-    assert "natively" in found["native core"][0]
+    found = {it.name: it for it in findings()}
+    assert found["engram"] == Finding("engram", __version__, "ok", "")
+    assert "loaded" in found["native core"].value
+    assert "natively" in found["native core"].value
     assert set(found) >= {"Python", "GIL", "torch", "tensordict", "cores", "huge pages", "shared memory"}
     result = click.testing.CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
@@ -79,7 +80,12 @@ def test_doctor_fails_where_something_essential_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     result = click.testing.CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
-    assert "BAD  torch" in result.output
+    assert re.search("^BAD  torch +does not import", result.output, re.MULTILINE)
+    found = json.loads(click.testing.CliRunner().invoke(main, ["doctor", "--json"]).stdout)
+    assert not found["good"]
+    assert [it["what"].partition(":")[0] for it in found["problems"]] == [
+        it["name"] for it in found["checks"] if it["status"] == "BAD"
+    ]
 
 
 def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypatch):
@@ -92,7 +98,7 @@ def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypat
         free_rows, free_disk = disk_speed.disk_speed(tmp_path, 0.01)
     except OSError as error:
         pytest.skip(f"this file system cannot be read past memory: {error}")
-    assert rows == ("rows", "4005 bytes each, 4.005 MB in all", True)
+    assert rows == Finding("rows", "4005 bytes each, 4.005 MB in all")
     found = re.fullmatch(r"(\d+) MB/s, ([\d.]+) batches of 256 rows per second", disk[1])
     alone = float(found[2])
     assert alone > 0

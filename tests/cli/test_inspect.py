@@ -54,12 +54,17 @@ def test_a_dump(tmp_path):
         "both": 0,
         "mid": 0,
         "orphan": 0,
+        "lengths": {"edges": [7, 8], "counts": [1]},
     }
-    assert shard["parts"]["sampler"]["priorities"] == {
+    priorities = shard["parts"]["sampler"]["priorities"]
+    histogram = priorities.pop("histogram")
+    assert (histogram["edges"][0], histogram["edges"][-1]) == pytest.approx([0.5 ** (1 / 0.6), 2.0 ** (1 / 0.6)])
+    assert histogram["counts"] == [1, 0, 0, 0, 0, 0, 0, 1]
+    assert priorities == {
         "alpha": 0.6, "beta": 0.4, "eps": 1e-8, "max_priority": 2.0, "drawable": 2, "sum": 2.5, "min": 0.5, "max": 2.0,
     }  # fmt: skip
     assert shard["parts"]["indexes/000"]["name"] == "critic"
-    text = call("inspect", tmp_path / "d").output
+    text = call("inspect", tmp_path / "d", "--all").output
     for word in ("next.reward", "float32", "PrioritizedSampler", "headless"):
         assert word in text
 
@@ -112,7 +117,7 @@ def test_an_attempt_that_nobody_decided_on(tmp_path, crash):
     assert attempt["totals"]["open"] == {"episodes": 2, "steps": 10}
     assert attempt["problems"] == []
     (said,) = attempt["notes"]
-    assert "undecided: 2 of 3" in said
+    assert "undecided: 2 of 3" in said["what"]
     for word in ("undecided", "none", "yes"):
         assert word in call("inspect", folder).output
     assert "undecided: 2 of 3" in call("verify", tmp_path).output
@@ -188,7 +193,7 @@ def test_an_attempt_that_was_aborted(tmp_path):
     assert attempt["votes"][1]["error"] == "OSError: No space left on device"
     assert attempt["totals"]["steps"] == 27
     assert attempt["problems"] == []
-    assert "aborted: rank 1" in attempt["notes"][0]
+    assert "aborted: rank 1" in attempt["notes"][0]["what"]
     assert call("verify", folder).exit_code == 0
     made.rewrite(folder / "manifest.json", b"{}")
     assert "votes" not in found(folder)
@@ -236,13 +241,13 @@ def test_a_series_has_a_line_for_each_whatever_the_width(tmp_path, columns):
     begin = next(i for i, line in enumerate(lines) if line.startswith("checkpoint "))
     names = [str(name) for name in series.names(tmp_path)]
     assert [line.split()[0] for line in lines[begin + 1 :]] == names
-    assert lines[begin].split() == ["checkpoint", "ranks", "steps", "episodes", "bytes", "linked"]
+    assert lines[begin].split() == ["checkpoint", "ranks", "steps", "episodes", "bytes", "linked", "age"]
     said = {line.split()[0]: line[len(names[-1]) :].strip() for line in lines[begin + 1 :]}
-    assert said[whole.name].split() == ["1", "27", "3", "34.95", "kB", "24.60", "kB"]
+    assert said[whole.name].split()[:7] == ["1", "27", "3", "34.95", "kB", "24.60", "kB"]
     assert said[left.name] == "undecided: 2 of 3 ranks voted for it"
     assert said[refused.name] == "aborted: rank 1: OSError: No space left on device"
     assert max(map(len, lines[begin:])) <= 90
-    assert max(len(line) for line in lines[begin:] if "kB" in line) < 80
+    assert max(len(line) for line in lines[begin:] if "kB" in line) <= 90
     assert not any(line != line.rstrip() for line in lines)
 
 

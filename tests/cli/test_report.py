@@ -127,7 +127,7 @@ def test_a_picture_of_a_checkpoint_as_lines(run, tmp_path):
     [
         ("usage", "a.png", 1, "Error: plot.usage: expected a sampler that counts draws"),
         ("age", "a.mp3", 1, "Error: Format 'mp3' is not supported"),
-        ("age", "none/a.png", 2, "Error: [Errno 2] No such file or directory"),
+        ("age", "none/a.png", 2, "a.png: expected a path in a folder that is there"),
         ("other", "a.png", 2, "'other' is not one of 'priority'"),
     ],
 )

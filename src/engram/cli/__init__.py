@@ -1,34 +1,35 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``serve``, ``health``,
-``top``.
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``diff``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``,
+``bench``, ``serve``, ``health``, ``top``.
 
-It starts without torch; each command imports what it needs.
+It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """
 
 from __future__ import annotations
 
-import json
+import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import click
 
 from engram._version import __version__
-from engram.demo.run import MOST_ACTORS, SAMPLERS
+from engram.cli.ending import Commands, Misuse, Refusal, print_json, problem, refusing
+from engram.demo import MOST_ACTORS, SAMPLERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Unpack
 
-    from engram.format.problems import Problem
     from engram.metrics.catalog import HasStats
 
 __all__ = ["main"]
 
-T = TypeVar("T")
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
+_PATH = click.Path(path_type=Path)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 
 
 class _Resharding(TypedDict):
@@ -41,10 +42,14 @@ class _Resharding(TypedDict):
     max_drop_fraction: float
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="engram")
 def main() -> None:
-    """Experience replay that survives a crash: show and check stores and checkpoints, and run a demo."""
+    """Experience replay that survives a crash: show and check stores and checkpoints, and run a demo.
+
+    Every command exits with 0 if all is well, 1 if it found damage or cannot do what was asked, 2 if an argument is wrong, 130 after
+    Ctrl-C, and 141 if the reader of its output has gone.
+    """
 
 
 @main.command()
@@ -83,60 +88,106 @@ def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: in
 
     Training ends when the mean return of the last 20 episodes passes 195. After Ctrl-C, the store can be opened again.
     """
-    from engram.demo import run
+    with refusing("demo", oserror=Refusal):
+        from engram.demo import run
 
-    try:
         code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler, actors=actors)
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f'the demo needs {error.name}: pip install "engram-replay[demo]"') from error
-    except FileExistsError as error:
-        raise click.ClickException(str(error)) from error
     sys.exit(code)
 
 
 @main.command()
-@click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
-def doctor(directory: Path | None) -> None:
-    """Show what engram finds on this machine: Python, torch, the native core, memory and disk.
+@click.argument("directory", required=False, type=_PATH)
+@_JSON
+def doctor(directory: Path | None, as_json: bool) -> None:
+    """Judge what engram finds on this machine: Python, torch, the native core, memory, limits, extras.
 
-    With DIRECTORY, also measure its disk for two seconds, and say how many batches per second to expect of the store in it, or of
-    one that would be there.
+    With DIRECTORY, also say on which file system it lies, measure its disk for two seconds, and say how many batches per second to
+    expect of the store in it, or of one that would be there.
 
-    Exit code: 0, or 1 if engram cannot work here.
+    "note" marks what makes something slower or unavailable, with the remedy; "BAD" what keeps engram from working.
+
+    Exit code: 0, 1 if engram cannot work here, 2 if there is no DIRECTORY.
     """
-    from engram.cli.disk_speed import disk_speed
-    from engram.cli.doctor import findings
+    with refusing():
+        from engram.cli.doctor import findings
+        from engram.cli.show import show_findings
 
-    found = findings() + ([] if directory is None else _usable(lambda: disk_speed(directory)))
-    for name, value, ok in found:
-        click.echo(f"{'ok ' if ok else 'BAD'}  {name:<16} {value}")
-    sys.exit(0 if all(ok for _, _, ok in found) else 1)
+        found = findings(None if directory is None else _folder(directory))
+        if directory is not None:
+            from engram.cli.disk_speed import disk_speed
+
+            found += disk_speed(directory)
+    bad = [it for it in found if it.status == "BAD"]
+    if as_json:
+        checks = [it._asdict() for it in found]
+        problems = [problem(f"{it.name}: {it.value}. {it.advice}".strip()) for it in bad]
+        print_json({"good": not bad, "checks": checks, "problems": problems})
+    else:
+        show_findings(found)
+    sys.exit(1 if bad else 0)
 
 
 @main.command()
-@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def inspect(path: Path, as_json: bool) -> None:
+@click.argument("path", type=_PATH)
+@click.option("--all", "everything", is_flag=True, help="Everything: all fields, parts, ranks and counts.")
+@_JSON
+def inspect(path: Path, everything: bool, as_json: bool) -> None:
     """Show what is at PATH: a checkpoint, a folder of checkpoints, a dump, a part of one, or a live store.
 
-    Reads descriptions, tables and priorities, but no rows, and changes nothing.
+    Says when it was written, how full it is, and its fields, and draws how priorities and the lengths of trajectories are
+    distributed. Reads descriptions, tables, priorities and end flags, but no other rows, and changes nothing. JSON has everything.
 
     Exit code: 0, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
-    from engram.format.describe import describe
+    with refusing():
+        from engram.format.describe import describe
 
-    found = _usable(lambda: describe(path))
+        found = describe(_folder(path))
+        if found["kind"] == "store" and not found["problems"]:
+            from engram.cli.lengths import described_lengths
+
+            found |= described_lengths(path)
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
-    else:
+        print_json(found)
+    elif everything:
         from engram.cli.show import show_description
 
         show_description(found)
+    else:
+        from engram.cli.short import show_short
+
+        show_short(found)
     sys.exit(1 if found["problems"] else 0)
 
 
 @main.command()
-@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("one", metavar="A", type=_PATH)
+@click.argument("other", metavar="B", type=_PATH)
+@_JSON
+def diff(one: Path, other: Path, as_json: bool) -> None:
+    """Compare what is at A with what is at B: stores, dumps, checkpoints, or folders of checkpoints, whose newest one is taken.
+
+    Compares fields, sizes, and all rows bit by bit. Rows are paired by their ticket, the number of the write that made them: a
+    store and its checkpoint share tickets, and so do two runs that wrote the same number of rows. Nothing is changed; rows that are
+    overwritten meanwhile are left out.
+
+    Exit code: 0 if there is no difference, 1 if there is one or something is damaged, 2 if A or B holds nothing of engram's.
+    """
+    with refusing():
+        import msgspec
+
+        from engram.cli.diff import compare, show_comparison
+
+        found = compare(_folder(one), _folder(other))
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+    else:
+        show_comparison(found)
+    sys.exit(0 if found.same else 1)
+
+
+@main.command()
+@click.argument("path", type=_PATH)
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="A .png, .svg or .pdf file."
 )
@@ -151,13 +202,14 @@ def plot(path: Path, out: Path, what: tuple[str, ...]) -> None:
 
     Exit code: 0, 1 if a figure cannot be drawn, 2 if PATH holds nothing of engram's or FILE cannot be written.
     """
-    from engram.cli.report import picture
+    with refusing("plot"):
+        from engram.cli.report import picture
 
-    _written(out, lambda: picture(path, what, out.suffix[1:] or "png"))
+        _write(out, picture(_folder(path), what, out.suffix[1:] or "png"))
 
 
 @main.command()
-@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("path", type=_PATH)
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="An .html file.")
 def report(path: Path, out: Path) -> None:
     """Write one page about what is at PATH: a store, checkpoints, or the folder of a run, in which such lie.
@@ -167,20 +219,21 @@ def report(path: Path, out: Path) -> None:
 
     Exit code: 0, 1 if the page cannot be made, 2 if PATH holds nothing of engram's or FILE cannot be written.
     """
-    from engram.cli.report import page
+    with refusing("plot"):
+        from engram.cli.report import page
 
-    _written(out, lambda: page(path).encode())
+        _write(out, page(_folder(path)).encode())
 
 
 @main.command()
-@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("path", type=_PATH)
 @click.option(
     "--level",
     type=click.Choice(["meta", "read", "full"]),
     default="full",
     help="meta: descriptions and sizes of files. read: also every block. full: also that no other file is there.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+@_JSON
 def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) -> None:
     """Check a checkpoint, a folder of checkpoints, a dump, a part of one, or a live store. Changes nothing.
 
@@ -188,19 +241,20 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 
     Exit code: 0 if everything is good, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
-    from engram.format import verify as verifying
+    with refusing():
+        from engram.format import verify as verifying
 
-    report = _usable(lambda: verifying.verify(path, level))
+        report = verifying.verify(_folder(path), level)
     if as_json:
         found = {
             "path": str(path),
             "kind": report.kind,
             "level": report.level,
             "good": report.good,
-            "problems": _listed(report.problems),
-            "notes": _listed(report.notes),
+            "problems": [it.entry() for it in report.problems],
+            "notes": [it.entry() for it in report.notes],
         }
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
         from engram.cli.show import show_report
 
@@ -209,8 +263,8 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 
 
 @main.command()
-@click.argument("source", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
 @click.option(
     "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks that will load the checkpoint."
 )
@@ -242,7 +296,10 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
     help="Largest fraction of the steps that may be dropped as incomplete, or as longer than a lane.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, **how: Unpack[_Resharding]) -> None:
+@_JSON
+def reshard(
+    source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, as_json: bool, **how: Unpack[_Resharding]
+) -> None:
     """Redistribute the trajectories of SOURCE over other ranks and lanes, into a new checkpoint below TARGET.
 
     SOURCE is a checkpoint, or a folder of checkpoints, whose newest one is taken. It is not changed. A job of --ranks ranks with
@@ -251,17 +308,81 @@ def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, *
 
     Exit code: 0, 1 if SOURCE is damaged or cannot be redistributed like this, 2 if there is no SOURCE or TARGET is the same folder.
     """
-    from engram.cli.reshard import reshard as act
-    from engram.errors import EngramError
+    with refusing():
+        from engram.format.verify import kind_of
 
-    try:
-        _usable(lambda: act(source, target, ranks, lanes, dry_run=dry_run, **how))
-    except EngramError as error:
-        raise click.ClickException(str(error)) from error
+        kind_of(_folder(source))  # raises before torch is imported
+        from engram.cli.reshard import reshard as act
+
+        act(source, target, ranks, lanes, dry_run=dry_run, as_json=as_json, **how)
 
 
 @main.command()
-@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("sample", required=False, type=_PATH)
+@click.option("--capacity", type=click.IntRange(min=1), required=True, help="Number of rows.")
+@click.option(
+    "--field",
+    "given",
+    multiple=True,
+    metavar="NAME=DTYPE[SHAPE]",
+    help="A field, such as obs=uint8[4,84,84] or next.reward=float32; may be repeated.",
+)
+@click.option("--batch", is_flag=True, help="The arrays of SAMPLE hold many rows: their first dimension is left out.")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
+)
+@_JSON
+def plan(
+    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, as_json: bool
+) -> None:
+    """Say how much memory or disk a buffer will take, before it is made.
+
+    SAMPLE is one row: an .npz or .npy file with its arrays; a .json file such as {"obs": "uint8[4,84,84]", "next": {"reward":
+    "float32"}}; or a store, dump or checkpoint, whose fields are taken. --field adds fields, or replaces those of that name.
+
+    Exit code: 0, 1 if such rows cannot be stored, 2 if SAMPLE or an option cannot be read.
+    """
+    with refusing():
+        import msgspec
+
+        from engram.cli.plan import planned, show_plan
+
+        found = planned(sample, given, capacity, batch=batch, memory=memory)
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+    else:
+        show_plan(found)
+
+
+@main.command()
+@click.option("--rows", type=click.IntRange(min=1_000), default=100_000, help="Rows of each buffer.")
+@click.option("--batch", type=click.IntRange(min=1), default=256, help="Rows of a batch.")
+@click.option("--seconds", type=click.FloatRange(min=0.01), default=0.3, help="Seconds for each number.")
+@click.option("--alone", is_flag=True, help="Leave out the other libraries that are installed.")
+@_JSON
+def bench(rows: int, batch: int, seconds: float, alone: bool, as_json: bool) -> None:
+    """Measure whether engram is fast here: writing and sampling, beside NumPy and whatever other replay libraries are installed.
+
+    Rows are of 17 observations, 6 actions, a reward and an end flag, as of a robot's joints. Each number is the median of three
+    rounds, in which all libraries take turns; other programs that run meanwhile make all of them smaller.
+
+    Exit code: 0, 1 if engram samples more slowly than NumPy picks rows: then something is wrong here, and 'engram doctor' may know.
+    """
+    with refusing():
+        import msgspec
+
+        from engram.cli.bench import measured, show_measured
+
+        found = measured(rows, batch, seconds, alone=alone)
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+    else:
+        show_measured(found)
+    sys.exit(1 if found.problems else 0)
+
+
+@main.command()
+@click.argument("directory", type=_PATH)
 @click.option(
     "--listen",
     default="unix:",
@@ -292,41 +413,37 @@ def serve(
 
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY is missing.
     """
-    from engram.errors import EngramError
+    with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
+        from engram.format.verify import kind_of
 
-    try:
+        kind_of(_folder(directory))  # raises before torch is imported
         from engram.serving.listening import listening
         from engram.serving.run import run
 
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
         run(directory, at, lambda address: click.echo(str(address)), also)
-    except ModuleNotFoundError as error:
-        extra = "serve" if metrics is None else "serve,metrics"
-        raise click.ClickException(f'serve needs {error.name}: pip install "engram-replay[{extra}]"') from error
-    except (EngramError, OSError, ValueError, TypeError) as error:
-        raise click.ClickException(str(error)) from error
 
 
 @main.command()
 @click.argument("address")
 @click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word.")
 @click.option("--tls-root", type=click.Path(dir_okay=False), help="Certificate that signs the server's, PEM.")
-def health(address: str, token: str | None, tls_root: str | None) -> None:
+@_JSON
+def health(address: str, token: str | None, tls_root: str | None, as_json: bool) -> None:
     """Ask the server at ADDRESS whether it answers.
 
     Exit code: 0 if it does, 1 if not.
     """
-    try:
+    with refusing("serve", oserror=Refusal):
         from engram.remote.addresses import addresses_of
         from engram.remote.connection import Access, Connection
 
         Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f'health needs {error.name}: pip install "engram-replay[serve]"') from error
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
-    click.echo("ok")
+    if as_json:
+        print_json({"address": address, "good": True, "problems": []})
+    else:
+        click.echo("ok")
 
 
 @main.command()
@@ -335,24 +452,22 @@ def health(address: str, token: str | None, tls_root: str | None) -> None:
 @click.option("--tls-root", type=click.Path(dir_okay=False), help="Certificate that signs the server's, PEM.")
 @click.option("--every", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two looks.")
 @click.option("--count", type=click.IntRange(min=1), help="Looks, then end. Default: until Ctrl-C.")
-def top(store: str, token: str | None, tls_root: str | None, every: float, count: int | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each look, on a line of its own.")
+def top(store: str, token: str | None, tls_root: str | None, every: float, count: int | None, as_json: bool) -> None:
     """Show how STORE is doing: rows, inserts and samples per second, limits and who waits for them.
 
     STORE is a directory, which is only read, beside processes that write; or the address of a server.
 
-    Exit code: 0, 1 if there is no such store or the server is gone.
+    Exit code: 0 after --count looks, 1 if there is no such store or the server is gone, 130 after Ctrl-C.
     """
-    from engram.cli.top import show
-    from engram.errors import EngramError
+    with refusing("serve", oserror=Refusal):
+        if ":" not in store:
+            from engram.format.verify import kind_of
 
-    try:
-        show(store, token, tls_root, every, count, sys.stdout)
-    except KeyboardInterrupt:
-        click.echo()
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f'top needs {error.name}: pip install "engram-replay[serve]"') from error
-    except (EngramError, OSError, ValueError, TypeError) as error:
-        raise click.ClickException(str(error)) from error
+            kind_of(_folder(Path(store)))  # raises before torch is imported
+        from engram.cli.top import show
+
+        show(store, token, tls_root, every, count, sys.stdout, as_json=as_json)
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:
@@ -368,27 +483,19 @@ def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats],
     return show
 
 
-def _written(out: Path, draw: Callable[[], bytes]) -> None:
-    """Write what ``draw`` returns to a file."""
-    from engram.cli.report import REFUSALS
-
+def _folder(path: Path) -> Path:
+    """The path of a folder that is there. Raises ``Misuse``: there is none. ``OSError``: no permission."""
     try:
-        made = _usable(draw)
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f'plots need {error.name}: pip install "engram-replay[plot]"') from error
-    except REFUSALS as error:
-        raise click.ClickException(str(error)) from error
-    _usable(lambda: out.write_bytes(made))
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError as error:
+        raise Misuse(f"{path}: expected a folder, found nothing.") from error
+    if not is_folder:
+        raise Misuse(f"{path}: expected a folder, found a file.")
+    return path
 
 
-def _usable(act: Callable[[], T]) -> T:
-    """What ``act`` returns. A path that is missing or cannot be read is the caller's mistake: exit code 2."""
-    try:
-        return act()
-    except OSError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
-
-
-def _listed(problems: list[Problem]) -> list[dict[str, str | int | None]]:
-    return [{"file": str(it.path), "offset": it.offset, "what": it.what} for it in problems]
+def _write(out: Path, made: bytes) -> None:
+    """Write a file, whole or not at all."""
+    if not out.parent.is_dir():
+        raise Misuse(f"{out}: expected a path in a folder that is there, found no folder {out.parent}.")
+    out.write_bytes(made)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from engram._memory import available_memory, missing_share
 from engram._words import said_bytes
+from engram.cli.doctor import Finding
 from engram.format import files, layout
 from engram.format.describe import describe
 from engram.format.verify import read_store
@@ -36,8 +37,8 @@ class _Field(NamedTuple):
     row_bytes: int
 
 
-def disk_speed(directory: Path, seconds: float = 2.0) -> list[tuple[str, str, bool]]:
-    """``(what, what was found, whether it is as it should be)`` of a store, or of a folder for one, measured for that long.
+def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
+    """What the disk of a store, or of a folder for one, gives, measured for that long.
 
     Reads random rows, of which the kernel keeps none in memory. A folder without rows gets a file of 256 MB, which is removed.
 
@@ -61,22 +62,19 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[tuple[str, str, bo
             fields, starts, most = [_opened(stack, Path(trial.name), _ROW)], range(1), _TRIAL // _ROW
             said = f"none yet, {_ROW} bytes were tried"
         batches, read = _measured(fields, starts, most, seconds)
-    lines = [
-        ("rows", said, True),
-        ("disk", f"{read / 1e6:.0f} MB/s, {batches:.1f} batches of {_BATCH} rows per second", True),
-    ]
+    speed = f"{read / 1e6:.0f} MB/s, {batches:.1f} batches of {_BATCH} rows per second"
+    found = [Finding("rows", said), Finding("disk", speed)]
     memory = available_memory()
     if nbytes:
         missing = missing_share(nbytes, memory, needed)
         expected = f"expect {batches / missing:.1f} batches of {_BATCH} rows per second" if missing else "all rows fit"
-        lines.append(
-            (
-                "memory",
-                f"{said_bytes(memory)} beside what is in use; tickets and priorities need {said_bytes(needed)}: {expected}",
-                memory >= needed,
-            )
+        value = (
+            f"{said_bytes(memory)} beside what is in use; tickets and priorities need {said_bytes(needed)}: {expected}"
         )
-    return lines
+        fits = memory >= needed
+        advice = "" if fits else "Each draw waits for the disk: give the process more memory, or the store fewer rows."
+        found.append(Finding("memory of rows", value, "ok" if fits else "BAD", advice))
+    return found
 
 
 def _opened(stack: contextlib.ExitStack, path: Path, row_bytes: int) -> _Field:

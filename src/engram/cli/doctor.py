@@ -1,70 +1,206 @@
-"""What engram finds on a machine."""
+"""What engram finds on a machine, and what is to be done about it."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
 import shutil
 import sys
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engram._memory import available_memory
 from engram._version import __version__
+from engram._words import said_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Status = Literal["ok", "note", "BAD"]
+
+#: Kinds of mounts whose files lie on another machine.
+_NETWORK = re.compile(
+    r"nfs|cifs|smb|ceph|lustre|gpfs|beegfs|gluster|afs|9p|pvfs|ocfs2|gfs2|s3|gcs|sshfs|wekafs|vboxsf|drvfs"
+)
+#: What an optional dependency is for.
+_EXTRAS = {
+    "gym": ("gymnasium", "recording of environments, the demo"),
+    "plot": ("matplotlib", "figures, reports"),
+    "serve": ("pyarrow", "serving a store to other machines"),
+    "metrics": ("prometheus-client", "metrics for Prometheus"),
+    "ray": ("ray", "buffers on Ray"),
+}
+_LEAST_SHARED = 1 << 30
+_LEAST_FILES = 1024
+_SHARED = "/dev/shm"  # noqa: S108 - only looked at
+_HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
-def findings() -> list[tuple[str, str, bool]]:
-    """``(what, what was found, whether it is as it should be)``, in the order to show them."""
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    value: str
+    """What was found."""
+    status: Status = "ok"
+    """``BAD``: engram cannot work like this. ``note``: something is slower, smaller or missing."""
+    advice: str = ""
+    """What to do."""
+
+
+def findings(directory: Path | None = None) -> list[Finding]:
+    """What was found, in the order to show it. ``directory``: also on which file system that folder lies."""
+    is_new_enough = sys.version_info >= (3, 11)
     found = [
-        ("engram", __version__, True),
-        (
+        Finding("engram", __version__),
+        Finding(
             "Python",
             f"{platform.python_version()} ({platform.machine()}, {platform.system()})",
-            sys.version_info >= (3, 11),
+            "ok" if is_new_enough else "BAD",
+            "" if is_new_enough else "engram needs Python 3.11 or newer.",
         ),
-        ("GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off", True),
+        Finding("GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"),
+        _torch(),
+        _package("tensordict"),
+        _core(),
+        Finding("cores", _cores()),
+        Finding("memory", f"{said_bytes(available_memory())} available to this process"),
+        _shared_memory(Path(_SHARED)),
+        _huge_pages(Path(_HUGE)),
+        _memory_locks(*resource.getrlimit(resource.RLIMIT_MEMLOCK)),
+        _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        Finding("temporary folder", f"{tempfile.gettempdir()}, {_free(tempfile.gettempdir())}"),
     ]
-    found += [_torch(), _package("tensordict"), _core()]
-    found += [
-        ("cores", f"{os.cpu_count()}", True),
-        ("huge pages", _first_line("/sys/kernel/mm/transparent_hugepage/enabled"), True),
-        ("shared memory", _free("/dev/shm"), True),  # noqa: S108 - only looked at
-        ("temporary folder", f"{tempfile.gettempdir()}, {_free(tempfile.gettempdir())}", True),
-    ]
-    return found
+    if directory is not None:
+        found.append(file_system(directory, _lines("/proc/self/mountinfo")))
+    return found + [_extra(name, *of) for name, of in _EXTRAS.items()]
 
 
-def _torch() -> tuple[str, str, bool]:
+def file_system(directory: Path, mounts: Iterable[str]) -> Finding:
+    """On what a folder lies. ``mounts``: lines as those of ``/proc/self/mountinfo``."""
+    kind, where, longest = "unknown", "", -1
+    real = directory.resolve()
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4]))
+        if real.is_relative_to(point) and len(point.parts) >= longest:
+            kind, where, longest = after.split()[0], str(point), len(point.parts)
+    value = f"{kind} at {where}, {_free(str(directory))}"
+    if _NETWORK.search(kind):
+        return Finding(
+            "file system",
+            f"{value}: on another machine",
+            "note",
+            "Checkpoints and dumps may lie here. A live store may not: put it on a local disk or in /dev/shm.",
+        )
+    if kind in ("overlay", "aufs"):
+        return Finding(
+            "file system", value, "note", "A container's own layer ends with it: mount a volume for what is to stay."
+        )
+    if kind in ("tmpfs", "ramfs"):
+        return Finding("file system", value, "note", "This is memory: a store here survives processes, but no restart.")
+    return Finding("file system", value)
+
+
+def _torch() -> Finding:
     try:
         import torch
     except ImportError as error:
-        return "torch", f"does not import: {error}", False
+        return Finding("torch", f"does not import: {error}", "BAD", "Install it: pip install torch")
     devices = f", {torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else ", CPU only"
-    return "torch", f"{torch.__version__}{devices}", True
+    return Finding("torch", f"{torch.__version__}{devices}")
 
 
-def _package(name: str) -> tuple[str, str, bool]:
-    from importlib.metadata import PackageNotFoundError, version
-
+def _package(name: str) -> Finding:
     try:
-        return name, version(name), True
+        return Finding(name, version(name))
     except PackageNotFoundError:
-        return name, "not installed", False
+        return Finding(name, "not installed", "BAD", f"Install it: pip install {name}")
 
 
-def _core() -> tuple[str, str, bool]:
+def _core() -> Finding:
     try:
         from engram import _native
     except ImportError as error:
-        return "native core", f"does not load: {error}", False
-    way = "sees tensors natively" if _native.HAS_EXCHANGE else "without DLPack exchange: slower writes"
-    return "native core", f"loaded, {_native.num_threads()} threads, {way}", True
+        advice = (
+            "Install engram again, with a wheel of this Python: pip install --force-reinstall --no-deps engram-replay"
+        )
+        return Finding("native core", f"does not load: {error}", "BAD", advice)
+    loaded = f"loaded, {_native.num_threads()} threads"
+    if _native.HAS_EXCHANGE:
+        return Finding("native core", f"{loaded}, sees tensors natively")
+    advice = "A newer torch lets writes of small rows take less time."
+    return Finding("native core", f"{loaded}, without DLPack exchange: slower writes", "note", advice)
 
 
-def _first_line(path: str) -> str:
+def _cores() -> str:
+    every, ours = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    return f"{every}" if ours == every else f"{ours} of {every}"
+
+
+def _shared_memory(place: Path) -> Finding:
     try:
-        return Path(path).read_text().strip()
+        usage = shutil.disk_usage(place)
     except OSError:
-        return "unknown"
+        advice = "share() writes to the folder for temporary files instead."
+        return Finding("shared memory", f"{place} is not there", "note", advice)
+    value = f"{_of(usage.free, usage.total)} in {place}"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Finding(
+            "shared memory", f"{value}, no permission to write", "note", "share() uses the temporary folder instead."
+        )
+    if usage.free < _LEAST_SHARED:
+        advice = "share() fails when it is full. In a container: docker run --shm-size=8g; else: mount -o remount,size=8G /dev/shm"
+        return Finding("shared memory", value, "note", advice)
+    return Finding("shared memory", value)
+
+
+def _huge_pages(setting: Path) -> Finding:
+    said = next(iter(_lines(setting)), "unknown").strip()
+    if "[never]" in said:
+        advice = f"Large buffers in memory are sampled faster with them: echo madvise > {setting}"
+        return Finding("huge pages", said, "note", advice)
+    return Finding("huge pages", said)
+
+
+def _memory_locks(soft: int, hard: int) -> Finding:
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{said_bytes(soft)} of {_limit(hard)}"
+    if soft != resource.RLIM_INFINITY and soft < 64 << 20:
+        advice = "engram locks no memory; drivers of network cards that read it directly (RDMA) do: ulimit -l unlimited"
+        return Finding("memory locks", value, "note", advice)
+    return Finding("memory locks", value)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else said_bytes(value)
+
+
+def _open_files(soft: int, hard: int) -> Finding:
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}"
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
+        advice = f"A store takes one for each field: ulimit -n {_LEAST_FILES}"
+        return Finding("open files", f"{value} of {hard}", "note", advice)
+    return Finding("open files", value)
+
+
+def _extra(name: str, package: str, use: str) -> Finding:
+    try:
+        return Finding(f"extra {name}", f"{package} {version(package)}")
+    except PackageNotFoundError:
+        return Finding(
+            f"extra {name}", f"{package} is not installed", "note", f'For {use}: pip install "engram-replay[{name}]"'
+        )
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def _free(path: str) -> str:
@@ -72,4 +208,8 @@ def _free(path: str) -> str:
         usage = shutil.disk_usage(path)
     except OSError:
         return "not there"
-    return f"{usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB"
+    return _of(usage.free, usage.total)
+
+
+def _of(free: int, total: int) -> str:
+    return f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB"

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+from engram.cli.show import told
 from engram.errors import EngramError
 from engram.format.describe import describe
 from engram.format.verify import kind_of
@@ -47,15 +48,15 @@ def opened(path: Path) -> Iterator[ReplayBuffer]:
         FileNotFoundError: nothing of ours lies there. ValueError: something else of ours.
         OSError, :data:`REFUSALS`: as ``ReplayBuffer.open`` and ``follow``.
     """
+    kind = kind_of(path)
+    if kind not in ("store", "series"):
+        raise ValueError(f"{path}: expected a live store or a folder of checkpoints, got: {kind}.")
     from engram.buffer.prioritized import ReplayBuffer  # by which every class of buffers is known
 
-    kind = kind_of(path)
     if kind == "store":
         buffer = ReplayBuffer.open(path, readonly=True)
-    elif kind == "series":
-        buffer = ReplayBuffer.follow(path, timeout=0.1)
     else:
-        raise ValueError(f"{path}: expected a live store or a folder of checkpoints, got: {kind}.")
+        buffer = ReplayBuffer.follow(path, timeout=0.1)
     try:
         yield buffer
     finally:
@@ -85,7 +86,6 @@ def page(path: Path) -> str:
 
     Raises ``FileNotFoundError``: nothing of ours lies there. ``ModuleNotFoundError``: matplotlib is missing.
     """
-    _figure(1, 1)  # raises first
     paths = (
         [path]
         if _is_ours(path)
@@ -93,6 +93,7 @@ def page(path: Path) -> str:
     )
     if not paths:
         kind_of(path)  # raises: it says what was expected
+    _figure(1, 1)  # raises before anything is read
     body = "".join(part for each in paths for part in _about(each))
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return (
@@ -110,7 +111,7 @@ def _about(path: Path) -> Iterator[str]:
     yield f"<h2>{escape(path.name or str(path))} <span class='less'>({escape(str(found['kind']))})</span></h2>"
     for name in ("problems", "notes"):
         style = "bad" if name == "problems" else "less"
-        yield from (f"<p class='{style}'>{escape(str(text))}</p>" for text in _listed(found[name]))
+        yield from (f"<p class='{style}'>{escape(str(it))}</p>" for it in told(found, name))
     plain = {name: value for name, value in found.items() if not isinstance(value, list | dict)}
     hidden = ("path", "kind", "sha256")
     yield _table([], [(name, _said(name, value)) for name, value in plain.items() if name not in hidden])

@@ -6,10 +6,10 @@ import contextlib
 import tempfile
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
+import click
 
 from engram._progress import bytes_bar
+from engram.cli.ending import print_json, problem, table
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.persist import parts
@@ -50,6 +50,7 @@ def reshard(
     overflow: Literal["cut", "fill"],
     max_drop_fraction: float,
     dry_run: bool,
+    as_json: bool = False,
 ) -> None:
     """Plan, print the plan, and write it unless it is a dry run.
 
@@ -74,10 +75,15 @@ def reshard(
             made.rows(rank)
             made.parts(checkpoint, rank)
         _check_rows(made)
-        _show(checkpoint, made, disagreements(checkpoint, made))
-        if not dry_run:
-            name = _write(checkpoint, made, target)
-            Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
+        if not as_json:
+            _show(checkpoint, made, disagreements(checkpoint, made))
+        wrote = None if dry_run else target / _write(checkpoint, made, target)
+        if as_json:
+            notes = [problem(text, str(checkpoint.folder)) for text in disagreements(checkpoint, made)]
+            found = {"source": str(checkpoint.folder), "wrote": None if wrote is None else str(wrote)}
+            print_json({**found, **reshard_report(made, checkpoint.ranks), "problems": [], "notes": notes})
+        elif wrote is not None:
+            click.echo(f"wrote {wrote}")
 
 
 def _check_rows(made: Reshard) -> None:
@@ -129,30 +135,19 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
 
 def _show(checkpoint: Checkpoint, made: Reshard, differing: Iterable[str]) -> None:
     found = reshard_report(made, checkpoint.ranks)
-    console = Console(highlight=False)
-    console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "rank",
-        "lanes",
-        "rows per lane",
-        "episodes",
-        "steps",
-        "smallest lane",
-        "largest lane",
-        "unused rows",
-    ):
-        table.add_column(column, justify="right")
-    for it in found["targets"]:
-        table.add_row(*(str(value) for value in it.values()))
-    console.print(table)
+    click.echo(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}")
+    columns = ("rank", "lanes", "rows", "episodes", "steps", "smallest", "largest", "unused")
+    rows = [columns, *(it.values() for it in found["targets"])]
+    for line in table([[*row] for row in rows], right=range(len(columns))):
+        click.echo(line)
+    click.echo("rows: of a lane; smallest, largest: rows in the lane that has fewest, most; unused: of all lanes")
     counts = {"saved": found["saved"], "kept": found["kept"], "truncated": found["truncated"]}
     counts |= {f"dropped: {reason}": count for reason, count in found["dropped"].items() if count["episodes"]}
     for what, count in counts.items():
-        console.print(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
-    console.print(f"plan {found['plan']}", soft_wrap=True)
+        click.echo(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
+    click.echo(f"plan {found['plan']}")
     for text in differing:
-        console.print(text, soft_wrap=True)
+        click.echo(text)
 
 
 def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:

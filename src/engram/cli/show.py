@@ -1,21 +1,23 @@
-"""Prints a description or a report as lines of text: the same on a terminal of any width and in a pipe.
+"""Prints all of a description, or a report, as lines of text: the same on a terminal of any width and in a pipe.
 
 Lines are never wrapped, so that names and numbers can be read and copied whole.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import click
 import msgspec
-from rich.console import Console
-from rich.text import Text
 
 from engram._words import count
+from engram.format.problems import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from engram.cli.doctor import Finding
     from engram.format.verify import Report
 
 #: Entries of up to so many characters share a line.
@@ -35,6 +37,7 @@ class _Row(msgspec.Struct):
     episodes: int = 0
     bytes: int = 0
     bytes_linked: int = 0
+    age_s: float = 0.0
 
 
 class _Vote(msgspec.Struct):
@@ -56,59 +59,94 @@ class _Attempt(msgspec.Struct):
     totals: _Count
 
 
+class _Said(msgspec.Struct):
+    """An entry of ``problems`` or ``notes``."""
+
+    file: str
+    offset: int | None
+    what: str
+
+
 def show_description(found: dict[str, object]) -> None:
-    """Print what ``describe`` found."""
+    """Print all that ``describe`` found."""
     entries = {key: value for key, value in found.items() if key not in ("problems", "notes", "checkpoints")}
     lines = [*_block(entries)]
-    problems, notes = (msgspec.convert(found[entry], list[str]) for entry in ("problems", "notes"))
+    if found["kind"] == "series":
+        lines += ["", *checkpoint_lines(found)]
+    if "votes" in found:
+        lines += ["", *what_to_do(found)]
+    for line in lines:
+        click.echo(line)
+    show_problems(found)
+
+
+def show_findings(found: Sequence[Finding]) -> None:
+    """Print what ``engram doctor`` found, and below each thing what to do."""
+    width = max(len(it.name) for it in found)
+    for it in found:
+        line = f"{it.status:<4} {it.name:<{width}} {plain(it.value)}"
+        click.secho(line, fg="red", bold=True) if it.status == "BAD" else click.echo(line)
+        if it.advice:
+            click.echo(f"     {'':<{width}} {plain(it.advice)}")
+
+
+def show_problems(found: dict[str, object]) -> None:
+    """Print what is damaged, and notes, but for what the lines above say already."""
+    problems, notes = told(found, "problems"), told(found, "notes")
     known: set[str] = set()
     if found["kind"] == "series":
         rows = msgspec.convert(found["checkpoints"], list[_Row])
-        lines += ["", *_checkpoints(rows)]
         known |= {f"{found['path']}/{row.name}: {row.status}." for row in rows}
     if "votes" in found:
-        lines += ["", *_what_to_do(msgspec.convert(found, _Attempt))]
         no_checkpoint = (
             f"{found['path']}: undecided",
             f"{found['path']}/manifest.json: expected a complete checkpoint",
         )
-        known |= {problem for problem in problems if problem.startswith(no_checkpoint)}
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
-    _say(console, "note: ", (note for note in notes if note not in known), "")
-    _say(console, "DAMAGED ", (problem for problem in problems if problem not in known), "bold red")
+        known |= {str(problem) for problem in problems if str(problem).startswith(no_checkpoint)}
+    _say(notes=[note for note in notes if str(note) not in known])
+    _say(problems=[problem for problem in problems if str(problem) not in known])
 
 
 def show_report(report: Report) -> None:
     """Print what ``verify`` found."""
-    console = Console(highlight=False)
-    _say(console, "note: ", report.notes, "")
-    _say(console, "DAMAGED ", report.problems, "bold red")
+    _say(report.notes, report.problems)
     if report.good:
-        console.print(Text(f"ok  {report.kind} {report.path} ({report.level})"), soft_wrap=True)
+        click.echo(f"ok  {report.kind} {plain(report.path)} ({report.level})")
 
 
-def _say(console: Console, what: str, each: Iterable[object], style: str) -> None:
-    for it in each:
-        console.print(Text(f"{what}{_plain(it)}", style=style), soft_wrap=True)
+def told(found: Mapping[str, object], entry: str) -> list[Problem]:
+    """The ``problems`` or ``notes`` of a description."""
+    return [Problem(Path(it.file), it.what, it.offset) for it in msgspec.convert(found[entry], list[_Said])]
 
 
-def _checkpoints(rows: Sequence[_Row]) -> Iterator[str]:
-    """A line for each: its name, and what it holds, or why it is no checkpoint."""
-    columns = ("ranks", "steps", "episodes", "bytes", "linked")
-    whole = ((row.world, row.steps, row.episodes, row.bytes, _size(row.bytes_linked)) for row in rows if row.world)
+def _say(notes: Iterable[object] = (), problems: Iterable[object] = ()) -> None:
+    for note in notes:
+        click.echo(f"note: {plain(note)}")
+    for problem in problems:
+        click.secho(f"DAMAGED {plain(problem)}", fg="red", bold=True)
+
+
+def checkpoint_lines(found: Mapping[str, object]) -> Iterator[str]:
+    """A line for each checkpoint of a series: its name, and what it holds, or why it is no checkpoint."""
+    rows = msgspec.convert(found["checkpoints"], list[_Row])
+    columns = ("ranks", "steps", "episodes", "bytes", "linked", "age")
+    whole = (
+        (row.world, row.steps, row.episodes, row.bytes, said_size(row.bytes_linked), said_age(row.age_s))
+        for row in rows
+        if row.world
+    )
     header, *said = _table([dict(zip(columns, values, strict=True)) for values in whole], columns)
     width = max((len(row.name) for row in rows), default=0)
     yield f"{'checkpoint':<{width}}  {header}"
     rest = iter(said)
     for row in rows:
         status = row.status if row.status.startswith(("undecided", "aborted")) else f"damaged: {row.status}"
-        yield f"{row.name:<{width}}  {next(rest) if row.world else _plain(status)}"
+        yield f"{row.name:<{width}}  {next(rest) if row.world else plain(status)}"
 
 
-def _what_to_do(attempt: _Attempt) -> Iterator[str]:
+def what_to_do(found: Mapping[str, object]) -> Iterator[str]:
     """What can be done with an attempt that is no checkpoint."""
+    attempt = msgspec.convert(found, _Attempt)
     by_vote: dict[str, list[int]] = {"yes": [], "no": [], "none": []}
     for vote in attempt.votes:
         by_vote[vote.vote].append(vote.rank)
@@ -144,9 +182,9 @@ def _block(entries: Mapping[str, object]) -> Iterator[str]:
     for key, value in entries.items():
         text = texts[key]
         if text is not None:
-            yield f"{_plain(key):<{width}}  {text}"
+            yield f"{plain(key):<{width}}  {text}"
             continue
-        yield _plain(key)
+        yield plain(key)
         if isinstance(value, dict):
             yield from (f"  {line}" for line in _block(value))
             continue
@@ -168,7 +206,8 @@ def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> Iter
     """A line of names, and one for each row; numbers to the right."""
     cells = [[_short(column, row[column]) or "" if column in row else "" for column in columns] for row in rows]
     right = [
-        all(isinstance(row.get(column, 0), int | float) or column == "linked" for row in rows) for column in columns
+        all(isinstance(row.get(column, 0), int | float) or column in ("linked", "age") for row in rows)
+        for column in columns
     ]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in (columns, *cells):
@@ -185,21 +224,29 @@ def _short(key: str, value: object) -> str | None:
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         return None
     if key == "key" and isinstance(value, list):
-        return _plain(".".join(value))
+        return plain(".".join(value))
     if "bytes" in key and type(value) is int:
-        return _size(value)
+        return said_size(value)
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "–" if value in (None, "", [], (), {}) and key != "shape" else _plain(value)
+    return "–" if value in (None, "", [], (), {}) and key != "shape" else plain(value)
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
     """A value as text, without characters that move a terminal's cursor: texts come from files."""
     text = str(value)
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def _size(nbytes: int) -> str:
+def said_age(seconds: float) -> str:
+    """A time span in its largest unit: ``40 s``, ``12 min``, ``5 h``, ``3 days``."""
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def said_size(nbytes: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -16,7 +19,16 @@ if TYPE_CHECKING:
 _AGAIN = "\x1b[H\x1b[J"
 
 
-def show(store: str, token: str | None, tls_root: str | None, every: float, count: int | None, out: IO[str]) -> None:
+def show(
+    store: str,
+    token: str | None,
+    tls_root: str | None,
+    every: float,
+    count: int | None,
+    out: IO[str],
+    *,
+    as_json: bool = False,
+) -> None:
     """Look again and again, ``count`` times or for ever. Raises what opening the store or asking the server raises."""
     if Path(store).is_dir():
         rb = ReplayBuffer.open(store, readonly=True, sampler=RandomSampler())  # priorities would be copied
@@ -28,9 +40,21 @@ def show(store: str, token: str | None, tls_root: str | None, every: float, coun
         while count is None or looks < count:
             time.sleep(every)
             now, at = rb.stats(), time.monotonic()
-            text = "\n".join([store, *lines(now, before, at - began)])
-            print(f"{_AGAIN if screen else ''}{text}\n", file=out, flush=True)
+            if as_json:
+                seconds, rates = at - began, rates_of(now, before, at - began)
+                text = json.dumps({"store": store, "seconds": seconds, **now, **rates, "problems": []})
+            else:
+                said = [store, *lines(now, before, at - began)]
+                width = shutil.get_terminal_size().columns if screen else sys.maxsize
+                text = f"{_AGAIN if screen else ''}{chr(10).join(line[:width] for line in said)}\n"
+            print(text, file=out, flush=True)
             before, began, looks = now, at, looks + 1
+
+
+def rates_of(now: Mapping[str, float], before: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Rows inserted and, where that is counted, sampled per second between two looks."""
+    of = {"inserts_per_s": "write_count", "samples_per_s": "limit_samples"}
+    return {name: max(0.0, now[key] - before.get(key, 0)) / seconds for name, key in of.items() if key in now}
 
 
 def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float) -> Iterator[str]:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import click
 
-SAMPLERS = ("prioritized", "uniform")
-MOST_ACTORS = 64
 #: Exit code after Ctrl-C.
 INTERRUPTED = 130
 

@@ -7,6 +7,8 @@ import os
 import struct
 import sys
 from array import array
+from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,8 @@ import msgspec
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, schema, series, tables
-from engram.format.checkpoints import Checkpoint, Totals, added
+from engram.format.checkpoints import MANIFEST, Checkpoint, Totals, added
+from engram.format.histograms import MOST, histogram
 from engram.format.part_reader import PartReader
 from engram.format.schema import PartField
 from engram.format.verify import is_aborted, kind_of, read_store, verify
@@ -36,7 +39,8 @@ _PRIORITIES = struct.Struct("=8sQQdddd")
 def describe(path: Path) -> Entries:
     """A description of a dump, a checkpoint, an attempt at one, a series, a part or a live store, in JSON values.
 
-    ``problems`` in it lists what is damaged, as ``verify`` finds it at level ``meta``. What cannot be read is left out.
+    ``problems`` in it lists what is damaged, as ``verify`` finds it at level ``meta``: each with ``file``, ``offset`` and ``what``.
+    What cannot be read is left out. Times are those of files; ``age_s`` are seconds since then.
 
     Raises:
         FileNotFoundError: nothing of ours lies there.
@@ -62,9 +66,20 @@ def describe(path: Path) -> Entries:
                 found |= _checkpoint(checkpoint)
     except (CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore):
         assert report.problems, "what cannot be read is a problem"
-    found["problems"] = [str(problem) for problem in report.problems]
-    found["notes"] = [str(note) for note in report.notes]
+    found["problems"] = [problem.entry() for problem in report.problems]
+    found["notes"] = [note.entry() for note in report.notes]
     return found
+
+
+def moment(name: str, *paths: Path) -> Entries:
+    """When the last of these files was changed, under that name, and ``age_s``; nothing, if one is missing."""
+    try:
+        changed = max(path.stat().st_mtime for path in paths)
+    except OSError:
+        return {}
+    at = datetime.fromtimestamp(changed, UTC)
+    age = max(0.0, (datetime.now(UTC) - at).total_seconds())
+    return {name: at.strftime("%Y-%m-%dT%H:%M:%SZ"), "age_s": round(age, 1)}
 
 
 def _field(field: schema.Column) -> Entries:
@@ -127,6 +142,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Entries:
         "trigger": manifest.trigger,
         "parent": manifest.parent,
         "user": manifest.user,
+        **moment("saved", checkpoint.folder / MANIFEST),
         "totals": msgspec.to_builtins(added(totals)),
         "shards": shards,
     }
@@ -165,11 +181,12 @@ def _priorities_of(part: PartReader, state: object) -> Entries | None:
         return None
     names = {"alpha": "alpha", "beta": "beta", "eps": "eps", "highest": "max_priority"}
     parameters = {name: state[key] for key, name in names.items() if key in state}
-    return parameters | _priorities(part.arrays[number].nbytes, lambda into, offset: part.read(number, offset, into))
+    return _priorities(parameters, part.arrays[number].nbytes, lambda into, offset: part.read(number, offset, into))
 
 
-def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> dict[str, int]:
-    """How many, of how many steps, and of which kinds. ``every``: by lane and position."""
+def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> Entries:
+    """How many, of how many steps, of which kinds, and how long those are that are complete. ``every``: by lane and position."""
+    lengths = Counter[float]()
     kinds = dict.fromkeys(("complete", "open", "headless", "both", "mid", "orphan"), 0)
     count = shortest = longest = 0
     lane, seen = -1, set[int]()
@@ -180,9 +197,18 @@ def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> dict[str,
         longest = max(longest, steps)
         if it.lane != lane:
             lane, seen = it.lane, set()
-        kinds[_kind(it.flags, oldest=it.first % columns not in seen)] += 1
+        kind = _kind(it.flags, oldest=it.first % columns not in seen)
+        kinds[kind] += 1
         seen.add(it.first % columns)
-    return {"count": count, "shortest": shortest, "longest": longest, **kinds}
+        if kind == "complete":
+            lengths[steps] += 1
+    return {
+        "count": count,
+        "shortest": shortest,
+        "longest": longest,
+        **kinds,
+        "lengths": histogram(lengths, whole=True),
+    }
 
 
 def _kind(flags: int, *, oldest: bool) -> str:
@@ -195,10 +221,12 @@ def _kind(flags: int, *, oldest: bool) -> str:
     return "orphan"
 
 
-def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> Entries:
-    """Of the leaves above zero: how many, the smallest and the largest. Of all: the sum."""
+def _priorities(parameters: Entries, nbytes: int, read: Callable[[memoryview, int], None]) -> Entries:
+    """Of the leaves above zero: how many, the smallest and the largest. Of all: the sum. And a histogram of priorities."""
     live, total, smallest, largest = 0, 0.0, math.inf, 0.0
+    looked = Counter[float]()
     chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
+    step = -(-nbytes // 8 // MOST) or 1
     for at in range(0, nbytes, _CHUNK):
         piece = chunk[: min(_CHUNK, nbytes - at)]
         read(piece, at)
@@ -210,9 +238,24 @@ def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> Entries
         if positive:
             live += len(positive)
             total += math.fsum(positive)
-            positive.sort()
-            smallest, largest = min(smallest, positive[0]), max(largest, positive[-1])
-    return {"drawable": live, "sum": total, "min": smallest if live else None, "max": largest if live else None}
+            smallest, largest = min(smallest, *positive), max(largest, *positive)
+            looked.update(leaf for leaf in leaves[::step] if leaf > 0)
+    found = {"drawable": live, "sum": total, "min": smallest if live else None, "max": largest if live else None}
+    return parameters | found | {"histogram": histogram(_of_leaves(looked, parameters))}
+
+
+def _of_leaves(leaves: Counter[float], parameters: Entries) -> Counter[float]:
+    """The priorities that have these leaves, ``(priority + eps) ** alpha``. Without an exponent, or with 0, the leaves."""
+    alpha, eps = parameters.get("alpha"), parameters.get("eps", 0.0)
+    if not isinstance(alpha, float) or not isinstance(eps, float) or not 0 < alpha < math.inf or not math.isfinite(eps):
+        return leaves
+    priorities = Counter[float]()
+    for leaf, number in leaves.items():
+        try:
+            priorities[max(leaf ** (1 / alpha) - eps, 0.0)] += number
+        except OverflowError:
+            return leaves
+    return priorities
 
 
 def _series(root: Path) -> Entries:
@@ -226,6 +269,7 @@ def _series(root: Path) -> Entries:
             with known.open(folder) as checkpoint:
                 totals = [checkpoint.shard(rank).totals for rank in range(checkpoint.manifest.world)]
                 row |= {"status": "complete", "world": checkpoint.manifest.world, **_in_short(totals)}
+                row |= moment("saved", folder / MANIFEST)
         else:
             row["status"] = wrong.what
         rows.append(row)
@@ -236,15 +280,18 @@ def _series(root: Path) -> Entries:
 def _store(path: Path) -> Entries:
     folder = path / layout.FOLDER
     decoded, header = read_store(path)
-    lanes = bytearray(control.control_bytes(header.lanes) - control.FIXED_BYTES)
-    _read_file(folder / layout.CONTROL, memoryview(lanes), control.FIXED_BYTES)
-    filled = control.filled(bytes(lanes), header)
+    raw = bytearray(control.control_bytes(header.lanes))
+    _read_file(folder / layout.CONTROL, memoryview(raw), 0)
+    filled = control.filled(bytes(raw[control.FIXED_BYTES :]), header)
     return {
+        **moment("created", folder / layout.STORE),
+        **moment("written", folder / layout.CONTROL, folder / layout.TICKETS),
         "capacity": decoded.capacity,
         "lanes": {"count": decoded.lanes, "fewest_rows": min(filled), "most_rows": max(filled)},
         "columns": list(decoded.columns),
         "rows": sum(filled),
         "clean": header.clean,
+        "processes": [] if header.clean else control.processes(bytes(raw[: control.FIXED_BYTES])),
         "row_bytes": decoded.row_bytes,
         "bytes": decoded.row_bytes * decoded.capacity,
         "fields": [*map(_field, decoded.fields)],
@@ -261,8 +308,8 @@ def _index(path: Path) -> Entries:
     _read_file(path, memoryview(page), 0)
     magic, leaves, _, eps, alpha, beta, highest = _PRIORITIES.unpack_from(page)
     if magic == b"engprio\1" and leaves * 8 <= nbytes - len(page):
-        found |= {"alpha": alpha, "beta": beta, "eps": eps, "max_priority": highest}
-        found |= _priorities(leaves * 8, lambda into, offset: _read_file(path, into, len(page) + offset))
+        parameters: Entries = {"alpha": alpha, "beta": beta, "eps": eps, "max_priority": highest}
+        found |= _priorities(parameters, leaves * 8, lambda into, offset: _read_file(path, into, len(page) + offset))
     return found
 
 

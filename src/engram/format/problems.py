@@ -31,6 +31,10 @@ class Problem(NamedTuple):
         where = "" if self.offset is None else f" at byte {self.offset}"
         return f"{self.path}{where}: {self.what.removesuffix('.')}."
 
+    def entry(self) -> dict[str, str | int | None]:
+        """In JSON values: the same form in every command's answer."""
+        return {"file": str(self.path), "offset": self.offset, "what": self.what}
+
 
 def corrupt(path: StrPath, what: str, offset: int | None = None) -> CorruptCheckpoint:
     """An exception that carries a :class:`Problem`."""

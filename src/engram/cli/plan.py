@@ -1,0 +1,245 @@
+"""``engram plan``: how much a buffer will take, from a sample, a description or a store. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from engram._core import priority_bytes
+from engram._memory import available_memory, missing_share
+from engram.cli.ending import Misuse, table
+from engram.cli.show import plain, said_size
+from engram.format import control, layout, schema
+from engram.format.schema import DTYPES, Field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_SPEC = re.compile(r"(?P<dtype>[a-z]+[0-9]*)(?:\[(?P<shape>[0-9, ]*)\])?")
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+class PlannedField(msgspec.Struct):
+    """A field of the plan."""
+
+    key: list[str]
+    dtype: str
+    shape: list[int]
+    row_bytes: int
+    bytes: int
+
+
+class Plan(msgspec.Struct):
+    """What a buffer takes."""
+
+    capacity: int
+    fields: list[PlannedField]
+    row_bytes: int
+    bytes: int
+    """Of all rows."""
+    overhead: int
+    """Beside the rows: tickets, and the control block of a store with one lane."""
+    priorities: int
+    """Beside those, if a sampler draws by priority."""
+    available: int
+    """Memory that this process may have."""
+    disk_free: int
+    """Where temporary files lie."""
+    memory: int
+    """As it was given, else what is available."""
+    from_disk: float
+    """The share of rows that does not fit into that memory."""
+    advice: list[str]
+    problems: list[dict[str, str | int | None]] = []
+
+
+def planned(sample: Path | None, given: Sequence[str], capacity: int, *, batch: bool, memory: str | None) -> Plan:
+    """The plan of a buffer.
+
+    Raises:
+        Misuse: there are no fields, or the sample, a field or the size cannot be read.
+        ValueError: such rows cannot be stored. OSError: as reading the sample.
+    """
+    found = {} if sample is None else {it.key: it for it in _read(sample, batch=batch)}
+    for text in given:
+        name, equals, spec = text.partition("=")
+        if not equals or not name:
+            raise Misuse(f"--field {text!r}: expected NAME=DTYPE[SHAPE], such as obs=uint8[4,84,84].")
+        key = tuple(name.split("."))
+        found[key] = _field(key, spec, f"--field {text!r}")
+    if not found:
+        raise Misuse("plan: expected a SAMPLE or --field NAME=DTYPE[SHAPE], got neither.")
+    fields = [*found.values()]
+    if clash := [
+        it.key for it in fields if any(it.key == other.key[: len(it.key)] for other in fields if other is not it)
+    ]:
+        raise Misuse(f"plan: {'.'.join(clash[0])} is both a field and the beginning of another one's name.")
+    schema.validate_fields(fields, capacity)
+    row_bytes = sum(it.row_bytes for it in fields)
+    overhead = layout.tickets_bytes(capacity) + control.control_bytes(1)
+    priorities = priority_bytes(capacity, True)
+    available = available_memory()
+    have = available if memory is None else _size(memory)
+    missing = missing_share(max(1, row_bytes * capacity), have, overhead + priorities)
+    return Plan(
+        capacity=capacity,
+        fields=[PlannedField([*it.key], it.dtype, [*it.shape], it.row_bytes, it.row_bytes * capacity) for it in fields],
+        row_bytes=row_bytes,
+        bytes=row_bytes * capacity,
+        overhead=overhead,
+        priorities=priorities,
+        available=available,
+        disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
+        memory=have,
+        from_disk=missing,
+        advice=[*_advice(fields, row_bytes * capacity, have, missing)],
+    )
+
+
+def show_plan(plan: Plan) -> None:
+    """Print it as a table."""
+    rows = [
+        (plain(".".join(it.key)), it.dtype, str(it.shape), said_size(it.row_bytes), said_size(it.bytes))
+        for it in plan.fields
+    ]
+    for line in table([("field", "dtype", "shape", "a row", f"{plan.capacity:,} rows"), *rows], right=[3, 4]):
+        click.echo(line)
+    click.echo("")
+    facts = [
+        ("rows", said_size(plan.bytes), f"{said_size(plan.row_bytes)} a row"),
+        ("beside them", said_size(plan.overhead), "tickets"),
+        ("priorities", said_size(plan.priorities), "if a sampler draws by them"),
+        ("memory", said_size(plan.memory), "given" if plan.memory != plan.available else "available to a process here"),
+        ("disk", said_size(plan.disk_free), f"free in {tempfile.gettempdir()}"),
+    ]
+    for line in table(facts, right=[1]):
+        click.echo(line)
+    for text in plan.advice:
+        click.echo(text)
+
+
+def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -> Iterator[str]:
+    if missing:
+        share = f"{missing:.0%} of the rows do not fit into memory"
+        yield f"{share}: LazyMemmapStorage keeps them on disk, and 'engram doctor DIR' says how many batches per second that makes."
+    elif nbytes > memory / 2:
+        yield "The rows take more than half of the memory: LazyMemmapStorage lets the kernel drop what is not in use."
+    wide = [".".join(it.key) for it in fields if it.dtype == "float64"]
+    if wide:
+        saved = sum(it.row_bytes for it in fields if it.dtype == "float64") // 2
+        yield f"float64: {', '.join(wide)}. dtypes={{…: torch.float32}} of the storage saves {said_size(saved)} a row."
+    images = [".".join(it.key) for it in fields if it.dtype.startswith("float") and len(it.shape) >= 3]
+    if images:
+        yield f"images as floats: {', '.join(images)}. uint8 takes a quarter of float32; DTypeCastTransform makes floats of a batch."
+    doubles = [it for it in fields if it.key[0] == "next" and any(it.key[1:] == other.key for other in fields)]
+    if doubles:
+        saved = sum(it.row_bytes for it in doubles)
+        yield f"stored twice: {', '.join('.'.join(it.key) for it in doubles)}. NextFromFollowing saves up to {said_size(saved)} a row."
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
+    if sample.is_dir():
+        return _of_ours(sample)
+    if sample.suffix == ".json":
+        return _of_json(sample)
+    if sample.suffix in (".npz", ".npy"):
+        return _of_arrays(sample, batch=batch)
+    raise Misuse(f"{sample}: expected an .npz, .npy or .json file, or a folder of engram's, got another.")
+
+
+def _of_ours(path: Path) -> Iterator[Field]:
+    from engram.format.describe import describe
+
+    found = describe(path)
+    if found["kind"] == "store":
+        fields = found.get("fields")
+    else:
+        parts = (part for shard in _list(found.get("shards")) for part in _dict(_dict(shard).get("parts")).values())
+        fields = next((_dict(part)["fields"] for part in parts if "fields" in _dict(part)), None)
+    if not fields:
+        raise Misuse(f"{path}: expected a store, a dump or a checkpoint with rows, got a {found['kind']} without.")
+    for it in _list(fields):
+        entry = _dict(it)
+        yield msgspec.convert({name: entry[name] for name in ("key", "dtype", "shape")}, Field)
+
+
+def _of_json(path: Path) -> Iterator[Field]:
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Misuse(f"{path}: expected JSON, got something else: {error}.") from error
+    if not isinstance(described, dict):
+        raise Misuse(f'{path}: expected an object such as {{"obs": "uint8[4,84,84]"}}, got another value.')
+    yield from _nested(described, (), str(path))
+
+
+def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str) -> Iterator[Field]:
+    for name, it in described.items():
+        key = (*above, name)
+        if isinstance(it, str):
+            yield _field(key, it, f"{where}: {'.'.join(key)}")
+        elif isinstance(it, dict) and isinstance(it.get("dtype"), str):
+            shape = it.get("shape", [])
+            if not isinstance(shape, list) or any(type(size) is not int for size in shape):
+                raise Misuse(f"{where}: {'.'.join(key)}: expected a shape such as [4, 84, 84], got {shape!r:.80}.")
+            yield _field(key, f"{it['dtype']}[{','.join(map(str, shape))}]", f"{where}: {'.'.join(key)}")
+        elif isinstance(it, dict):
+            yield from _nested(it, key, where)
+        else:
+            raise Misuse(f"{where}: {'.'.join(key)}: expected a dtype such as 'float32[3]', got {it!r:.80}.")
+
+
+def _of_arrays(path: Path, *, batch: bool) -> Iterator[Field]:
+    import numpy as np
+
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        arrays = (
+            {layout.SINGLE: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+        )
+    except (ValueError, EOFError) as error:
+        raise Misuse(f"{path}: expected arrays of numbers, got something else: {error}") from error
+    for name, array in arrays.items():
+        if batch and not array.ndim:
+            raise Misuse(f"{path}: {name}: --batch expects a first dimension of rows, got a scalar.")
+        shape = array.shape[1:] if batch else array.shape
+        key = tuple(name.replace("/", ".").split("."))
+        yield _field(key, f"{array.dtype.name}[{','.join(map(str, shape))}]", f"{path}: {name}")
+
+
+def _field(key: tuple[str, ...], spec: str, where: str) -> Field:
+    match = _SPEC.fullmatch(spec.strip())
+    if match is None or match["dtype"] not in DTYPES:
+        raise Misuse(
+            f"{where}: expected a dtype of {', '.join(DTYPES)}, and a shape such as [4,84,84], got {spec!r:.80}."
+        )
+    sizes = [size.strip() for size in (match["shape"] or "").split(",")]
+    if any(not size for size in sizes) and sizes != [""]:
+        raise Misuse(f"{where}: expected a shape such as [4,84,84], got {spec!r:.80}.")
+    return Field(key, match["dtype"], tuple(int(size) for size in sizes if size))
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match["number"]):
+        raise Misuse(f"--memory {text!r}: expected a size such as 16GB or 500MB.")
+    return round(float(match["number"]) * _UNITS[match["unit"].lower()])
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
