@@ -308,10 +308,8 @@ def reshard(
 
     Exit code: 0, 1 if SOURCE is damaged or cannot be redistributed like this, 2 if there is no SOURCE or TARGET is the same folder.
     """
+    _ours(source)
     with refusing():
-        from engram.format.verify import kind_of
-
-        kind_of(_folder(source))  # raises before torch is imported
         from engram.cli.reshard import reshard as act
 
         act(source, target, ranks, lanes, dry_run=dry_run, as_json=as_json, **how)
@@ -411,12 +409,10 @@ def serve(
 
     TCP needs a token; an address that other machines reach needs a certificate, too.
 
-    Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY is missing.
+    Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
+    _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
-        from engram.format.verify import kind_of
-
-        kind_of(_folder(directory))  # raises before torch is imported
         from engram.serving.listening import listening
         from engram.serving.run import run
 
@@ -458,13 +454,11 @@ def top(store: str, token: str | None, tls_root: str | None, every: float, count
 
     STORE is a directory, which is only read, beside processes that write; or the address of a server.
 
-    Exit code: 0 after --count looks, 1 if there is no such store or the server is gone, 130 after Ctrl-C.
+    Exit code: 0 after --count looks, 1 if the server is gone, 2 if there is nothing of engram's at STORE, 130 after Ctrl-C.
     """
+    if ":" not in store or Path(store).is_dir():
+        _ours(Path(store))
     with refusing("serve", oserror=Refusal):
-        if ":" not in store:
-            from engram.format.verify import kind_of
-
-            kind_of(_folder(Path(store)))  # raises before torch is imported
         from engram.cli.top import show
 
         show(store, token, tls_root, every, count, sys.stdout, as_json=as_json)
@@ -492,6 +486,14 @@ def _folder(path: Path) -> Path:
     if not is_folder:
         raise Misuse(f"{path}: expected a folder, found a file.")
     return path
+
+
+def _ours(path: Path) -> None:
+    """Ends the command unless something of engram's is there: before torch is imported."""
+    with refusing():
+        from engram.format.verify import kind_of
+
+        kind_of(_folder(path))
 
 
 def _write(out: Path, made: bytes) -> None:

@@ -87,8 +87,9 @@ class Commands(click.Group):
     ) -> click.Context:
         with _told_apart():  # where --help is answered
             for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, io.TextIOWrapper):
-                    stream.reconfigure(errors="backslashreplace")  # of a terminal that has not all characters
+                with contextlib.suppress(OSError):
+                    if isinstance(stream, io.TextIOWrapper):
+                        stream.reconfigure(errors="backslashreplace")  # of a terminal that has not all characters
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -113,7 +114,7 @@ def refusing(extra: str | None = None, *, oserror: type[Refusal] = Misuse) -> It
         module = (error.name or "").partition(".")[0]
         brings = extra or _EXTRAS.get(module)
         install = f'pip install "engram-replay[{brings}]"' if brings else f"pip install {module}"
-        raise Refusal(f"engram {command} needs {error.name}: {install}") from error
+        raise Refusal(f"engram {command} needs {module}: {install}") from error
     except EngramError as error:
         raise Refusal(str(error)) from error
     except OSError as error:

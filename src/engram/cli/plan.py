@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,8 +15,8 @@ import msgspec
 
 from engram._core import priority_bytes
 from engram._memory import available_memory, missing_share
-from engram.cli.ending import Misuse, table
-from engram.cli.show import plain, said_size
+from engram.cli.ending import Misuse, Refusal, table
+from engram.cli.show import plain, said_size, told
 from engram.format import control, layout, schema
 from engram.format.schema import DTYPES, Field
 
@@ -151,6 +152,8 @@ def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -
 def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
     if sample.is_dir():
         return _of_ours(sample)
+    if not sample.exists():
+        raise Misuse(f"{sample}: expected an .npz, .npy or .json file, or a folder of engram's, found nothing.")
     if sample.suffix == ".json":
         return _of_json(sample)
     if sample.suffix in (".npz", ".npy"):
@@ -162,6 +165,8 @@ def _of_ours(path: Path) -> Iterator[Field]:
     from engram.format.describe import describe
 
     found = describe(path)
+    for it in told(found, "problems"):
+        raise Refusal(str(it))
     if found["kind"] == "store":
         fields = found.get("fields")
     else:
@@ -204,10 +209,13 @@ def _of_arrays(path: Path, *, batch: bool) -> Iterator[Field]:
     import numpy as np
 
     try:
-        loaded = np.load(path, allow_pickle=False)
-        arrays = (
-            {layout.SINGLE: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
-        )
+        with contextlib.ExitStack() as stack:
+            loaded = np.load(path, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                arrays = {layout.SINGLE: loaded}
+            else:
+                stack.enter_context(loaded)
+                arrays = {name: loaded[name] for name in loaded.files}
     except (ValueError, EOFError) as error:
         raise Misuse(f"{path}: expected arrays of numbers, got something else: {error}") from error
     for name, array in arrays.items():

@@ -54,7 +54,7 @@ def _edges(low: float, high: float) -> list[float]:
         inner = [low * (high / low) ** (bar / BARS) for bar in range(1, BARS)]
     else:
         inner = [low + (high - low) * bar / BARS for bar in range(1, BARS)]
-    return [low, *inner, high]
+    return [low, *dict.fromkeys(edge for edge in inner if low < edge < high), high]
 
 
 def _whole_edges(low: int, high: int) -> list[float]:
