@@ -90,5 +90,6 @@ def _closed(cls: type) -> type:
         if name.startswith("__") and name.endswith("__") and callable(method)
     }
     methods = {name: _refused(name) for name in {*special, *_COPYING} - _OF_ALL_OBJECTS}
+    shown = dict.fromkeys({"__repr__", *(special & {"__rich__"})}, _text)
     known = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {**known, **methods, "__getattribute__": _attribute, "__repr__": _text})
+    return type(cls)(cls.__name__, (cls,), {**known, **methods, **shown, "__getattribute__": _attribute})

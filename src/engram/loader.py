@@ -121,7 +121,11 @@ class DeviceLoader:
     def __init__(self, rb: Any, device: torch.device | str | int, depth: int = 2, *, return_info: bool = False) -> None:
         self.depth = check_count("DeviceLoader: depth", depth, "batch")
         self.device = existing_device(device, "DeviceLoader: device")
-        if rb.batch_size is None:
+        try:
+            batch_size = rb.batch_size
+        except AttributeError as error:
+            raise TypeError(f"DeviceLoader: rb: expected a buffer, got {type(rb).__name__}.") from error
+        if batch_size is None:
             raise RuntimeError("DeviceLoader: expected a buffer with a batch size: ReplayBuffer(batch_size=…).")
         self.rb = rb
         self.return_info = bool(return_info)

@@ -140,7 +140,7 @@ def prepare_load(component: Any, state: object, where: str) -> Commit:
         TypeError: no such tree.
     """
     if not isinstance(state, dict):
-        raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
+        raise TypeError(f"{where}: expected a dict that state_dict() returned, got a {type(state).__name__}.")
     if isinstance(component, Stateful):
         return component.prepare_load(state)
     if not callable(getattr(component, "load_state_dict", None)):
@@ -192,7 +192,7 @@ def read_from(where: str) -> Iterator[None]:
 def check_keys(state: object, names: Iterable[str], where: str) -> None:
     """Raise unless ``state`` is a dict with exactly these keys: ``TypeError``, ``KeyError``."""
     if not isinstance(state, dict):
-        raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
+        raise TypeError(f"{where}: expected a dict that state_dict() returned, got a {type(state).__name__}.")
     expected = sorted(names)
     if sorted(map(str, state)) != expected:
         wanted = f"a state with {expected}" if expected else "an empty state"

@@ -1,4 +1,4 @@
-"""A buffer for people: its text, its table in a notebook, and its numbers."""
+"""A buffer for people: its text, its tree in a terminal, its table in a notebook, and its numbers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engram.format.histograms import histogram
+from engram.format.schema import name_of
 from engram.limits import limit_stats
+from engram.plotting.rows import Scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.tree import Tree
+
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
+    from engram.format.histograms import Histogram
+    from engram.storages import Storage
 
 
 #: Writers that are worth no mention.
@@ -24,6 +31,44 @@ _DISPENSABLE = ("asked for", "transform", "writer", "fields", "lanes", "batch_si
 _LONGEST = 120
 #: Characters of the end of a path, which tells more than its beginning.
 _PLACE = 20
+#: Rows of a storage, at most, whose priorities are copied for a histogram in a text.
+_LOOKED_AT = 1 << 24
+#: Bars of a histogram in a line of text.
+_BARS = " ▁▂▃▄▅▆▇█"
+_LEFT = "style='text-align:left'"
+
+
+class Shown:
+    """A buffer as text, in a terminal with rich, and in a notebook."""
+
+    _wiring: Wiring
+    _settings: Settings
+
+    def __repr__(self) -> str:
+        if self._settings.unmade is not None:
+            return f"{self._settings.kind}(delayed_init=True)"
+        return Display(self._wiring, self._settings).text()
+
+    def __rich__(self) -> Tree | str:
+        if self._settings.unmade is not None:
+            return repr(self)
+        return Display(self._wiring, self._settings).tree()
+
+    def _repr_html_(self) -> str:
+        if self._settings.unmade is not None:
+            return f"<table><caption>{escape(repr(self))}</caption></table>"
+        return Display(self._wiring, self._settings).html()
+
+
+class _Rows:
+    """What a scan of priorities reads."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.storage: Storage = wiring.storage
+        self.sampler: object = wiring.sampler
+
+    def stats(self) -> dict[str, float]:
+        return {}
 
 
 class Display:
@@ -58,19 +103,71 @@ class Display:
     def _joined(self, facts: dict[str, str]) -> str:
         return f"{self._settings.kind}({', '.join(f'{name}={value}' for name, value in facts.items())})"
 
+    def tree(self) -> Tree:
+        """For ``rich.print``: components below the buffer, and fields below the storage."""
+        from rich.markup import escape as literal  # the caller is rich
+        from rich.tree import Tree
+
+        facts = dict(self._facts())
+        size = facts.pop("size", "")
+        tree = Tree(f"[bold]{literal(self._settings.kind)}[/bold]{f' {size} rows' if size else ''}")
+        facts.pop("fields", None)
+        memory = facts.pop("memory", None)
+        storage = facts.pop("storage", type(self._wiring.storage).__name__)
+        branch = tree.add(f"[bold]storage[/bold] {literal(storage)}{f', {literal(memory)}' if memory else ''}")
+        for name, dtype, shape, row, _ in self._fields():
+            branch.add(f"{literal(name)}: {dtype} {literal(shape)}, {row} a row")
+        for name, value in facts.items():
+            below = tree.add(f"[bold]{literal(name)}[/bold] {literal(value)}")
+            if name == "sampler" and (found := self._priorities()) is not None:
+                edges, counts = found["edges"], found["counts"]
+                bars = "".join(_BARS[-(-number * (len(_BARS) - 1) // max(counts))] for number in counts)
+                below.add(f"priorities {edges[0]:.3g} {bars} {edges[-1]:.3g}")
+        return tree
+
     def html(self) -> str:
-        """For notebooks: all facts, how full it is, and the fields."""
+        """For notebooks: all facts, how full it is, how priorities are distributed, and the fields."""
         storage = self._wiring.storage
-        rows = "".join(_row(name, escape(value)) for name, value in self._facts() if name != "fields")
+        facts = [(name, escape(value)) for name, value in self._facts() if name != "fields"]
         if not storage.closed and not storage.traits.is_remote:
             size, capacity = len(storage), storage.max_size
             if _is_bounded(capacity):
-                rows = _row("filled", f"<progress value='{size}' max='{capacity}'></progress>") + rows
-            if storage.memory is not None:
-                for field in storage.memory.schema.fields:
-                    shape, nbytes = list(field.shape), _human(field.row_bytes * capacity)
-                    rows += _row(field.name, f"{field.dtype} {shape}, {field.row_bytes} B a row, {nbytes}")
+                facts.insert(0, ("filled", f"<progress value='{size}' max='{capacity}'></progress>"))
+            if (found := self._priorities()) is not None:
+                facts.append(("priorities", _bars(found)))
+            if fields := [*self._fields()]:
+                header = "".join(f"<th {_LEFT}>{name}</th>" for name in ("field", "dtype", "shape", "a row", "in all"))
+                body = "".join(
+                    "<tr>" + "".join(f"<td {_LEFT}>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in fields
+                )
+                facts.append(("fields", f"<table><tr>{header}</tr>{body}</table>"))
+        rows = "".join(_row(name, cell) for name, cell in facts)
         return f"<table><caption>{escape(self._settings.kind)}</caption>{rows}</table>"
+
+    def _fields(self) -> Iterator[tuple[str, str, str, str, str]]:
+        """Name, dtype, shape, bytes of a row and of all rows of each field that is stored as a column."""
+        storage = self._wiring.storage
+        if not storage.closed and not storage.traits.is_remote and storage.memory is not None:
+            for field in storage.memory.schema.fields:
+                nbytes = _human(field.row_bytes), _human(field.row_bytes * storage.max_size)
+                yield name_of(field.key), field.dtype, str(list(field.shape)), *nbytes
+
+    def _priorities(self) -> Histogram | None:
+        """Of rows at even distances; None: the sampler has none, or there are no rows, or very many."""
+        storage = self._wiring.storage
+        if storage.closed or storage.traits.is_remote or storage.max_size > _LOOKED_AT or not len(storage):
+            return None
+        scan = Scan(_Rows(self._wiring), "repr")
+        if not scan.has_priorities:
+            return None
+        try:
+            values = scan.priorities().values
+        except RuntimeError:  # such as of a sampler that has seen no rows yet
+            return None
+        numbers: dict[float, int] = {}
+        for value in values[values > 0].tolist():
+            numbers[value] = numbers.get(value, 0) + 1
+        return histogram(numbers) if numbers else None
 
     def stats(self, prefetched: int) -> dict[str, float]:
         """A flat dict of numbers. ``prefetched``: batches that are ahead."""
@@ -129,7 +226,18 @@ class Display:
 
 def _row(name: str, cell: str) -> str:
     """A line of the table. ``cell``: HTML."""
-    return f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{cell}</td></tr>"
+    return f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{cell}</td></tr>"
+
+
+def _bars(found: Histogram) -> str:
+    """A histogram as HTML: a bar for each, which says its range and number when the pointer is on it."""
+    edges, counts = found["edges"], found["counts"]
+    bars = "".join(
+        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {number} rows' style='display:inline-block;width:1.4em;"
+        f"margin-right:1px;background:#1f77b4;height:{max(3 * number / max(counts), 0.1 if number else 0):.2f}em'></span>"
+        for i, number in enumerate(counts)
+    )
+    return f"{edges[0]:.3g} {bars} {edges[-1]:.3g}"
 
 
 def _is_bounded(capacity: int) -> bool:

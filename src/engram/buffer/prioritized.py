@@ -136,7 +136,7 @@ def _sampler(
         made: samplers.PrioritizedSampler = given
         return made
     if alpha is None or beta is None:
-        asked = "".join(meant(key, ("alpha", "beta")) for key in kwargs)
+        asked = "".join(meant(key, ("alpha", "beta")) for key in kwargs) or " Write alpha=0.6, beta=0.4, for instance."
         raise TypeError(f"{name}: expected alpha and beta, got alpha={alpha}, beta={beta}.{asked}")
     size, storage = checked_size(size, name), kwargs.get("storage")
     if storage is not None:

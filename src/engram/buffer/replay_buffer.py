@@ -26,7 +26,7 @@ from engram.buffer.compat import (
 )
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
-from engram.buffer.display import Display
+from engram.buffer.display import Display, Shown
 from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
 from engram.buffer.making import Arguments as Making
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 E = TypeVar("E")
 
 
-class ReplayBuffer(Generic[Batch]):
+class ReplayBuffer(Shown, Generic[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -1240,16 +1240,6 @@ class ReplayBuffer(Generic[Batch]):
         return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
     plot = cast("Plots", property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: see docs/seeing.md."))
-
-    def __repr__(self) -> str:
-        return (
-            f"{self._settings.kind}(delayed_init=True)"
-            if self._settings.unmade is not None
-            else Display(self._wiring, self._settings).text()
-        )
-
-    def _repr_html_(self) -> str:
-        return Display(self._wiring, self._settings).html()
 
 
 register(ReplayBuffer)

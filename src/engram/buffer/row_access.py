@@ -203,6 +203,6 @@ def _entry(data: Any, key: Any) -> object:
     for part in (key,) if isinstance(key, str) else key:
         known = list(data.keys()) if has_entries(data) else []
         if part not in known:
-            raise KeyError(f"rb[key]: expected one of {known}, got {part!r} in {key!r}.")
+            raise KeyError(f"rb[key]: expected one of {known}, got {part!r}{'' if part == key else f' in {key!r}'}.")
         data = data[part] if isinstance(data, dict) else data.get(part)
     return data

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from engram import priorities
-from engram._checks import check_count
+from engram._checks import check_count, check_path
 from engram._words import warn
 from engram.buffer import other_sampler
 from engram.buffer.prefetching import prepare_batches
@@ -105,6 +105,7 @@ class Saving:
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
         self._settle()
         storage = self._wiring.storage
+        check_path("dumps: path", path)
         with replacing(Path(path)) as folder, disk.batched_fsync():
             prepared = storage.prepare_snapshot(without=self._own_indexes(), whole=True)
             with storage.paused:
@@ -205,6 +206,7 @@ class Saving:
 
     def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
         """As :meth:`ReplayBuffer.loads`."""
+        check_path("loads: path", path)
         folder = standing(Path(path))
         foreign = foreign_format(folder)
         if foreign is not None:

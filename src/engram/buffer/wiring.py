@@ -202,7 +202,9 @@ class Wiring:
 def checked_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """The generator of draws. Raises ``TypeError``: it is none. ``ValueError``: it is not on the CPU."""
     if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}.")
+        raise TypeError(
+            f"generator: expected a torch.Generator, got {type(generator).__name__}. Write torch.Generator().manual_seed(0)."
+        )
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
@@ -219,7 +221,15 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
     if given is None and default is not None:
         return default()
     makes = isinstance(given, type) or (callable(given) and not isinstance(given, kind))
-    made = given() if makes else given  # type: ignore[operator]
+    try:
+        made = given() if makes else given  # type: ignore[operator]
+    except TypeError as error:
+        if isinstance(given, type) and issubclass(given, kind):
+            raise TypeError(
+                f"{name}: expected a {kind.__name__} or a class that needs no arguments, got the class {given.__name__}: {error}. "
+                f"Write {name}={given.__name__}(…)."
+            ) from error
+        raise
     if not isinstance(made, kind):
         got = f"one that made a {type(made).__name__}" if makes else type(given).__name__
         raise TypeError(

@@ -115,7 +115,13 @@ class Checkpointer:
         reject_unsupported("Checkpointer", unknown, {}, Options._fields)
         options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **seldom)
         options.check()
-        if buffer.closed:
+        try:
+            is_closed = buffer.closed
+        except AttributeError as error:
+            raise TypeError(
+                f"Checkpointer: buffer: expected a buffer, got {type(buffer).__name__}. Write Checkpointer(root, buffer)."
+            ) from error
+        if is_closed:
             raise RuntimeError(
                 "Checkpointer: buffer: expected an open buffer, got a closed one. ReplayBuffer.open the folder of its store."
             )

@@ -68,7 +68,9 @@ class Wanted(NamedTuple):
             named = (
                 f"called {self.name!r}, found none"
                 if self.name
-                else f"of one of the steps {self._steps()}, got {self.step}"
+                else f"of one of the steps {steps}, got {self.step}"
+                if (steps := self._steps())
+                else f"of step {self.step}, found none at all. Call save(step) first"
             )
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
         passed_over: list[Problem] = []
@@ -106,7 +108,11 @@ class Wanted(NamedTuple):
                 raise CorruptCheckpoint(
                     f"restore: {self.root}: expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
                 )
-            found = f"the steps {steps}" if (steps := self._steps()) else "none"
+            found = (
+                f"the steps {steps}"
+                if (steps := self._steps())
+                else "none. Call save(step) first, or name another folder"
+            )
             raise FileNotFoundError(f"restore: {self.root}: expected {what}, found {found}.")
         for problem in passed_over:
             warn(f"restore: {path.name} is loaded, and not: {problem}")

@@ -108,7 +108,7 @@ def refusing(extra: str | None = None, *, oserror: type[Refusal] = Misuse) -> It
     try:
         yield
     except BrokenPipeError:
-        raise  # of the output, which is nobody's mistake
+        raise  # of the output: the command did nothing wrong
     except ModuleNotFoundError as error:
         command = click.get_current_context().info_name
         module = (error.name or "").partition(".")[0]

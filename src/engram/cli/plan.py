@@ -165,8 +165,8 @@ def _of_ours(path: Path) -> Iterator[Field]:
     from engram.format.describe import describe
 
     found = describe(path)
-    for it in told(found, "problems"):
-        raise Refusal(str(it))
+    for problem in told(found, "problems"):
+        raise Refusal(str(problem))
     if found["kind"] == "store":
         fields = found.get("fields")
     else:
@@ -196,7 +196,7 @@ def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str)
             yield _field(key, it, f"{where}: {'.'.join(key)}")
         elif isinstance(it, dict) and isinstance(it.get("dtype"), str):
             shape = it.get("shape", [])
-            if not isinstance(shape, list) or any(type(size) is not int for size in shape):
+            if not isinstance(shape, list) or not all(str(size).isdigit() for size in shape):
                 raise Misuse(f"{where}: {'.'.join(key)}: expected a shape such as [4, 84, 84], got {shape!r:.80}.")
             yield _field(key, f"{it['dtype']}[{','.join(map(str, shape))}]", f"{where}: {'.'.join(key)}")
         elif isinstance(it, dict):

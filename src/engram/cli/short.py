@@ -1,4 +1,4 @@
-"""``engram inspect`` without ``--all``: what somebody wants to know first, on one page."""
+"""``engram inspect`` without ``--all``: the main facts, on one page."""
 
 from __future__ import annotations
 

@@ -338,7 +338,11 @@ def refuse(raw: bytes) -> None:
 
 
 def _short(error: object) -> str:
-    return f"{str(error).splitlines()[0]:.200}." if str(error) else f"{type(error).__name__}."
+    """What an error says, without the words that gRPC and Flight put around what the system said."""
+    text = next(iter(str(error).splitlines()), "").partition(". gRPC client debug context")[0]
+    if text.startswith("Flight returned unavailable error"):
+        text = text.rpartition("error: ")[2]
+    return f"{text:.200}." if text else f"{type(error).__name__}."
 
 
 class Message(NamedTuple):

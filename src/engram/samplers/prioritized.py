@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram._checks import as_numbers, check_count
 from engram._devices import named_device
+from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
@@ -89,7 +90,9 @@ class PrioritizedSampler(NativeSampler):
         device: torch.device | str | None = None,
         *,
         index: str = "main",
+        **unknown: Never,
     ) -> None:
+        reject_unsupported("PrioritizedSampler", unknown, {}, PrioritizedSampler)
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
                 f"PrioritizedSampler: reduction: expected one of {tuple(_REDUCTIONS)}, got {reduction!r}."
@@ -99,7 +102,9 @@ class PrioritizedSampler(NativeSampler):
             raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype!r:.40}.")
         check_index_name(index, "PrioritizedSampler: index")
         if alpha is None or beta is None:
-            raise TypeError(f"PrioritizedSampler: expected alpha and beta, got alpha={alpha}, beta={beta}.")
+            raise TypeError(
+                f"PrioritizedSampler: expected alpha and beta, got alpha={alpha}, beta={beta}. Write alpha=0.6, beta=0.4, for instance."
+            )
         self._capacity = None if max_capacity is None else check_count("PrioritizedSampler: max_capacity", max_capacity)
         self._config = PriorityConfig(
             _number("alpha", alpha), _number("beta", beta), _number("eps", eps), bool(max_priority_within_buffer)

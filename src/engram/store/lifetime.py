@@ -249,7 +249,8 @@ def check_store(directory: Path) -> None:
     """Raises ``FileNotFoundError`` unless there is a store."""
     if not (directory / layout.FOLDER).exists():
         raise FileNotFoundError(
-            f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none."
+            f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none. "
+            "ReplayBuffer.open_or_create(directory, size) makes one where there is none."
         )
 
 
