@@ -62,6 +62,7 @@ NAMES = [
     "NextFromFollowing",
     "NoSampleable",
     "ObservationNorm",
+    "OfflineToOnlineReplayBuffer",
     "ParameterScheduler",
     "Plan",
     "PrioritizedReplayBuffer",
@@ -112,6 +113,7 @@ NAMES = [
     "find_start_stop_traj",
     "num_threads",
     "plan",
+    "prefill_replay_buffer",
     "serve",
     "set_num_threads",
 ]
@@ -223,7 +225,7 @@ def raised():
 
 
 #: Errors that are caught within the package, or are ones of the tree.
-INTERNAL = ("NotAdmitted", "NotOnce", "OutOfOrder", "_AnotherStore")
+INTERNAL = ("NotAdmitted", "NotOnce", "OutOfOrder", "TooMany", "_AnotherStore")
 
 
 def test_everything_raised_is_in_the_tree_or_builtin():

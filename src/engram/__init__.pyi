@@ -41,6 +41,8 @@ from engram.limits import MaxInFlight as MaxInFlight
 from engram.limits import MinSize as MinSize
 from engram.limits import SamplesPerInsert as SamplesPerInsert
 from engram.loader import DeviceLoader as DeviceLoader
+from engram.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
+from engram.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from engram.ranks import Ranks as Ranks
 from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler

@@ -17,9 +17,6 @@ _INSTEAD = {
     **dict.fromkeys(("CompressedListStorage", "LazyStackStorage"), _LISTS),
     **dict.fromkeys(("ReplayBufferEnsemble", "SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"), _ONE_BY_ONE),
     **dict.fromkeys(
-        ("OfflineToOnlineReplayBuffer", "prefill_replay_buffer"), "Write the offline rows with extend first."
-    ),
-    **dict.fromkeys(
         (
             "CompressedListStorageCheckpointer",
             "Flat2TED",

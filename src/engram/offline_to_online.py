@@ -1,0 +1,233 @@
+"""Batches of two buffers: rows that were recorded before, and rows that training adds. The names are TorchRL's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+
+import torch
+
+from engram._checks import check_count
+from engram._tensordict import is_tensor_collection
+from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer.tensordict import TensorDictReplayBuffer
+from engram.nested import map_with_paths
+from engram.storages import LazyTensorStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from engram.storages import Storage
+
+__all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
+
+Batch = TypeVar("Batch")
+Batch_co = TypeVar("Batch_co", covariant=True)
+#: Entries of batches that name rows of one buffer.
+_OF_ONE_BUFFER = ("index", "index_generation")
+
+
+class Dataset(Protocol[Batch_co]):
+    """What rows are drawn from: a buffer, or an object of another library's with these two methods."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, batch_size: int, /) -> Batch_co:
+        """So many rows."""
+
+
+class OfflineToOnlineReplayBuffer(Generic[Batch]):
+    """Draws a fixed share of each batch from rows that were recorded before, and the rest from rows that are added.
+
+    Every batch has ``round(offline_fraction * batch_size)`` rows of the dataset first, then those of the online buffer. Of an online
+    buffer that is empty no rows are drawn: the dataset gives them all. The dataset is only read.
+
+    Args:
+        offline_dataset: a buffer, or a dataset with ``sample(n)`` and ``len``.
+        online_storage: the storage of the online buffer, or a callable that makes it. Either this or ``online_capacity``.
+        online_capacity: rows of a :class:`LazyTensorStorage` that is made for it.
+        offline_fraction: the share of the dataset, between 0 and 1.
+        batch_size: of :meth:`sample`; default: said in each call.
+        transform: called with each batch; what it returns is the batch.
+
+    Raises:
+        TypeError: the dataset has no ``sample``, such as the name of one. ValueError: not exactly one of ``online_storage`` and
+            ``online_capacity``; a share or size out of range.
+
+    ``offline_buffer`` and ``online_buffer`` are the two. Priorities are theirs: draw from each by itself to update some, as a batch
+    here does not say which rows it holds.
+
+    Cost: that of the two draws, and one copy that joins them.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
+    >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> index = recorded.extend({"obs": torch.zeros(100, 4)})
+    >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, offline_fraction=0.25, batch_size=32)
+    >>> index = rb.extend({"obs": torch.ones(10, 4)})
+    >>> rb.sample()["obs"].mean().item()
+    0.75
+    >>> rb.anneal(step=1, total_steps=2)
+    >>> rb.offline_fraction
+    0.125
+    """
+
+    def __init__(
+        self,
+        offline_dataset: Dataset[Batch],
+        *,
+        online_storage: Storage | Callable[[], Storage] | None = None,
+        online_capacity: int | None = None,
+        offline_fraction: float = 0.5,
+        batch_size: int | None = None,
+        transform: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        who = type(self).__name__
+        _check_dataset(f"{who}: offline_dataset", offline_dataset)
+        if (online_storage is None) == (online_capacity is None):
+            got = "none" if online_storage is None else "both"
+            raise ValueError(f"{who}: expected one of online_storage and online_capacity, got {got}.")
+        if not 0.0 < offline_fraction < 1.0:
+            raise ValueError(f"{who}: offline_fraction: expected a number between 0 and 1, got {offline_fraction}.")
+        self._batch_size = None if batch_size is None else check_count(f"{who}: batch_size", batch_size)
+        if online_capacity is not None:
+            online_storage = LazyTensorStorage(check_count(f"{who}: online_capacity", online_capacity))
+        kind = TensorDictReplayBuffer if isinstance(offline_dataset, TensorDictReplayBuffer) else ReplayBuffer
+        #: The rows that were recorded before.
+        self.offline_buffer = offline_dataset
+        #: The rows that are added.
+        self.online_buffer: ReplayBuffer[Batch] = kind(storage=online_storage)
+        self._transform = transform
+        self._first_fraction = self._fraction = offline_fraction
+
+    @property
+    def offline_fraction(self) -> float:
+        """The share of a batch that is of the dataset now."""
+        return self._fraction
+
+    def anneal(self, step: int, total_steps: int) -> None:
+        """Let the share fall linearly, from what the constructor was given at step 0 to 0 at ``total_steps``, and stay there.
+
+        Raises ``ValueError``: ``total_steps`` below 1.
+        """
+        total = check_count("anneal: total_steps", total_steps)
+        self._fraction = self._first_fraction * min(max(1.0 - step / total, 0.0), 1.0)
+
+    def add(self, data: object) -> object:
+        """Write a row to the online buffer, as :meth:`ReplayBuffer.add`."""
+        return cast("object", self.online_buffer.add(data))
+
+    def extend(self, data: object) -> Tensor:
+        """Write rows to the online buffer, as :meth:`ReplayBuffer.extend`."""
+        rows: Tensor = self.online_buffer.extend(data)
+        return rows
+
+    def sample(self, batch_size: int | None = None) -> Batch:
+        """A batch: rows of the dataset, then of the online buffer.
+
+        Args:
+            batch_size: rows; default that of the constructor.
+
+        Returns:
+            What the two buffers return, joined along the first dimension: new memory. TensorDicts have no ``"index"``, which would name
+            rows of both.
+
+        Raises:
+            ValueError: there is no batch size, or it is below 1. KeyError: the two have other fields. What the two draws raise.
+        """
+        size = self._batch_size if batch_size is None else check_count("sample: batch_size", batch_size)
+        if size is None:
+            raise ValueError("sample: batch_size: expected a number of rows, here or in the constructor, got none.")
+        offline = size if not len(self.online_buffer) else round(self._fraction * size)
+        if offline == size:
+            batch = _anonymous(self.offline_buffer.sample(size))
+        elif offline == 0:
+            batch = _anonymous(self.online_buffer.sample(size))
+        else:
+            batch = _joined(
+                _anonymous(self.offline_buffer.sample(offline)), _anonymous(self.online_buffer.sample(size - offline))
+            )
+        return batch if self._transform is None else self._transform(batch)
+
+    def __len__(self) -> int:
+        """Rows of both."""
+        return len(self.offline_buffer) + len(self.online_buffer)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(offline={len(self.offline_buffer)}, online={len(self.online_buffer)}, "
+            f"offline_fraction={self._fraction:g}, batch_size={self._batch_size})"
+        )
+
+
+def prefill_replay_buffer(
+    rb: ReplayBuffer[Batch],
+    dataset: Dataset[Batch],
+    n_samples: int | None = None,
+    chunk_size: int = 1000,
+) -> ReplayBuffer[Batch]:
+    """Copy rows of a dataset into a buffer.
+
+    Of a buffer of engram's, each row is copied once, in the order in which ``dataset[:]`` has them. Other datasets are asked for
+    ``sample(n)``, which may give a row twice.
+
+    Args:
+        rb: the buffer. Its transforms see the rows as those of any write.
+        dataset: a buffer, or a dataset with ``sample(n)`` and ``len``.
+        n_samples: rows; at most and by default as many as the dataset has.
+        chunk_size: rows that are copied at a time.
+
+    Returns:
+        The buffer.
+
+    Raises:
+        TypeError: the dataset has no ``sample``. ValueError: a number below 1. What writing raises: rows before it are there.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, prefill_replay_buffer
+    >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> index = recorded.extend({"obs": torch.arange(100)})
+    >>> rb = prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(1_000)), recorded, n_samples=3)
+    >>> rb[:]["obs"].tolist()
+    [0, 1, 2]
+    """
+    who = "prefill_replay_buffer"
+    _check_dataset(f"{who}: dataset", dataset)
+    chunk = check_count(f"{who}: chunk_size", chunk_size)
+    rows = len(dataset) if n_samples is None else min(check_count(f"{who}: n_samples", n_samples), len(dataset))
+    for first in range(0, rows, chunk):
+        end = min(first + chunk, rows)
+        some = dataset[first:end] if isinstance(dataset, ReplayBuffer) else dataset.sample(end - first)
+        rb.extend(_anonymous(some))
+    return rb
+
+
+def _check_dataset(what: str, dataset: object) -> None:
+    """Raise ``TypeError`` for what nothing can be drawn from."""
+    if not {"sample", "__len__"} <= set(dir(dataset)):
+        raise TypeError(
+            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {dataset!r:.60}. Load a dataset first, and pass it."
+        )
+
+
+def _anonymous(batch: Batch) -> Batch:
+    """A batch without the entries that say which rows it holds."""
+    if not is_tensor_collection(batch):
+        return batch
+    kept: Batch = batch.exclude(*_OF_ONE_BUFFER)
+    return kept
+
+
+def _joined(first: Batch, second: Batch) -> Batch:
+    """Two batches one after the other. Raises ``KeyError``: they have other fields."""
+    others: dict[object, object] = {}
+    map_with_paths(second, lambda leaf, path: others.setdefault(path, leaf))
+    own: list[object] = []
+    map_with_paths(first, lambda _, path: own.append(path))
+    if set(own) != others.keys():
+        raise KeyError(
+            f"sample: expected rows with the same fields in both buffers, got {own} of the dataset and {list(others)} of the online buffer."
+        )
+    joined: Batch = map_with_paths(first, lambda leaf, path: torch.cat([leaf, others[path]]))  # type: ignore[list-item] # tensors
+    return joined
