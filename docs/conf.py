@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.transforms import SphinxTransform
 
 import engram
@@ -22,7 +23,8 @@ exclude_patterns = ["grafana"]
 myst_heading_anchors = 4
 python_use_unqualified_type_names = True
 autodoc_typehints_format = "short"
-autodoc_member_order = "groupwise"
+autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autoclass_content = "class"
 napoleon_use_rtype = False
 maximum_signature_line_length = 80
@@ -110,26 +112,40 @@ def entry(name: str) -> str:
 
 
 def entries(modules: str) -> str:
-    """Entries of the public names that come from some modules; of ``*``, those that no page asks for."""
+    """Entries of the public names that come from some modules, in their order; of ``*``, those that no page asks for.
+
+    Base classes stand before the classes that are made of them.
+    """
     asked = modules.split()
     if asked == ["*"]:
         pages = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
-        asked = [one for found in re.findall(r"^<!-- names of (.+) -->$", pages, re.MULTILINE) for one in found.split()]
-        names = [name for name, module in MODULE_OF.items() if not is_in(module, asked)]
+        lists = re.findall(r"^<!-- names of (.+) -->$", pages, re.MULTILINE)
+        elsewhere = [one for found in lists for one in found.split()]
+        names = [name for name, module in MODULE_OF.items() if place(module, elsewhere) is None]
     else:
-        names = [name for name, module in MODULE_OF.items() if is_in(module, asked)]
+        found = [(place(module, asked), depth(name), name) for name, module in MODULE_OF.items()]
+        names = [name for at, _, name in sorted(one for one in found if one[0] is not None)]
     body = "\n".join(entry(name) for name in names)
     return f"```{{eval-rst}}\n{body}```" if names else ""
 
 
-def is_in(module: str, folders: list[str]) -> bool:
-    return any(module == folder or module.startswith(f"{folder}.") for folder in folders)
+def place(module: str, modules: list[str]) -> int | None:
+    """Which of these modules it is or is in, the first one that fits; None: in none."""
+    fitting = (at for at, one in enumerate(modules) if module == one or module.startswith(f"{one}."))
+    return next(fitting, None)
+
+
+def depth(name: str) -> int:
+    """How many public classes a class is made of."""
+    bases = getattr(getattr(engram, name), "__mro__", ())
+    return sum(base.__name__ in MODULE_OF for base in bases)
 
 
 def describe(app, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Lists of errors that say when they are raised become lists; the plain ones are napoleon's."""
     described, listed = [], False
     for line in lines:
+        line = re.sub(r"\bdocs/([\w-]+)\.md\b", r":doc:`/\1`", line)
         heading = re.fullmatch(r"Raises(?: (\(.+\)):|(: .+ and(?: when drawing)?))", line)
         if heading:
             described += [f"**Raises** {heading[1]}:" if heading[1] else f"**Raises**{heading[2]}", ""]
@@ -157,6 +173,10 @@ def read(app, docname: str, source: list[str]) -> None:
     folder = docname.rpartition("/")[0]
     text = re.sub(r"^<!-- page (.+) -->$", lambda found: page_at_the_root(found[1]), source[0], flags=re.MULTILINE)
     text = pages_inside(text, f"{folder}/" if folder else "")
+    if docname == "index":
+        listed = set(re.findall(r"^[\w-]+$", text, re.MULTILINE))
+        others = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - listed - {"index"})
+        text = text.replace("\n% other pages\n", "\n" + "".join(f"{name}\n" for name in others))
     source[0] = re.sub(r"^<!-- names of (.+) -->$", lambda found: entries(found[1]), text, flags=re.MULTILINE)
 
 
@@ -177,8 +197,28 @@ class SideBySide(SphinxTransform):
                 pair += [theirs, ours]
 
 
+class Names(SphinxTransform):
+    """Names of ours, where a page writes them as code, lead to the reference."""
+
+    default_priority = 400
+    known = re.compile(r"(?:engram\.)?(\w+)((?:\.\w+)?)(?:\(.*\))?")
+
+    def apply(self) -> None:
+        docname = self.env.current_document.docname
+        for literal in list(self.document.findall(nodes.literal)):
+            found = self.known.fullmatch(literal.astext())
+            owner = found and ("ReplayBuffer" if found[1] == "rb" and found[2] else found[1])
+            if owner not in MODULE_OF or isinstance(literal.parent, (nodes.title, nodes.reference, pending_xref)):
+                continue
+            target = f"engram.{owner}{found[2]}"
+            link = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refdoc=docname, refexplicit=True)
+            literal.replace_self(link)
+            link += literal
+
+
 def setup(app) -> None:
     app.connect("config-inited", find_inventories, priority=100)  # before intersphinx
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", describe, priority=400)  # before napoleon
     app.add_transform(SideBySide)
+    app.add_transform(Names)

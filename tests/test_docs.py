@@ -158,7 +158,7 @@ def test_the_site_shows_every_page_and_program():
     pages = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")}
     assert set(listed) <= pages - {"index"}
     folders = {page for page in pages if "/" in page}
-    assert folders <= set(listed), "a list with * names what is in docs/ itself, and nothing below it"
+    assert folders <= set(listed), "pages of docs/ that no list names stand among the topics, but not those below it"
     programs = (ROOT / "docs/programs.md").read_text()
     shown = re.findall(r"^```{literalinclude} \.\./examples/(.+)$", programs, re.MULTILINE)
     assert shown == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
