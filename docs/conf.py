@@ -130,8 +130,8 @@ def entries(modules: str) -> str:
 
 
 def place(module: str, modules: list[str]) -> int | None:
-    """Which of these modules it is or is in, the first one that fits; None: in none."""
-    fitting = (at for at, one in enumerate(modules) if module == one or module.startswith(f"{one}."))
+    """Which of these modules of ours it is or is in, the first one that fits; None: in none."""
+    fitting = (at for at, one in enumerate(modules) if f"{module}.".startswith(f"engram.{one}."))
     return next(fitting, None)
 
 

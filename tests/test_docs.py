@@ -173,3 +173,20 @@ def test_the_reference_has_every_public_name():
     asked = [found for page in pages for found in re.findall(r"^<!-- names of (.+) -->$", page, re.MULTILINE)]
     named = re.findall(r"^\.\. auto\w+:: engram\.(\w+)$", "\n".join(map(conf.entries, asked)), re.MULTILINE)
     assert sorted(named) == engram.__all__
+
+
+def rows(text):
+    """Cells of each row of the tables."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+
+
+def test_every_figure_of_the_readme_has_its_command():
+    _, figures = (ROOT / "README.md").read_text().split("## How fast")
+    commands = {tuple(cells[:-1]): cells[-1] for cells in rows((ROOT / "docs/performance.md").read_text())}
+    shown = [tuple(cells) for cells in rows(figures)[1:]]
+    assert len(shown) > 5
+    for row in shown:
+        (benchmark,) = re.fullmatch(r"`(\w+)( --large)?`", commands[row]).groups()[:1]
+        assert (ROOT / f"benchmarks/bench_{benchmark}.py").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "engram"
 NATIVE = ROOT / "native"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "benchmarks/*.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "benchmarks/*.md")
 #: Words that house style replaces.
 _WORDS = re.compile(
     r"\b(anew|whoever|nobody|somebody|whom|dealt out|what is left of|let go of|mourn\w*|bury|buried|burial|mend(s|ed|ing)?|dear|crew)\b",
