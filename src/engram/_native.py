@@ -212,5 +212,10 @@ def set_num_threads(n: int) -> None:
 
 
 def num_threads() -> int:
-    """Threads that a large copy may use, the calling thread included."""
+    """Threads that a large copy may use, the calling thread included.
+
+    >>> import engram
+    >>> engram.num_threads() >= 1
+    True
+    """
     return int(_core.num_threads())

@@ -202,6 +202,15 @@ class DeviceLoader:
         Raises:
             PriorityError, RowError, RuntimeError: an update that is applied now, this one or an earlier one, failed. It is
                 dropped; the others stay.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(alpha=0.6, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> from engram import DeviceLoader
+        >>> with DeviceLoader(rb, "cpu") as loader:
+        ...     loader.update_priority(rows, torch.rand(10))
         """
         streams = self._streams
         values = (index, priority, generation)
@@ -229,6 +238,18 @@ class DeviceLoader:
         Raises:
             KeyError: the batch has no ``priority_key``.
             PriorityError, RowError, RuntimeError: as :meth:`update_priority`.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+        >>> storage = LazyTensorStorage(100)
+        >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=4)
+        >>> from engram import DeviceLoader
+        >>> _ = rb.extend(TensorDict({"obs": torch.zeros(5, 3)}, [5]))
+        >>> with DeviceLoader(rb, "cpu") as loader:
+        ...     batch = next(iter(loader))
+        ...     batch["td_error"] = torch.rand(4)  # of your model
+        ...     loader.update_tensordict_priority(batch)
         """
         key = self.rb.priority_key
         priority = data.get(key, None)
@@ -239,7 +260,18 @@ class DeviceLoader:
         self.update_priority(data.get("index"), priority, generation=data.get("index_generation", None))
 
     def flush(self) -> None:
-        """Wait for all pending priorities, and apply them. Raises: as :meth:`update_priority`."""
+        """Wait for all pending priorities, and apply them. Raises: as :meth:`update_priority`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(alpha=0.6, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> from engram import DeviceLoader
+        >>> with DeviceLoader(rb, "cpu") as loader:
+        ...     loader.update_priority(rows, torch.rand(10))
+        ...     loader.flush()  # the priorities are in the buffer
+        """
         self._apply(wait=True)
 
     def _apply(self, *, wait: bool = False) -> None:
@@ -257,7 +289,17 @@ class DeviceLoader:
     # ---- life ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End iterations and their threads, and apply all priorities. Repeatable. Raises: as :meth:`update_priority`."""
+        """End iterations and their threads, and apply all priorities. Repeatable. Raises: as :meth:`update_priority`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> from engram import DeviceLoader
+        >>> loader = DeviceLoader(rb, "cpu")
+        >>> batch = next(iter(loader))
+        >>> loader.close()
+        """
         for run in list(self._runs):
             run.close()
         self.flush()

@@ -58,7 +58,12 @@ class Ranks(abc.ABC):
 
     @staticmethod
     def local() -> Ranks:
-        """One process alone."""
+        """One process alone.
+
+        >>> from engram import Ranks
+        >>> Ranks.local().world
+        1
+        """
         return Ranks.threads(1)[0]
 
     @staticmethod

@@ -28,7 +28,14 @@ _PAGE = 4096
 
 
 class StoragePlan(NamedTuple):
-    """The result of :func:`plan`. ``print`` shows it as a table."""
+    """The result of :func:`plan`. ``print`` shows it as a table.
+
+    >>> import torch
+    >>> from engram import plan
+    >>> estimate = plan({"obs": torch.zeros(4)}, 1_000)
+    >>> estimate.row_bytes, estimate.nbytes
+    (16, 16000)
+    """
 
     capacity: int
     fields: tuple[Field, ...]

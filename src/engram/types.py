@@ -87,7 +87,15 @@ class Extent(NamedTuple):
         return sum(self.filled) - (0 if self.holes is None else len(self.holes))
 
     def contains(self, rows: Tensor) -> Tensor:
-        """Whether rows are inside their lane's extent and no holes: bool, same shape."""
+        """Whether rows are inside their lane's extent and no holes: bool, same shape.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(torch.zeros(3))
+        >>> rb.storage.extent().contains(torch.tensor([2, 3])).tolist()
+        [True, False]
+        """
         import torch
 
         length = self.capacity // len(self.filled)
@@ -104,6 +112,13 @@ class Extent(NamedTuple):
 
         Returns:
             int64 ``[B]`` in ``[0, capacity)``; ``ranks`` itself where rank and row agree. Cost: O(B log (L + holes)).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(torch.zeros(3))
+        >>> rb.storage.extent().rows(torch.tensor([0, 2])).tolist()
+        [0, 2]
         """
         total = sum(self.filled)
         if self.holes is None and (len(self.filled) == 1 or total == self.capacity):
@@ -181,7 +196,13 @@ class Write(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Which rows to read. Made by a sampler."""
+    """Which rows to read. Made by a sampler.
+
+    >>> import torch
+    >>> from engram import Draw
+    >>> Draw(torch.tensor([0, 2, 2]), info={"age": torch.tensor([2, 0, 0])}).rows.tolist()
+    [0, 2, 2]
+    """
 
     #: int64 ``[B]`` rows in ``[0, capacity)``, on the CPU.
     rows: Tensor

@@ -225,6 +225,35 @@ def _deferred_calls():
                 yield node.name, source.name
 
 
+def public_functions():
+    """Docstrings of what users call, by name: public functions and classes, errors aside, and the public methods of the classes."""
+    stub = (PACKAGE / "__init__.pyi").read_text()
+    names = set(re.findall(r"^from \S+ import \w+ as (\w+)$", stub, re.MULTILINE))
+    for source in package():
+        for node in source.tree.body:
+            if (
+                not isinstance(node, (ast.ClassDef, *_DEFINITIONS))
+                or node.name not in names
+                or "errors.py" in source.name
+            ):
+                continue
+            yield node.name, ast.get_docstring(node) or ""
+            if isinstance(node, ast.ClassDef):
+                for method in _methods(node):
+                    if not method.name.startswith("_") and not _is_attribute(method):
+                        yield f"{node.name}.{method.name}", ast.get_docstring(method) or ""
+
+
+def _is_attribute(method):
+    """Properties, and the signatures of overloads."""
+    said = [ast.unparse(decorator).rpartition(".")[2] for decorator in method.decorator_list]
+    return any(one in ("property", "cached_property", "setter", "overload") for one in said)
+
+
+def without_examples():
+    return [name for name, said in public_functions() if ">>> " not in said]
+
+
 def documents():
     return sorted(path for pattern in DOCUMENTS for path in ROOT.glob(pattern))
 
@@ -280,6 +309,8 @@ def measured():
         "functions that return Callable[[], None]": (len(list(_deferred_calls())), ""),
         "lines of the longest native function": (native_function[0], f"{native_function[1]}, {native_function[2]}"),
         "native functions above 80 lines": (sum(lines > 80 for _, lines, _ in native()), ""),
+        "public functions without a docstring": (sum(not said for _, said in public_functions()), ""),
+        "public functions without an example": (len(without_examples()), ""),
         "lines of documents above 100 columns": (len(list(_long_lines())), ""),
         "words of the README": (_words_of(ROOT / "README.md"), ""),
         "replaced words in code": (_replaced_words(source.path for source in sources), ""),

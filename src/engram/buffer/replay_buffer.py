@@ -200,6 +200,13 @@ class ReplayBuffer(Shown, Generic[Batch]):
             OSError: first write to a full disk.
 
         Cost: O(bytes of the row). Releases the GIL; may be called from several threads.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.add({"obs": [0.0, 1.0], "action": 1, "done": False})
+        0
+        >>> len(rb)
+        1
         """
         return self._writing.add(data, lane, timeout if timeout is WAIT_S else checked_timeout(timeout, "add"))
 
@@ -245,6 +252,12 @@ class ReplayBuffer(Shown, Generic[Batch]):
             RateLimited: as :meth:`add`. ValueError: no limit of the store could ever admit so many rows at a time.
 
         Cost: O(bytes). Contiguous data is copied with one memcpy per field and chunk. Releases the GIL.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.extend({"obs": torch.zeros(3, 4), "done": [False, False, True]}).tolist()
+        [0, 1, 2]
         """
         if update_priority is not None:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
@@ -262,6 +275,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         Raises:
             RowError: no such lane. TypeError: no int, and no ints.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> add = rb.appender().add
+        >>> for step in range(5):
+        ...     _ = add(obs=[0.0, 1.0], action=step % 2)
+        >>> len(rb)
+        5
         """
         fixed = lane if lane is None or isinstance(lane, str) else self._lanes.checked(lane, "appender")
         return Appender(self.add, self.extend, fixed.clone() if isinstance(fixed, Tensor) else fixed)
@@ -273,6 +294,12 @@ class ReplayBuffer(Shown, Generic[Batch]):
         states keep it.
 
         Raises ``RowError``: no such lane.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100, lanes=2), batch_size=4)
+        >>> rb.on_lane(1).add({"obs": torch.zeros(3)})
+        50
         """
         self._lanes.default = self._lanes.checked(lane, "on_lane")
         return self
@@ -295,6 +322,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         Raises:
             RuntimeError: the writer is read-only.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.empty()
+        >>> len(rb), rb.write_count
+        (0, 0)
         """
         storage = self._wiring.storage
         if self._wiring.of_writer.read_only:
@@ -433,6 +468,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
             TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16. RuntimeError: no such device.
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.sample()["obs"].shape
+        torch.Size([4, 3])
+        >>> batch, info = rb.sample(return_info=True)
+        >>> info["index"].shape
+        torch.Size([4])
         """
         settings = self._settings
         if batch_size is None:
@@ -452,6 +497,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """Whether drawing a batch would find data now, and the limits of the store would admit it.
 
         Raises ``RuntimeError`` if no batch size is known.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.can_sample()
+        False
+        >>> _ = rb.add({"obs": [0.0]})
+        >>> rb.can_sample()
+        True
         """
         return self._wiring.can_sample(self._settings.batch_size_of(batch_size, drawing=False))
 
@@ -470,7 +523,15 @@ class ReplayBuffer(Shown, Generic[Batch]):
             yield self.sample()
 
     def next(self) -> Batch | None:
-        """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device."""
+        """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.next()["obs"].shape
+        torch.Size([4, 3])
+        """
         settings = self._settings
         if settings.iterator is None:
             settings.iterator = self._batches(begun=True) if settings.resumes() else iter(self)
@@ -564,12 +625,29 @@ class ReplayBuffer(Shown, Generic[Batch]):
         Whatever they hold by now: :meth:`update_if_present` leaves rows alone that were written since they were drawn.
 
         Raises: as ``rb[index] = value``. TypeError: a list storage, which has no fields.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.set_at_("obs", torch.ones(2, 3), torch.tensor([0, 1]))
+        >>> rb[1]["obs"].tolist()
+        [1.0, 1.0, 1.0]
         """
         self._rows.set_field(key, value, index, "set_at_")
         return self
 
     def set_(self, key: object, value: object) -> Self:
-        """Replace one stored field of all live rows: ``value`` is ``[len(rb), ...]``. Raises: as :meth:`set_at_`."""
+        """Replace one stored field of all live rows: ``value`` is ``[len(rb), ...]``. Raises: as :meth:`set_at_`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.set_("obs", torch.ones(10, 3))
+        >>> rb[9]["obs"].tolist()
+        [1.0, 1.0, 1.0]
+        """
         self._rows.set_field(key, value, slice(None), "set_")
         return self
 
@@ -588,6 +666,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
             keys_to_update: only these keys; all of ``input`` by default.
 
         Raises: as :meth:`set_at_`. Keys and shapes are checked first; then nothing or everything is written.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.update_({"obs": torch.ones(10, 3)})
+        >>> rb[9]["obs"].tolist()
+        [1.0, 1.0, 1.0]
         """
         self._rows.update(input, keys_to_update)
         return self
@@ -672,11 +758,29 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         Raises:
             RuntimeError: no transform.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.append_transform(lambda batch: {**batch, "obs": batch["obs"] + 1})
+        >>> rb.sample()["obs"].mean()
+        tensor(1.)
         """
         return self.insert_transform(len(self._wiring.transform), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
-        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
+        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.append_transform(lambda batch: {"obs": batch["obs"] * 2})
+        >>> rb = rb.insert_transform(0, lambda batch: {"obs": batch["obs"] + 1})
+        >>> rb.sample()["obs"].mean()
+        tensor(2.)
+        """
         self._discard_prefetched("insert_transform")
         self._wiring.transform.insert(index, transform, invert=invert)
         self._rewire()
@@ -748,7 +852,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._recipe.note_if_possible()
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], object] | None = None) -> Storage:
-        """Swap the storage (and the collate function, if one is given); the previous storage is returned."""
+        """Swap the storage (and the collate function, if one is given); the previous storage is returned.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> before = rb.set_storage(LazyTensorStorage(50))
+        >>> len(before), len(rb)
+        (10, 0)
+        """
         wiring = self._wiring
         previous: Storage = wiring.storage
         made = component(storage, storages.Storage, "storage", None)
@@ -771,6 +884,15 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """Swap the sampler; the previous one is returned.
 
         Raises ``ValueError``: with it, a limit of the store (:meth:`limit`) would make inserts wait for ever. Nothing is changed.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> from engram import SamplerWithoutReplacement
+        >>> before = rb.set_sampler(SamplerWithoutReplacement())
+        >>> [len(batch["obs"]) for batch in rb]
+        [4, 4, 2]
         """
         previous = self._wiring.sampler
         made = self._wiring.checked_sampler(sampler)
@@ -781,7 +903,19 @@ class ReplayBuffer(Shown, Generic[Batch]):
         return previous
 
     def set_writer(self, writer: Writer) -> Any:
-        """Swap the writer; the previous one is returned. Cursors belong to the store: the next write goes on there."""
+        """Swap the writer; the previous one is returned. Cursors belong to the store: the next write goes on there.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> from engram import ImmutableDatasetWriter
+        >>> before = rb.set_writer(ImmutableDatasetWriter())
+        >>> rb.add({"obs": torch.zeros(3)})
+        Traceback (most recent call last):
+        ...
+        RuntimeError: ...
+        """
         previous = self._wiring.writer
         made = component(writer, Writer, "writer", None)
         self._discard_prefetched("set_writer")
@@ -791,7 +925,18 @@ class ReplayBuffer(Shown, Generic[Batch]):
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU."""
+        """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.set_rng(torch.Generator().manual_seed(0))
+        >>> first = rb.sample(return_info=True)[1]["index"]
+        >>> rb.set_rng(torch.Generator().manual_seed(0))
+        >>> torch.equal(first, rb.sample(return_info=True)[1]["index"])
+        True
+        """
         generator = checked_generator(generator)
         self._discard_prefetched("set_rng", keys=False)
         self._wiring.generator = generator
@@ -808,6 +953,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
             PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
             RowError: a row outside the storage. RuntimeError: another number of priorities than rows. Nothing is changed.
             TypeError: no rows, such as a TensorDict, or no priorities. Nothing is changed.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(alpha=0.6, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> batch, info = rb.sample(return_info=True)
+        >>> rb.update_priority(info["index"], torch.rand(4), generation=info["index_generation"])
         """
         if is_tensor_collection(index):
             raise TypeError(
@@ -819,7 +972,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._recipe.note_priorities()
 
     def mark_update(self, index: object) -> None:
-        """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
+        """Rows were rewritten: give them the default priority again. No effect on samplers without priorities.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(alpha=0.6, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.update_priority(rows, torch.full((10,), 0.5))
+        >>> rb.mark_update(rows[:2])
+        """
         self._bound_sampler().mark_update(self._wiring.rows_named(index))
 
     def _bound_sampler(self) -> DeclaredSampler:
@@ -858,6 +1020,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
                 your own; names the way to it.
 
         Cost: O(bytes of the rows), which are copied.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> state = rb.state_dict()
+        >>> twin = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> twin.load_state_dict(state)
+        >>> len(twin)
+        10
         """
         return self._saving.state_dict()
 
@@ -879,6 +1051,15 @@ class ReplayBuffer(Shown, Generic[Batch]):
             OSError: no space for the rows. The buffer is empty then, if it was not already.
 
         Cost: O(bytes of the rows), which are copied.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> twin = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> twin.load_state_dict(rb.state_dict())
+        >>> twin[0]["obs"].tolist()
+        [0.0, 0.0, 0.0]
         """
         self._following.refuse("load_state_dict")
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
@@ -934,6 +1115,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
                 components, or as :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while
                 they are read, and nothing is stored if that fails.
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.dumps("loads-example")
+        >>> twin = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> twin.loads("loads-example")
+        >>> len(twin)
+        10
         """
         self._following.refuse("loads")
         self._saving.loads(path, convert=convert, default_rng=default_rng)
@@ -1123,6 +1314,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
         Where several buffers of this process use one store, it is the last one that closes it, and the others go on. With
         ``prefetch`` the batches ahead are dropped, and the threads end, which is waited for but for seconds at most. A save in the
         background that was begun is finished. Files and locks are let go when the buffer is collected or the program ends, too.
+
+        >>> from engram import ReplayBuffer
+        >>> with ReplayBuffer.open_or_create("close-example", 100, batch_size=4) as rb:  # closes it at the end
+        ...     _ = rb.add({"obs": [0.0, 1.0]})
+        >>> rb = ReplayBuffer.open("close-example")
+        >>> len(rb)
+        1
+        >>> rb.close()
         """
         self._following.close()
         prefetching, wiring, service = self._prefetching, self._wiring, self._service
@@ -1154,7 +1353,12 @@ class ReplayBuffer(Shown, Generic[Batch]):
     is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
 
     def synchronize(self) -> None:
-        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises."""
+        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.synchronize()
+        """
         if self._prefetching is not None:
             self._prefetching.wait()
 
@@ -1163,6 +1367,10 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         Args:
             timeout: seconds to wait for what threads are at; None: until it is done.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.shutdown()
         """
         self._wiring.gate.shut_down(self._wiring.storage.memory)
         if self._prefetching is not None:
@@ -1233,6 +1441,13 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until
         the next process that opens the store alone counts them again. No row is hidden by that: draws and ``rb[:]`` see all.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.stats()["size"], rb.stats()["capacity"]
+        (10, 100)
         """
         if self._settings.unmade is not None:
             return dict.fromkeys(("size", "write_count", "prefetch_queue_size", "initialized"), 0)

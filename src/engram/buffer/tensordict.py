@@ -170,6 +170,13 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         Raises:
             ValueError: not a TensorDict.
             PriorityError: ``priority_key`` holds no priority. Nothing is written.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.add(TensorDict({"obs": torch.zeros(3)}))
+        0
         """
         return self._writing.add(data, lane, timeout if timeout is WAIT_S else checked_timeout(timeout, "add"))
 
@@ -193,6 +200,13 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
             ValueError: not a TensorDict.
             PriorityError, RuntimeError: a bad priority under ``priority_key``, or another number of them than of rows. Nothing
                 is written.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rb.extend(TensorDict({"obs": torch.zeros(5, 3)}, [5])).tolist()
+        [0, 1, 2, 3, 4]
         """
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "extend")
@@ -241,6 +255,15 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
 
         Raises:
             RuntimeError: a transform or collate function changed the batch size, so the keys cannot be attached.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(TensorDict({"obs": torch.zeros(5, 3)}, [5]))
+        >>> batch = rb.sample()
+        >>> batch.shape, sorted(batch.keys())
+        (torch.Size([4]), ['index', 'obs'])
         """
         if include_info is not None:
             warn("sample: include_info is deprecated: samples always carry their index.")
@@ -254,6 +277,16 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
 
         Raises:
             KeyError: no ``priority_key``, with a sampler that has priorities.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+        >>> storage = LazyTensorStorage(100)
+        >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=4)
+        >>> _ = rb.extend(TensorDict({"obs": torch.zeros(5, 3)}, [5]))
+        >>> batch = rb.sample()
+        >>> batch["td_error"] = torch.rand(4)  # of your model
+        >>> rb.update_tensordict_priority(batch)
         """
         if not self._wiring.of_sampler.takes_priorities:
             return

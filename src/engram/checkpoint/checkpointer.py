@@ -191,6 +191,18 @@ class Checkpointer:
             RankFailed: one of several ranks raised one of these, died, or was not ready in time. Raised on all of them.
 
         After the new checkpoint is complete nothing raises: what fails then, such as removing old ones, is logged as a warning.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("save-example", rb)
+        >>> report = checkpoints.save(100, user={"model": "model-100.pt"})
+        >>> report.steps
+        10
+        >>> handle = checkpoints.save(200, wait=False)  # while training goes on
+        >>> handle.wait().steps
+        10
         """
         asked: Asked | Exception
         try:
@@ -254,6 +266,16 @@ class Checkpointer:
                 part in the agreement nevertheless: no save begins on any rank, and what is due begins at the next call.
             RankFailed: a rank did not take part. If ``on_failure`` is ``"raise"``, also whatever made the last save fail that began
                 here; otherwise that is a warning. What is due begins first.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> checkpoints = Checkpointer("poll-example", rb, every_steps=2)
+        >>> for step in (1, 2):
+        ...     _ = rb.add({"obs": [0.0]})
+        ...     handle = checkpoints.poll(step)
+        >>> handle.wait().step
+        2
         """
         bad: Exception | None = None
         before = self._job.heard.step
@@ -318,6 +340,14 @@ class Checkpointer:
 
         Raises:
             RankFailed: not all ranks entered. Whatever is raised inside.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("guard-example", rb)
+        >>> with checkpoints.guard():  # an exception in here saves a checkpoint
+        ...     _ = checkpoints.poll(1)
         """
         job, timeout = self._job, self._job.options.timeout
         job.protocol.claim(timeout)
@@ -425,6 +455,17 @@ class Checkpointer:
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be dropped. Nothing is changed.
             RankFailed: one of several ranks raised one of these, or died. Raised on all of them. Buffers that had begun to load are
                 empty.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("restore-example", rb)
+        >>> _ = checkpoints.save(100, user={"model": "model-100.pt"})
+        >>> rb.empty()
+        >>> report = checkpoints.restore()
+        >>> report.step, report.user["model"], len(rb)
+        (100, 'model-100.pt', 10)
         """
         options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert)
         wanted = Wanted(self.root, step, name, at_most, allow_partial)
@@ -449,7 +490,18 @@ class Checkpointer:
         return None if path is None else path.name
 
     def list(self) -> builtins.list[Entry]:
-        """All checkpoints, the newest first, and why some cannot be loaded. File sizes are compared, not sums."""
+        """All checkpoints, the newest first, and why some cannot be loaded. File sizes are compared, not sums.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("list-example", rb)
+        >>> for step in (100, 200):
+        ...     _ = checkpoints.save(step)
+        >>> [entry.step for entry in checkpoints.list()]
+        [200, 100]
+        """
         return [
             Entry(str(name), name.step, self.root / str(name), series.look(self.root / str(name)))
             for name in series.names(self.root)
@@ -464,6 +516,15 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: no such checkpoint. ValueError: no such level.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("verify-example", rb)
+        >>> name = checkpoints.save(100).name
+        >>> checkpoints.verify(name)
+        []
         """
         if level not in ("meta", "read", "full"):
             raise ValueError(f"verify: level: expected 'meta', 'read' or 'full', got {level!r}.")
@@ -485,6 +546,16 @@ class Checkpointer:
 
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("prune-example", rb)
+        >>> for step in (100, 200):
+        ...     _ = checkpoints.save(step)
+        >>> len(checkpoints.prune(keep=1))
+        1
         """
         removed = series.prune(
             self.root, self._job.options.keep if keep is None else keep, self._job.protocol.epoch, self._job.known

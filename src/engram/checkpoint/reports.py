@@ -25,7 +25,17 @@ _FOLDER = "reports"
 
 
 class SaveReport(NamedTuple):
-    """What a checkpoint holds, and what it took."""
+    """What a checkpoint holds, and what it took.
+
+    >>> import torch
+    >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+    >>> checkpoints = Checkpointer("report-example", rb)
+    >>> report = checkpoints.save(100)
+    >>> report.step, report.steps
+    (100, 10)
+    """
 
     name: str
     step: int
@@ -56,7 +66,17 @@ class SaveReport(NamedTuple):
 
 
 class RestoreReport(NamedTuple):
-    """What was loaded."""
+    """What was loaded.
+
+    >>> import torch
+    >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+    >>> checkpoints = Checkpointer("restored-example", rb)
+    >>> _ = checkpoints.save(100)
+    >>> checkpoints.restore().step
+    100
+    """
 
     name: str
     step: int

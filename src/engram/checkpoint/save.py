@@ -29,7 +29,17 @@ _log = logging.getLogger("engram")
 
 
 class SaveHandle:
-    """A save that goes on in the background."""
+    """A save that goes on in the background.
+
+    >>> import torch
+    >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+    >>> checkpoints = Checkpointer("handle-example", rb)
+    >>> handle = checkpoints.save(100, wait=False)
+    >>> handle.wait().step
+    100
+    """
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -59,6 +69,15 @@ class SaveHandle:
 
         Raises:
             TimeoutError: it takes longer. Whatever made the save fail; then there is no new checkpoint.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> checkpoints = Checkpointer("wait-example", rb)
+        >>> handle = checkpoints.save(100, wait=False)
+        >>> handle.wait().steps
+        10
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"save: not over after {timeout:g} s. It goes on: wait again.")

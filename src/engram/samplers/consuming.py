@@ -127,7 +127,19 @@ class ConsumingSampler(NativeSampler):
         return _NOTHING[0] if index is None or not index.core.used else index.core.used_rows(n)
 
     def mark_update(self, index: object, *, storage: object = None) -> None:
-        """Let rows be drawn as often as new ones. Row -1 is passed over. Raises ``RowError``: a row outside the storage."""
+        """Let rows be drawn as often as new ones. Row -1 is passed over. Raises ``RowError``: a row outside the storage.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(1), batch_size=4)
+        >>> rows = rb.extend(torch.zeros(4))
+        >>> _ = rb.sample()
+        >>> len(rb)
+        0
+        >>> rb.sampler.mark_update(rows)  # they can be drawn again
+        >>> len(rb)
+        4
+        """
         own = self._attached()
         if own is not None:
             own.reset(rows_of(index, "mark_update"))

@@ -277,6 +277,13 @@ class PrioritizedSampler(NativeSampler):
             PriorityError: a priority is negative, not finite or too large (a ``ValueError``). Nothing is changed.
             RowError: a row outside the storage. Nothing is changed.
             RuntimeError: another number of priorities than of rows. TypeError: complex ones, or no numbers.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(alpha=0.6, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> sampler.update_priority(rows, torch.rand(10))
         """
         if (
             isinstance(index, np.ndarray)

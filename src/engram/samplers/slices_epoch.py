@@ -41,6 +41,14 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     Raises: as :class:`SliceSampler`, and when drawing
         ValueError: ``drop_last``, and fewer trajectories than slices.
         NoSampleable: a batch would be empty, because its trajectories are too short.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+    >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+    >>> _ = rb.extend({"episode": torch.arange(20) // 5})
+    >>> [sorted(set(batch["episode"].tolist())) for batch in rb]  # 4 trajectories, two a batch
+    [[...], [...]]
     """
 
     traits = WindowSampler.traits._replace(has_epochs=True, can_rewind=True)

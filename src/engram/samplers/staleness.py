@@ -117,7 +117,16 @@ class StalenessAwareSampler(NativeSampler):
         )
 
     def increment_consumer_version(self) -> None:
-        """The learner has come to the next version."""
+        """The learner has come to the next version.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
+        >>> sampler = StalenessAwareSampler(max_staleness=2, version_key="version")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> _ = rb.add({"obs": 0.0, "version": 0})
+        >>> sampler.increment_consumer_version()
+        >>> sampler.consumer_version
+        1
+        """
         self._version().core.increment()
 
     # ---- where the version is ------------------------------------------------------------------------------------------

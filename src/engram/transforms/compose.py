@@ -88,7 +88,12 @@ class Compose(Stateful):
 
     @classmethod
     def of(cls, transform: object) -> Compose:
-        """The list for what a user passed to a buffer: None, a transform, or a list of them, which is copied."""
+        """The list for what a user passed to a buffer: None, a transform, or a list of them, which is copied.
+
+        >>> from engram import Compose, DoubleToFloat
+        >>> Compose.of(DoubleToFloat())
+        Compose(...)
+        """
         if isinstance(transform, Compose):
             copy: Compose = transform[:]
             return copy
@@ -99,6 +104,12 @@ class Compose(Stateful):
 
         Raises:
             RuntimeError: ``transform`` is not a transform.
+
+        >>> from engram import Compose, DoubleToFloat
+        >>> chain = Compose()
+        >>> _ = chain.append(DoubleToFloat())
+        >>> len(chain)
+        1
         """
         self._steps.append(_Step(transform, invert=invert))
         self._update_directions()
@@ -109,6 +120,12 @@ class Compose(Stateful):
         Raises:
             TypeError: ``index`` is no int. ValueError: there is no such position.
             RuntimeError: ``transform`` is not a transform.
+
+        >>> from engram import Compose, DoubleToFloat
+        >>> chain = Compose(lambda batch: batch)
+        >>> _ = chain.insert(0, DoubleToFloat())
+        >>> len(chain)
+        2
         """
         if not isinstance(index, int):
             raise TypeError(f"insert_transform: index: expected an int, got {type(index).__name__}.")
@@ -129,6 +146,12 @@ class Compose(Stateful):
         Raises:
             RuntimeError: a transform returned None.
             Exception: what a transform raises, with a note that names the transform.
+
+        >>> import torch
+        >>> from engram import Compose
+        >>> chain = Compose(lambda batch: batch + 1, lambda batch: batch * 2)
+        >>> chain.forward(torch.zeros(2)).tolist()
+        [2.0, 2.0]
         """
         for number, step in enumerate(self._steps):
             if step.forward is None:

@@ -176,17 +176,41 @@ class VecNorm(KeyedTransform, Stateful):
         return {key: self._loc_scale(i)[1] for i, key in enumerate(self.in_keys) if self._moments[i] is not None}
 
     def freeze(self) -> Self:
-        """Stop updating the statistics. Returns the transform."""
+        """Stop updating the statistics. Returns the transform.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=0.99)
+        >>> batch = norm.forward({"obs": torch.randn(64, 4)})
+        >>> norm = norm.freeze()
+        >>> batch = norm.forward({"obs": torch.randn(64, 4)})  # changes no statistics
+        """
         self.frozen = True
         return self
 
     def unfreeze(self) -> Self:
-        """Update the statistics again. Returns the transform."""
+        """Update the statistics again. Returns the transform.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=0.99)
+        >>> batch = norm.forward({"obs": torch.randn(64, 4)})
+        >>> norm = norm.freeze()
+        >>> norm = norm.unfreeze()
+        """
         self.frozen = False
         return self
 
     def frozen_copy(self) -> VecNorm:
-        """A frozen copy with the current statistics."""
+        """A frozen copy with the current statistics.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=0.99)
+        >>> batch = norm.forward({"obs": torch.randn(64, 4)})
+        >>> evaluation = norm.frozen_copy()
+        >>> batch = evaluation.forward({"obs": torch.randn(64, 4)})  # with the statistics of the training so far
+        """
         return copy.deepcopy(self).freeze()
 
     def denorm(self, data: object) -> Any:
@@ -209,7 +233,15 @@ class VecNorm(KeyedTransform, Stateful):
         return value * scale + loc
 
     def to_observation_norm(self) -> ObservationNorm | Compose:
-        """A fixed transform with the current statistics; a :class:`Compose` if there are several keys."""
+        """A fixed transform with the current statistics; a :class:`Compose` if there are several keys.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=0.99)
+        >>> batch = norm.forward({"obs": torch.randn(64, 4)})
+        >>> norm.to_observation_norm()
+        ObservationNorm(loc=tensor(...), scale=tensor(...), in_keys=['obs'])
+        """
         norms = []
         for i, (key, out_key) in enumerate(zip(self.in_keys, self.out_keys, strict=True)):
             loc, scale = (part.to(torch.get_default_dtype()) for part in self._loc_scale(i))

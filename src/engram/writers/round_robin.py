@@ -66,6 +66,14 @@ class RoundRobinWriter(NativeWriter):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """A :class:`RoundRobinWriter` whose rows, read by number, have an ``"index"``: their number, which is not stored."""
+    """A :class:`RoundRobinWriter` whose rows, read by number, have an ``"index"``: their number, which is not stored.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, writer=TensorDictRoundRobinWriter())
+    >>> rb.add(TensorDict({"obs": torch.zeros(3)}))
+    0
+    """
 
     traits = Traits(appends=True, adds_index=True)
