@@ -24,6 +24,7 @@ myst_heading_anchors = 4
 python_use_unqualified_type_names = True
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # what a component does for the library only stands at its base class
 toc_object_entries_show_parents = "hide"
 autoclass_content = "class"
 napoleon_use_rtype = False
@@ -157,7 +158,14 @@ def describe(app, what: str, name: str, value: object, options: object, lines: l
         else:
             listed = listed and not line
             described.append(line)
+    if what == "attribute" and lines and re.match(r"\S+ \S+ .*:", lines[0]):
+        described.insert(0, "")  # a sentence before the colon, where napoleon expects a type
     lines[:] = described
+
+
+def left_out(app, what: str, name: str, value: object, skip: bool, options: object) -> bool | None:
+    """What buffers ask components for."""
+    return True if name in ("noted", "traits") else None
 
 
 # ---- how pages are read ------------------------------------------------------------------------------------------------
@@ -220,5 +228,6 @@ def setup(app) -> None:
     app.connect("config-inited", find_inventories, priority=100)  # before intersphinx
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", describe, priority=400)  # before napoleon
+    app.connect("autodoc-skip-member", left_out)
     app.add_transform(SideBySide)
     app.add_transform(Names)
