@@ -16,6 +16,7 @@ from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
 from engram.checkpoint.checkpointer import RestoreReport as RestoreReport
 from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
 from engram.checkpoint.checkpointer import SaveReport as SaveReport
+from engram.checkpoint.stateful import StatefulReplay as StatefulReplay
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore

@@ -16,12 +16,21 @@ from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.job import Job
-from engram.checkpoint.options import Asked, Options, RestoreOptions, SeldomArguments, checked_step, checked_user
+from engram.checkpoint.options import (
+    Asked,
+    Options,
+    RestoreArguments,
+    RestoreOptions,
+    SeldomArguments,
+    checked_step,
+    checked_user,
+)
 from engram.checkpoint.reports import Entry, RestoreReport, SaveReport, forget_reports, note_restore
 from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import SaveAttempt, SaveHandle
 from engram.checkpoint.schedule import Schedule
 from engram.checkpoint.select import Wanted
+from engram.checkpoint.stateful import StatefulReplay
 from engram.checkpoint.watchdog import Watchdog
 from engram.format import series
 from engram.format.checkpoints import Checkpoint, is_checkpoint
@@ -29,7 +38,7 @@ from engram.format.workers import begin
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engram.checkpoint.schedule import Requests
     from engram.format.problems import Problem
@@ -474,6 +483,39 @@ class Checkpointer:
         note_restore(self.root, report, self._job.ranks.rank)
         return report
 
+    def stateful(
+        self, step: Callable[[], int], *, keep: int = 3, **restore: Unpack[RestoreArguments]
+    ) -> StatefulReplay:
+        """An object with ``state_dict`` and ``load_state_dict``, which takes the replay into checkpoints of another library.
+
+        For ``torch.distributed.checkpoint``, accelerate, Lightning Fabric, or ``torch.save``: see docs/training-frameworks.md. Only
+        the name of a checkpoint below :attr:`root` goes in. ``state_dict()`` saves one of this step, or waits for the one that
+        ``begin()`` began; ``load_state_dict(state)`` restores it, also on another number of ranks. With several ranks, all of them
+        call these together.
+
+        Args:
+            step: returns the step of the training, such as ``lambda: trainer.global_step``; the same on all ranks. There is one
+                checkpoint for each step: a second ``state_dict()`` at the same step returns the same name.
+            keep: the newest checkpoints that were named this way stay, so many of them, whatever ``keep`` of the constructor and
+                :meth:`prune` say. Give it as many as checkpoints of the other library are kept.
+            **restore: arguments of :meth:`restore` besides ``step``, ``name`` and ``at_most``.
+
+        Raises:
+            TypeError: ``step`` is no function. ValueError: ``keep`` is below 1 or above 1,000.
+
+        >>> import tempfile, torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(torch.arange(10))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     saved = Checkpointer(root, rb).stateful(lambda: 7).state_dict()
+        ...     fresh = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        ...     Checkpointer(root, fresh).stateful(lambda: 0).load_state_dict(saved)
+        >>> list(saved), len(fresh)
+        (['checkpoint'], 10)
+        """
+        return StatefulReplay(self, self._job, step, keep, restore)
+
     # ---- the series ------------------------------------------------------------------------------------------------------
 
     @property
@@ -539,7 +581,8 @@ class Checkpointer:
             return [*checkpoint.problems(level)]
 
     def prune(self, keep: int | None = None) -> builtins.list[str]:
-        """Remove all but the newest checkpoints, but never the last valid one. Returns the names of those that were removed.
+        """Remove all but the newest checkpoints, but neither the last valid one nor those that :meth:`stateful` has named. Returns the
+        names of those that were removed.
 
         Args:
             keep: how many valid ones are kept. Default: that of the constructor.

@@ -24,6 +24,20 @@ class SeldomArguments(TypedDict, total=False):
     poll_every: int
 
 
+class RestoreArguments(TypedDict, total=False):
+    """Arguments of a restore whose checkpoint is known: see :meth:`Checkpointer.restore`."""
+
+    incomplete: Mapping[str, str] | None
+    overflow: Literal["cut", "fill"]
+    max_drop_fraction: float
+    env_id: Literal["lane", "global"]
+    resume: Literal["env_reset", "exact"]
+    verify: Literal["read", "full"]
+    allow_partial: bool
+    default_rng: bool
+    convert: bool
+
+
 class Options(NamedTuple):
     """What the constructor is told: see :class:`Checkpointer`."""
 

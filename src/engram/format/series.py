@@ -31,7 +31,7 @@ import msgspec
 
 from engram._words import count
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, files, leases, strict
+from engram.format import disk, files, leases, pins, strict
 from engram.format.checkpoints import (
     ATTEMPT,
     LEFTOVER,
@@ -685,8 +685,8 @@ def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> lis
     """Rename old checkpoints and failed attempts, so that no process finds half a one: :func:`sweep` removes them.
 
     Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
-    the newest good one; the newest crash attempt; undecided attempts of this epoch, which may be under way; and what other
-    processes read, as their leases say.
+    the newest good one; the newest crash attempt; undecided attempts of this epoch, which may be under way; good ones of steps
+    that are pinned; and what other processes read, as their leases say.
 
     Args:
         root: of the series.
@@ -743,5 +743,7 @@ def _superfluous(root: Path, keep: int, epoch: int, known: Known) -> list[Name]:
     kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
     kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(f"{root}/{name}/{MANIFEST}")}
     left = [name for name in every if name not in kept]
+    steps = pins.pinned(root) if left else ()
+    left = [name for name in left if not (name.step in steps and good(name))]
     leased = leases.leased(root) if left else ()
     return [name for name in left if str(name) not in leased]

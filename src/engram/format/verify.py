@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
-from engram.format import control, disk, files, layout, leases, schema, series
+from engram.format import control, disk, files, layout, leases, pins, schema, series
 from engram.format.checkpoints import ATTEMPT, MANIFEST, REFUSAL, SHARD, Checkpoint, rank_folder
 from engram.format.description import PART, SUMS
 from engram.format.part_reader import Level, PartReader
@@ -211,6 +211,7 @@ def _series(root: Path, level: Level) -> tuple[list[Problem], list[Problem]]:
     hint = root / series.LATEST
     notes += [problem for problem in series.latest(root)[1] if problem.path == hint]
     notes += leases.problems(root)
+    notes += pins.problems(root)
     return problems, notes
 
 
