@@ -92,6 +92,7 @@ NAMES = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
+    "StatefulReplay",
     "StepScheduler",
     "Storage",
     "StoragePlan",

@@ -13,7 +13,9 @@ from tests.test_api import MODULES
 ROOT = Path(__file__).parents[1]
 #: tests/cluster runs it, in its cluster.
 ON_RAY = ROOT / "docs/ray.md"
-PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {ON_RAY})
+#: tests/checkpoint/test_recipes.py runs its programs, in two processes each.
+ON_RANKS = ROOT / "docs/training-frameworks.md"
+PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {ON_RAY, ON_RANKS})
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
