@@ -12,6 +12,10 @@ from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedRepl
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
 from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
 from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
+from engram.buffer.replayed import DrawReplay as DrawReplay
+from engram.buffer.replayed import ReplayedDraw as ReplayedDraw
+from engram.buffer.replayed import replay_draws as replay_draws
+from engram.buffer.sampling_log import SamplingLog as SamplingLog
 from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
 from engram.checkpoint.checkpointer import RestoreReport as RestoreReport
 from engram.checkpoint.checkpointer import SaveHandle as SaveHandle

@@ -82,16 +82,21 @@ class ReadPath:
         columns, rows, info = self.read(key, batch_size, shown)
         return self.finish(columns, rows, info, return_info)
 
-    def read(self, key: Key, n: int, shown: Shown = "beside") -> tuple[Any, Tensor | None, dict[Any, object]]:
+    def read(
+        self, key: Key, n: int, shown: Shown = "beside", *, recorded: bool = False
+    ) -> tuple[Any, Tensor | None, dict[Any, object]]:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``.
 
-        With ``shown="nothing"`` the rows may be None, and the info need only have what are fields of the batch.
+        With ``shown="nothing"`` the rows may be None, and the info need only have what are fields of the batch. ``recorded``: the recorder
+        asks, which hears of other calls first.
         """
         wiring = self._wiring
-        storage, tracks = wiring.storage, wiring.of_writer.tracks_tickets
+        if wiring.recorder is not None and not recorded:
+            return wiring.recorder.read(self.read, key, n)
+        storage, tracks = wiring.storage, wiring.numbers
         memory = storage.memory
         if memory is not None:
-            if wiring.draws_natively:
+            if wiring.draws_uniformly:
                 columns = memory.sample_uniform(key, n, True, tracks)
                 info = {"index_generation": columns.pop()} if tracks else {}
                 return columns, columns.pop(), info
@@ -155,7 +160,7 @@ class ReadPath:
     def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[Any, object]]:
         """Ask the sampler, read, and draw again what moved meanwhile."""
         wiring = self._wiring
-        storage, source, tracks = wiring.storage, wiring.source, wiring.of_writer.tracks_tickets
+        storage, source, tracks = wiring.storage, wiring.source, wiring.numbers
         extent = storage.extent()
         samplers.check_drawable(extent.size)
         if wiring.of_sampler.draws_windows:  # perhaps it has drawn for another buffer since

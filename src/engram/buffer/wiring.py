@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,25 @@ if TYPE_CHECKING:
     from engram.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
+    from engram.store import Key
     from engram.transforms import Compose
+    from engram.types import Info, Shown
     from engram.writers._base import NativeWriter
+
+
+class ReadsBatch(Protocol):
+    """Draws with a key, and reads: :meth:`~engram.buffer.read_path.ReadPath.read`."""
+
+    def __call__(
+        self, key: Key, n: int, shown: Shown = ..., *, recorded: bool = ...
+    ) -> tuple[list[Tensor], Tensor | None, Info]: ...
+
+
+class Recorder(Protocol):
+    """Hears of each batch that is drawn."""
+
+    def read(self, read: ReadsBatch, key: Key, n: int) -> tuple[list[Tensor], Tensor, Info]:
+        """Draw and read a batch by ``read``. Returns what that would without a recorder."""
 
 
 class Wiring:
@@ -29,6 +46,9 @@ class Wiring:
 
     Traits are read when a component is taken. :meth:`choose_paths` turns them into the paths that reading and writing take.
     """
+
+    #: Hears of batches; None: nothing does. Copies have none.
+    recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -89,8 +109,12 @@ class Wiring:
     def choose_paths(self) -> None:
         """Uniform draws and plain appends need nothing between them and the store: one native call each."""
         fields = self.storage.traits.has_fields
-        #: Whether the store draws by itself.
-        self.draws_natively = fields and self.of_sampler.draws_uniformly
+        recorded = self.recorder is not None
+        #: Whether the store draws by itself, and whether nothing else needs to hear of it.
+        self.draws_uniformly = fields and self.of_sampler.draws_uniformly
+        self.draws_natively = self.draws_uniformly and not recorded
+        #: Whether what is read says its tickets.
+        self.numbers = self.of_writer.tracks_tickets or recorded
         #: What draws and reads in one native call; None: nothing does.
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
         #: Whether rows that are used up are written over first.
@@ -183,8 +207,17 @@ class Wiring:
     # ---- copies ----------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, object]:
-        derived = ("source", "of_sampler", "placer", "of_writer", "generator")
-        paths = ("draws_natively", "sample_natively", "refills", "appends", "write_of", "collates")
+        derived = ("source", "of_sampler", "placer", "of_writer", "generator", "recorder")
+        paths = (
+            "draws_uniformly",
+            "draws_natively",
+            "numbers",
+            "sample_natively",
+            "refills",
+            "appends",
+            "write_of",
+            "collates",
+        )
         state = {name: value for name, value in self.__dict__.items() if name not in (*derived, *paths)}
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()

@@ -60,6 +60,8 @@ class Expansion:
             public(name): plain and column.is_number and not reading.fields[column.field].shape
             for name, column in zip(names, columns[len(reading.fields) :], strict=False)
         }
+        #: Steps of a trajectory after a row that change what is read with it.
+        self.reach = max(column.ahead + column.following for column in columns)
         self._following = reading.following
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
