@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from engram.buffer.wiring import Wiring
-    from engram.samplers._base import DeclaredSampler
     from engram.types import Entry as Key
     from engram.types import Info
 
 #: The entry of a batch's info that has the tickets of its rows.
-TICKETS = "index_generation"
+NUMBERS = "index_generation"
+#: The same, of a batch whose info does not have them without a log.
+TICKETS = "engram.tickets"
 
 
 class Drawn(NamedTuple):
@@ -73,18 +74,13 @@ def tensor_of(raw: memoryview, entry: Entry, shape: Sequence[int]) -> Tensor:
     return made
 
 
-def innermost_of(wiring: Wiring) -> DeclaredSampler:
-    """The sampler that expanders are around, or the sampler."""
-    source = wiring.source
-    return source.innermost if isinstance(source, Expander) else source
-
-
 def says_tickets(wiring: Wiring) -> bool:
     """Whether a batch's info has tickets without a log, too."""
     if wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized:
         return True
-    consumes = wiring.of_sampler.consumes and isinstance(wiring.source, Expander)
-    return consumes or not isinstance(innermost_of(wiring), NativeSampler)  # one of the user's may
+    source = wiring.source
+    # A sampler of the user's own inside an expander may.
+    return isinstance(source, Expander) and (source.traits.consumes or not isinstance(source.innermost, NativeSampler))
 
 
 def expanders_of(wiring: Wiring) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram import collate, samplers
 from engram._tensordict import is_lazy_stack, is_plain_tensordict, put
+from engram.buffer.drawn import TICKETS
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
 from engram.field_paths import public
@@ -178,7 +179,7 @@ class ReadPath:
             draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
         info = dict(draw.info)
         if tracks:
-            info["index_generation"] = draw.tickets
+            info["index_generation" if wiring.of_writer.tracks_tickets else TICKETS] = draw.tickets
         return columns, draw.rows, info
 
     def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Draw]:

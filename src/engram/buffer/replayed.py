@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram._checks import check_count
 from engram.buffer.drawn import (
-    TICKETS,
+    NUMBERS,
     Drawn,
     described,
     expanders_of,
@@ -224,7 +224,7 @@ class _OfForm:
         for part in (saved.said, drawn.computed):
             info.update(part.items())
         if says_tickets(self._wiring):
-            info[TICKETS] = tickets.reshape(saved.rows.shape)
+            info[NUMBERS] = tickets.reshape(saved.rows.shape)
         batch = _Finished(self._reading.finish(drawn.columns, saved.rows, info, True))
         if self._output != "torch":
             return View(self._output, batch).sample(0, True, 0)  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import _fork
 from engram._words import warn
-from engram.buffer.drawn import TICKETS, Drawn, bytes_of, entry_of, form_of, says_tickets
+from engram.buffer.drawn import NUMBERS, TICKETS, Drawn, bytes_of, entry_of, form_of, says_tickets
 from engram.expanders import Expander
 from engram.format.draws import BATCH, FORM, Appending, Batch
 from engram.format.strict import encode
@@ -47,8 +47,7 @@ class SamplingLog:
 
     Raises:
         TypeError: no such buffer: its rows are items of a list, or lie in another process or in checkpoints that it follows.
-        RuntimeError: another log is attached to the buffer; another process or log writes to the file; ``delayed_init``, and nothing
-            was written yet.
+        RuntimeError: another log is attached to the buffer; another process or log writes to the file.
         CorruptCheckpoint: the file is no log, or damaged before its end. OSError: it cannot be written.
 
     ``sample`` raises ``OSError`` where a batch cannot be written down, such as on a full disk; :meth:`close` the log, and it goes on.
@@ -90,8 +89,6 @@ class SamplingLog:
 
     def _check(self) -> None:
         storage, kind = self._wiring.storage, type(self._buffer).__name__
-        if not self._buffer.initialized:
-            raise RuntimeError(f"SamplingLog: expected a {kind} whose components are made. Use it before it is logged.")
         if storage.traits.is_remote or not storage.traits.has_fields:
             where = "a connection" if storage.traits.is_remote else f"a {type(storage).__name__}"
             raise TypeError(
@@ -143,13 +140,15 @@ class SamplingLog:
         young = _Young(storage, source.reach(storage)) if isinstance(source, Expander) else None
         columns, rows, info = read(key, n, "beside", recorded=True)
         assert rows is not None  # as they are shown
-        tickets = cast("Tensor", info[TICKETS])
+        tickets = info.pop(TICKETS, None)
+        said = {name: value for name, value in info.items() if tickets is not None or name != NUMBERS}
+        if tickets is None:
+            tickets = info[NUMBERS] if says_tickets(wiring) else info.pop(NUMBERS)
         if self.inherited:
             self._tell_inherited()
         else:
-            self._note(key.value, n, columns, rows, tickets, info, young)
-        if not says_tickets(wiring):
-            del info[TICKETS]
+            drawn = Drawn.of(wiring, columns, info)
+            self._note(key.value, n, drawn, rows, cast("Tensor", tickets), said, young)
         return columns, rows, info
 
     def _tell_inherited(self) -> None:
@@ -163,14 +162,13 @@ class SamplingLog:
         self,
         key: int,
         n: int,
-        columns: list[Tensor],
+        drawn: Drawn,
         rows: Tensor,
         tickets: Tensor,
         info: Info,
         young: _Young | None,
     ) -> None:
-        drawn = Drawn.of(self._wiring, columns, info)
-        said = {name: value for name, value in info.items() if name != TICKETS and name not in drawn.computed}
+        said = {name: value for name, value in info.items() if name not in drawn.computed}
         entries = tuple(entry_of(name, value, rows) for name, value in said.items())
         flat, numbers = rows.reshape(-1).numpy(), tickets.cpu().reshape(-1).numpy()
         kept = _NONE if young is None else young.places(flat, numbers)
