@@ -111,7 +111,7 @@ def test_zeros_at_the_end_are_cut_off_and_damage_before_it_is_not(logged, tmp_pa
     assert same([again.batch for again in replay], drawn)
     assert replay.torn_bytes == 5000
     damaged = bytearray(whole)
-    damaged[ends[1] + 200] ^= 1
+    damaged[ends[1] + 100] ^= 1
     path.write_bytes(damaged)
     replay = replay_draws(path, rb)
     assert same([next(replay).batch, next(replay).batch], drawn[:2])

@@ -19,6 +19,8 @@ from engram.samplers._base import NativeSampler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
+
     from engram.buffer.wiring import Wiring
     from engram.types import Entry as Key
     from engram.types import Info
@@ -45,6 +47,11 @@ class Drawn(NamedTuple):
     def arrays(self) -> list[Tensor]:
         return [*self.columns, *self.computed.values()]
 
+    def values(self, places: NDArray[np.int64], lead: int) -> list[memoryview]:
+        """What all arrays have at some places, whose first ``lead`` dimensions are those of the rows."""
+        which = torch.from_numpy(places)
+        return [bytes_of(array.flatten(0, lead - 1)[which]) for array in self.arrays]
+
     def digest(self) -> bytes:
         """xxh3-128 of all arrays, in order."""
         summing = xxhash.xxh3_128()
@@ -54,10 +61,18 @@ class Drawn(NamedTuple):
 
 
 def bytes_of(array: object) -> memoryview:
-    """The bytes of a tensor or array, in C order. A view where it can be."""
+    """A tensor or array, as a contiguous buffer in C order. A view where it can be."""
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else cast("Tensor", array)
-    raw: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return raw
+    buffer: memoryview
+    if tensor.is_cpu and tensor.dtype in _OF_NUMPY and tensor.is_contiguous() and not tensor.requires_grad:
+        buffer = tensor.numpy().data
+    else:
+        buffer = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return buffer
+
+
+#: The usual dtypes that NumPy has, too.
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
 def nbytes_of(entry: Entry, shape: Sequence[int]) -> int:
@@ -70,7 +85,7 @@ def nbytes_of(entry: Entry, shape: Sequence[int]) -> int:
 def tensor_of(raw: memoryview, entry: Entry, shape: Sequence[int]) -> Tensor:
     """A tensor of the bytes of an entry. A copy."""
     made = torch.empty(tuple(shape), dtype=DTYPE_OF[entry.dtype], device="cpu")
-    bytes_of(made)[:] = raw
+    made.reshape(-1).view(torch.uint8).numpy().data[:] = raw
     return made
 
 

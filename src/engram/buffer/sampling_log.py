@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engram import _fork
@@ -175,8 +174,7 @@ class SamplingLog:
         first = int(numbers.min(initial=1 << 61))
         offsets = numbers - first
         ticket_bytes = 4 if int(offsets.max(initial=0)) < 1 << 32 else 8
-        which = torch.from_numpy(kept)
-        values = [bytes_of(array.flatten(0, rows.ndim - 1)[which]) for array in drawn.arrays] if len(kept) else []
+        values = [] if kept is _NONE else drawn.values(kept, rows.ndim)
         digest = drawn.digest()
         with self._lock:
             if self._file.closed:
