@@ -35,9 +35,38 @@ nb::dict counts_of(const Store& store) {
   return all;
 }
 
+void bind_setting(nb::class_<Store>& type) {
+  type.def_prop_ro(
+          "fleet_limit",
+          [](const Store& self) {
+            const Rules rules = self.limits().rules();
+            return nb::make_tuple(rules.fleet, rules.stores);
+          },
+          "(number, stores) of the limits of several stores which those of this one are, or which has taken them away. Zeros: of none; no "
+          "stores: the counts began again here since.")
+      .def(
+          "set_fleet_limit",
+          [](const Store& self, double ratio, double tolerance, std::uint64_t min_size, std::uint64_t in_flight, std::uint64_t unconsumed,
+             std::uint64_t fleet, std::uint64_t stores, double level) {
+            nb::gil_scoped_release release;
+            self.limits().set({ratio, tolerance, min_size, in_flight, fleet, stores}, unconsumed, level);
+          },
+          "ratio"_a, "tolerance"_a, "min_size"_a, "in_flight"_a, "unconsumed"_a, "fleet"_a, "stores"_a, "level"_a,
+          "As set_limit, of several stores, of which this one's part begins at a level. Newer ones stay.")
+      .def(
+          "set_limit",
+          [](const Store& self, double ratio, double tolerance, std::uint64_t min_size, std::uint64_t in_flight, std::uint64_t unconsumed) {
+            nb::gil_scoped_release release;
+            self.limits().set({ratio, tolerance, min_size, in_flight}, unconsumed);
+          },
+          "ratio"_a, "tolerance"_a, "min_size"_a, "in_flight"_a, "unconsumed"_a,
+          "Replaces the limits in one step, and begins balanced. Those that are in force already stay, with their counts.");
+}
+
 }  // namespace
 
 void bind_limits(nb::class_<Store>& type) {
+  bind_setting(type);
   type.def_prop_ro("limited", [](const Store& self) { return self.limits().on(); }, "Whether the store has limits that count here.")
       .def_prop_ro(
           "limit",
@@ -46,14 +75,6 @@ void bind_limits(nb::class_<Store>& type) {
             return nb::make_tuple(rules.ratio, rules.tolerance, rules.min_size, rules.in_flight);
           },
           "(samples per insert, tolerance, smallest size, rows in flight); 0 where there is no such limit.")
-      .def(
-          "set_limit",
-          [](const Store& self, double ratio, double tolerance, std::uint64_t min_size, std::uint64_t in_flight, std::uint64_t unconsumed) {
-            nb::gil_scoped_release release;
-            self.limits().set({ratio, tolerance, min_size, in_flight}, unconsumed);
-          },
-          "ratio"_a, "tolerance"_a, "min_size"_a, "in_flight"_a, "unconsumed"_a,
-          "Replaces the limits in one step, and begins balanced. Those that are in force already stay, with their counts.")
       .def(
           "admit_samples", [](const Store& self, std::uint64_t n) { return self.limits().admit(Limits::kSample, n); }, "n"_a,
           "Whether n rows may be sampled now; then they are counted.")

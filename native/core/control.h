@@ -151,6 +151,8 @@ struct LimitSlot {
   Word tolerance;
   Word min_size;
   Word most_in_flight;
+  Word fleet;   // which limits of several stores these are a part of; 0: of this store alone
+  Word stores;  // how many those are; 0: the counts have begun again here since
   alignas(64) Word level;
   Word samples;
   alignas(64) Word in_flight;

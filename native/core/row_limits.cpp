@@ -61,6 +61,12 @@ void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value, double s
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &most, nullptr, 0);
 }
 
+// Where the level begins, of so many live rows.
+double first_level(const Rules& rules, std::uint64_t live) {
+  if (rules.ratio == 0) return static_cast<double>(live);
+  return rules.ratio * static_cast<double>(std::min(live, rules.min_size));
+}
+
 }  // namespace
 
 // The rules of one moment, and where their counts are.
@@ -79,28 +85,30 @@ Limits::Current Limits::current() const {
   for (;;) {
     const std::uint64_t current = page_.current.load(std::memory_order_acquire);
     LimitSlot& slot = page_.slots[(current >> 1) % kLimitSlots];
-    const Current now{{number(slot.ratio), number(slot.tolerance), slot.min_size.load(), slot.most_in_flight.load()}, (current & 1) != 0, slot};
+    const Rules rules{number(slot.ratio),        number(slot.tolerance), slot.min_size.load(),
+                      slot.most_in_flight.load(), slot.fleet.load(),      slot.stores.load()};
+    const Current now{rules, (current & 1) != 0, slot};
     fence(std::memory_order_acquire);
     if (page_.current.load(std::memory_order_seq_cst) == current) return now;
   }
 }
 
-void Limits::fill(LimitSlot& slot, const Rules& rules, std::uint64_t live, std::uint64_t unconsumed) const {
-  const double rows = static_cast<double>(rules.ratio != 0 ? std::min(live, rules.min_size) : live);
-  slot.level.store(bits((rules.ratio != 0 ? rules.ratio : 1) * rows), std::memory_order_seq_cst);
+void Limits::fill(LimitSlot& slot, double level, std::uint64_t unconsumed) const {
+  slot.level.store(bits(level), std::memory_order_seq_cst);
   slot.in_flight.store(unconsumed, std::memory_order_seq_cst);
   slot.inserts.store(0, std::memory_order_relaxed);
   slot.samples.store(0, std::memory_order_relaxed);
 }
 
 // A process that is killed in here has changed nothing: what counts is named by one word, which is written last.
-void Limits::set(const Rules& rules, std::uint64_t unconsumed) const {
+void Limits::set(const Rules& rules, std::uint64_t unconsumed, double level) const {
   control_.writable();
   {
     const SharedLock one_at_a_time(control_.lock_page().placing, [] {});
     const Current now = current();
-    const bool on = rules != Rules{};
-    if (on == now.on && (!on || rules == now.rules)) return;
+    const bool on = rules.any();
+    if (on == now.on && (rules == now.rules || (!on && rules.fleet == 0 && now.rules.fleet == 0))) return;
+    if (rules.fleet != 0 && rules.fleet <= now.rules.fleet) return;
     const std::uint64_t next = (page_.current.load(std::memory_order_acquire) >> 1) + 1;
     LimitSlot& slot = page_.slots[next % kLimitSlots];
     fence(std::memory_order_release);
@@ -108,7 +116,9 @@ void Limits::set(const Rules& rules, std::uint64_t unconsumed) const {
     slot.tolerance.store(bits(rules.tolerance));
     slot.min_size.store(rules.min_size);
     slot.most_in_flight.store(rules.in_flight);
-    fill(slot, rules, control_.size(), unconsumed);
+    slot.fleet.store(rules.fleet);
+    slot.stores.store(rules.stores);
+    fill(slot, rules.fleet != 0 ? level : first_level(rules, control_.size()), unconsumed);
     page_.current.store(next << 1 | (on ? 1 : 0), std::memory_order_seq_cst);
   }
   wake();
@@ -116,13 +126,14 @@ void Limits::set(const Rules& rules, std::uint64_t unconsumed) const {
 
 Rules Limits::rules() const {
   const Current now = current();
-  return now.on ? now.rules : Rules{};
+  return now.on ? now.rules : Rules{.fleet = now.rules.fleet, .stores = now.rules.stores};
 }
 
 void Limits::restart(std::uint64_t live) const {
   const Current now = current();
   if (!now.on) return;
-  fill(now.slot, now.rules, live, live);
+  if (now.rules.fleet != 0) now.slot.stores.store(0);
+  fill(now.slot, now.rules.fleet != 0 ? 0 : first_level(now.rules, live), live);
   wake();
 }
 
@@ -133,6 +144,7 @@ bool Limits::filling(const Current& now) const {
 }
 
 bool Limits::admits(const Current& now, Side side, double level, std::uint64_t n) const {
+  if (now.rules.fleet != 0) return true;
   const double by = static_cast<double>(n) * (side == kInsert ? now.gain() : now.cost());
   const double band = std::max(now.rules.slack(), by);
   if (side == kSample) return (now.rules.ratio == 0 || level - by >= now.centre() - band) && !filling(now);

@@ -7,6 +7,9 @@
 //   centre  ratio * min_size: where the level is to stay
 //   band    inserts raise it to centre + slack at most, samples lower it to centre - slack; one operation may always take all of that
 //
+// Limits of several stores, a fleet, are the same ones in each. What each has counted is its part: the level is the sum of theirs, which
+// clients that see all stores compute. Here rows are counted and not held up, but for those in flight, which have to fit into each store.
+//
 // So an insert is admitted at least where the level is at most the centre, and a sample where it is at least that, whatever their sizes:
 // never are both refused because of the level. What waits is woken by what it waits for, and looks by itself once a second, as a process
 // may die between the change and the call that wakes.
@@ -33,7 +36,11 @@ struct Rules {
   std::uint64_t min_size = 0;   // live rows before the first is sampled
   std::uint64_t in_flight = 0;  // rows that are inserted and not consumed, at most
 
+  std::uint64_t fleet = 0;      // of several stores: a number that only grows; 0: of one store
+  std::uint64_t stores = 0;     // of how many
+
   bool operator==(const Rules&) const = default;
+  bool any() const { return ratio != 0 || min_size != 0 || in_flight != 0; }
   double centre() const { return ratio * static_cast<double>(min_size); }
   double slack() const { return tolerance * centre(); }
 };
@@ -49,8 +56,12 @@ class Limits {
   bool on() const { return (page_.current.load(std::memory_order_relaxed) & 1) != 0 && !control_.only_reads(); }
 
   /// Replaces them in one step; none: takes them away. Begins in the centre. What waits looks again. `unconsumed`: rows that are
-  /// inserted and not consumed now. Rules that are in force already stay, with their counts. Throws Stalled, ReadOnly.
-  void set(const Rules& rules, std::uint64_t unconsumed) const;
+  /// inserted and not consumed now. Rules that are in force already stay, with their counts; so do newer ones of a fleet. Throws Stalled,
+  /// ReadOnly.
+  ///
+  /// `level`: of a fleet, where this part begins.
+  void set(const Rules& rules, std::uint64_t unconsumed, double level = 0) const;
+  /// Those in force. Where there are none, also which fleet has taken them away.
   Rules rules() const;
 
   /// The counts begin again, as the store has other rows now. None of them are consumed.
@@ -110,7 +121,7 @@ class Limits {
   void want_room(const Current& now, std::uint64_t n) const;
   void wake(Side side) const;
   void wake_if_wanted(Side side, double level) const;
-  void fill(LimitSlot& slot, const Rules& rules, std::uint64_t live, std::uint64_t unconsumed) const;
+  void fill(LimitSlot& slot, double level, std::uint64_t unconsumed) const;
 
   const Control& control_;
   LimitsPage& page_;

@@ -131,6 +131,47 @@ TEST(what_was_not_written_or_drawn_is_given_back) {
   EXPECT_EQ(after.in_flight, before.in_flight);
 }
 
+// Clients that see all stores wait; a store counts.
+TEST(a_part_of_a_fleets_limits_counts_and_admits) {
+  const Heap heap(geometry(1, 100), {8});
+  Store store = heap.open();
+  const Limits limits = store.limits();
+  limits.set({.ratio = 2, .tolerance = 0, .min_size = 50, .fleet = 7, .stores = 3}, 0, -20);
+  EXPECT(limits.on());
+  EXPECT_EQ(limits.counts().level, -20);
+  EXPECT(limits.admit(kSample, 30));
+  append(store, 60);
+  EXPECT_EQ(limits.counts().level, -20 - 30 + 120);
+  EXPECT_EQ(limits.counts().inserts, 60);
+  EXPECT_EQ(limits.counts().samples, 30);
+  limits.set({.ratio = 1, .fleet = 6, .stores = 3}, 0);  // older ones
+  limits.set({.fleet = 7, .stores = 3}, 0);
+  EXPECT_EQ(limits.rules().ratio, 2);
+  limits.restart(0);
+  EXPECT_EQ(limits.rules().fleet, 7);
+  EXPECT_EQ(limits.rules().stores, 0);  // the others have not begun again
+  EXPECT_EQ(limits.counts().level, 0);
+  limits.set({.fleet = 8, .stores = 3}, 0);  // none
+  EXPECT(!limits.on());
+  EXPECT_EQ(limits.rules().fleet, 8);
+  limits.set({1, 0, 5, 0}, 0);  // of this store alone
+  EXPECT_EQ(limits.rules().fleet, 0);
+  EXPECT(limits.admit(kSample, 10));
+  EXPECT(!limits.admit(kSample, 10));
+}
+
+TEST(a_part_of_a_fleets_limits_keeps_rows_in_flight_to_what_fits) {
+  const Heap heap(geometry(1, 100), {8});
+  Store store = heap.open();
+  const Limits limits = store.limits();
+  limits.set({.in_flight = 10, .fleet = 1, .stores = 2}, 0);
+  append(store, 10);
+  EXPECT(!limits.admit(kInsert, 1));
+  limits.consumed(1);
+  append(store, 1);
+  EXPECT(limits.admit(kSample, 1'000));
+}
+
 TEST(a_limit_begins_in_the_centre_and_equal_ones_go_on) {
   const Heap heap(geometry(1, 100), {8});
   Store store = heap.open();

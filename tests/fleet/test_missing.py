@@ -155,5 +155,3 @@ def test_what_holds_for_one_store_is_refused_by_name(tmp_path):
             assert rb.sample()["loss_factor"].tolist() == [1.0] * 4
             with pytest.raises(RuntimeError, match="dumps"):
                 rb.dumps(tmp_path / "other")
-            with pytest.raises(RuntimeError, match="limit"):
-                rb.limit(MinSize(2))

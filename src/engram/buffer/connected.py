@@ -70,7 +70,12 @@ class RequestsUnderWay:
         depth, asked_before = 1 if has_epochs else self._depth, bool(self._asked)
         while True:
             while len(self._asked) < depth and not (has_epochs and self._ready):
-                self._ask()
+                try:
+                    self._ask()
+                except NotAdmitted:
+                    if not self._asked and not self._ready:
+                        raise
+                    break  # those that were asked for come first
             if self._ready:
                 return self._ready.popleft()[1]
             refused = self._received()

@@ -92,6 +92,11 @@ class Draws:
         self._lock = _fork.rlock()
         self._asked: deque[_Message] = deque()
 
+    @property
+    def messages(self) -> int:
+        """Under way."""
+        return len(self._asked)
+
     # ---- asking --------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
@@ -132,11 +137,11 @@ class Draws:
         return units
 
     def _planned(self, key: int, units: int, attempt: int = 0, *, begins: bool = True) -> _Batch:
-        """Which store draws which unit. ``begins``: another epoch, where nothing is left. Raises ``NoSampleable``: none has any."""
+        """Which store draws which unit. ``begins``: an epoch, where nothing is left of one. Raises ``NoSampleable``: none has any."""
         shards = self._members.known()
         masses = self._masses(shards)
-        if not masses.any() and self._epochs and begins:
-            shards = self._members.begin_epoch()
+        if not masses.any() and begins:
+            shards = self._members.asked_again()
             masses = self._masses(shards)
         if self._stratum is not None and self._members.shards[self._stratum].lost:
             raise ConnectionError(
@@ -299,8 +304,9 @@ class Draws:
     def can_sample(self) -> bool:
         """Whether a store has rows to draw."""
         with self._lock:
-            shards = self._members.known()
-            return any(shard.mass.total > 0 for shard in shards)
+            if any(shard.mass.total > 0 for shard in self._members.known()):
+                return True
+            return any(shard.mass.total > 0 for shard in self._members.asked_again())
 
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""

@@ -58,7 +58,8 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
             one = access._replace(addresses=tuple(addresses), patience_s=patience_s)
             storages.append(RemoteStorage(Connection(one)))
         for storage in storages:
-            if any(storage.state().limit):
+            state = storage.state()
+            if any(state.limit) and not state.fleet[0]:
                 raise ValueError(
                     f"connect: {storage!r} has limits, which hold for one store. Remove them: rb.limit(None)."
                 )

@@ -92,10 +92,11 @@ class Members:
                 self.ask(shard)
         return self.present()
 
-    def begin_epoch(self) -> list[Shard]:
-        """As :meth:`known`, where nothing is left of the epoch."""
+    def asked_again(self) -> list[Shard]:
+        """As :meth:`known`, where none has anything, or nothing is left of the epoch: masses of this moment."""
         for shard in self.present():
-            shard.epoch, shard.ended = 0, None
+            if self.epochs:
+                shard.epoch, shard.ended = 0, None
             self.ask(shard)
         return self.present()
 

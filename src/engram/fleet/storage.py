@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from engram import _fork
+from engram._native import NotAdmitted
 from engram._unsupported import refusing
 from engram.errors import RowError
 from engram.fleet import plans
 from engram.fleet.draws import Draws
+from engram.fleet.ledger import Ledger
 from engram.fleet.members import Members
 from engram.remote.commands import State
-from engram.remote.served import Limits, ServedStorage
+from engram.remote.served import ServedStorage
 from engram.storages import Storage
 from engram.types import Write
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.fleet.members import Missing, Shard
+    from engram.limits import Rules
     from engram.persist.roles import Roles
     from engram.remote.commands import Served
     from engram.remote.served import Drawn
@@ -44,9 +48,12 @@ class FleetStorage(ServedStorage):
         first = storages[0]
         assert first.memory is not None  # it is described
         schema, self._stratum = first.memory.schema, stratum
-        self.describe(schema, f"in {len(storages)} served stores", Limits())
         self.members = Members(storages, missing, epochs="has_epochs" in first.served.traits_of_sampler)
+        self.ledger = Ledger(self.members)
+        self.describe(schema, f"in {len(storages)} served stores", self.ledger)
         self.draws = Draws(self.members, first.served, schema.row_bytes, stratum)
+        #: Rows of the batches in each message under way.
+        self._ahead: deque[int] = deque()
         self._homes = _fork.rlock()
         #: The store that rows of this buffer go to.
         self._home: Shard | None = None
@@ -86,19 +93,45 @@ class FleetStorage(ServedStorage):
         return 1 if self.members.epochs else super().batches_in_message(rows)
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        self.draws.ask_for(keys, rows)
+        """As many batches as the limits of the fleet admit. Raises ``NotAdmitted``: none."""
+        admitted = self._admitted(rows, len(keys))
+        try:
+            self.draws.ask_for(keys[:admitted], rows)
+        except BaseException:
+            self.ledger.counted(rows * admitted, samples=True)
+            raise
+        self._ahead.append(rows * admitted)
+
+    def _admitted(self, rows: int, calls: int) -> int:
+        admitted = self.ledger.admit(rows, calls, samples=True)
+        if not admitted:
+            raise NotAdmitted(rows)
+        return admitted
+
+    def _count(self) -> None:
+        """Messages that came, or were forgotten, are counted."""
+        while len(self._ahead) > self.draws.messages:
+            self.ledger.counted(self._ahead.popleft(), samples=True)
 
     def answer(self, rows: int) -> list[Drawn]:  # noqa: ARG002 - the plan of the batch says it
-        return self.draws.answer()
+        try:
+            return self.draws.answer()
+        finally:
+            self._count()
 
     def settle(self) -> None:
         self.draws.settle()
 
     def forget_asked(self) -> None:
         self.draws.forget_asked()
+        self._count()
 
     def draw(self, key: int, rows: int) -> Drawn:
-        return self.draws.draw(key, rows)
+        self._admitted(rows, 1)
+        try:
+            return self.draws.draw(key, rows)
+        finally:
+            self.ledger.counted(rows, samples=True)
 
     def can_sample(self, rows: int) -> bool:
         return rows > 0 and self.draws.can_sample()
@@ -147,15 +180,26 @@ class FleetStorage(ServedStorage):
         found = [(shard, self.members.ask(shard)) for shard in self.members.present()]
         return [(shard, state) for shard, state in found if state is not None]
 
+    def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
+        self.ledger.set(rules)
+
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        shard = self.home()
+        if not self.ledger.admit(n, samples=False):
+            raise NotAdmitted(n)
         try:
-            written = shard.storage.write(plan, prepared, n)
+            shard = self.home()
+            written = self._written(shard, plan, prepared, n)
+        finally:
+            self.ledger.counted(n, samples=False)
+        shard.change()
+        return Write(plans.number(written.rows, shard.number), 0)
+
+    def _written(self, shard: Shard, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
+        try:
+            return shard.storage.write(plan, prepared, n)
         except ConnectionError as error:
             self.members.lose(shard, error)
             raise
-        shard.change()
-        return Write(plans.number(written.rows, shard.number), 0)
 
     def empty(self, *, keep_write_count: bool) -> None:
         gone = [shard.storage for shard in self.members.shards if shard.lost]
@@ -166,6 +210,7 @@ class FleetStorage(ServedStorage):
         for shard in self.members.shards:
             shard.storage.empty(keep_write_count=keep_write_count)
             shard.change()
+        self.ledger.emptied()
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """Of the store that rows of this buffer go to."""

@@ -185,7 +185,7 @@ def limit_stats(store: Store) -> dict[str, float]:
         return {}
     counts = store.core.limit_counts()
     said = {"limit_ratio": rules.ratio, "limit_min_size": rules.min_size, "limit_max_in_flight": rules.in_flight}
-    if centre := rules.ratio * rules.min_size:
+    if (centre := rules.ratio * rules.min_size) and not store.core.fleet_limit[0]:  # a part says nothing of the sum
         said["limit_error"] = counts["limit_level"] / centre - 1
     return {**said, **counts, "samples_per_insert": counts["limit_samples"] / max(counts["limit_inserts"], 1)}
 
@@ -223,6 +223,8 @@ def _refusal(rules: Rules, counts: dict[str, float], live: int, rows: int, *, sa
         facts.append(f"the level is {level:g}, to stay from {low:g} to {high:g}")
     if rules.in_flight:
         facts.append(f"{in_flight} are in flight")
+    if unknown := int(counts.get("limit_stores_unknown", 0)):
+        facts.append(f"{count(unknown, 'store')} of the fleet never answered this buffer")
     since = f"{counts['limit_inserts']:.0f} rows were inserted and {counts['limit_samples']:.0f} sampled since"
     return (
         f"{'sample' if samples else 'extend'}: {rows} rows were not admitted in time by {_named(rules)}: {', '.join(facts)}; {since}. "

@@ -111,6 +111,24 @@ class EndTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     roles: list[tuple[list[str], str]] = []
 
 
+class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Set the limits of several stores, of which this one is a part: ``{}``. It counts rows, and clients that see all stores wait.
+
+    Newer limits, which have a larger number, stay.
+    """
+
+    ratio: Annotated[float, msgspec.Meta(ge=0)]
+    tolerance: Annotated[float, msgspec.Meta(ge=0)]
+    min_size: Number
+    in_flight: Number
+    fleet: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+    """The number of these limits."""
+    stores: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """For how many stores they are set."""
+    level: float
+    """Where this one's part of the level begins."""
+
+
 #: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``) and :class:`Append` (``write``).
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
@@ -119,6 +137,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "can_sample": CanSample,
     "empty": Empty,
     "end_trajectory": EndTrajectory,
+    "limit": Limit,
 }
 
 
@@ -159,6 +178,8 @@ class Served(msgspec.Struct, frozen=True):
     requested_size: int
     together: tuple[int, int] = (1, 1)
     """Rows that are drawn together, steps of a window or 1, and how many of a batch size they are."""
+    draws_of_a_row: int | None = None
+    """After how many draws a row is used up; None: never."""
     alone: str = "its server is of an older engram"
     """Why batches cannot have rows of other stores, too; empty: they can."""
 
@@ -176,6 +197,9 @@ class State(msgspec.Struct, frozen=True):
     """None: batches cannot have rows of other stores, or there is nothing to draw."""
     writers: int = 0
     """Clients that write through this server."""
+    fleet: tuple[int, int] = (0, 0)
+    """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
+    counts began again here since."""
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -48,6 +48,7 @@ class RemoteSampler(OfServer, DeclaredSampler):
             consumes=False,  # the server writes over rows that are used up
         )
         self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
+        self.draws_of_a_row = served.draws_of_a_row
         self._text = served.sampler
         self._storage: ServedStorage | None = None
 

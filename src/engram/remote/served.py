@@ -42,6 +42,11 @@ class Limits:
         """As of ``Rules``."""
         return (0.0, 0.0, 0, 0)
 
+    @property
+    def fleet_limit(self) -> tuple[int, int]:
+        """As of a store: of several stores these are not a part."""
+        return (0, 0)
+
     def wake_limits(self) -> None:
         """Nothing waits here."""
 

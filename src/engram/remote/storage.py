@@ -22,6 +22,7 @@ from engram.remote.commands import (
     CanSample,
     Empty,
     EndTrajectory,
+    Limit,
     NotOnce,
     Prioritize,
     Sample,
@@ -82,6 +83,10 @@ class ServedLimits(Limits):
 
     def limit_counts(self) -> dict[str, float]:
         return self.state().limit_counts
+
+    @property
+    def fleet_limit(self) -> tuple[int, int]:
+        return self.state().fleet
 
     def size(self) -> int:
         return self.state().size
@@ -319,6 +324,10 @@ class RemoteStorage(ServedStorage):
         named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
         rows = self.connection.ask("end_trajectory", EndTrajectory(lanes.tolist(), terminated, named), list[int])
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+    def limit_part(self, limit: Limit) -> None:
+        """Set limits of several stores, of which this is one."""
+        self.connection.ask("limit", limit, dict)
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers.prioritized import rows_of
 from engram.state import Change, check_keys, integer, tensor_in, typed
-from engram.store import check_index_name
+from engram.store import Masses, check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -117,6 +117,13 @@ class ConsumingSampler(NativeSampler):
     def drawable(self, storage: SampledStorage) -> int:
         self.bind(storage)
         return 0 if self._index is None else self._index.core.drawable
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        return Masses(float(self.drawable(storage)), 1.0, len(storage))
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        """One that never ends for good: new rows go on with it."""
+        return 1, self.drawable(storage)
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         return batch_size > 0 and self.drawable(storage) > 0

@@ -20,6 +20,7 @@ from engram.expanders import Expander
 from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
+from engram.limits import Rules
 from engram.remote import wire
 from engram.remote.commands import (
     COALESCED_BYTES,
@@ -32,6 +33,7 @@ from engram.remote.commands import (
     Empty,
     EndTrajectory,
     Health,
+    Limit,
     Mass,
     NotOnce,
     Sample,
@@ -114,6 +116,7 @@ class Service:
             "can_sample": self._can_sample,
             "empty": self._empty,
             "end_trajectory": self._end_trajectory,
+            "limit": self._limit,
         }
 
     # ---- actions -------------------------------------------------------------------------------------------------------
@@ -153,7 +156,13 @@ class Service:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
         return State(
-            len(storage), self._rb.write_count, storage.counters(), *limits, mass=self._mass(), writers=self.writers
+            len(storage),
+            self._rb.write_count,
+            storage.counters(),
+            *limits,
+            self._mass(),
+            self.writers,
+            core.fleet_limit,
         )
 
     def _mass(self) -> Mass | None:
@@ -184,6 +193,13 @@ class Service:
         ended = self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles or None)
         rows: list[int] = ended.tolist()
         return rows
+
+    def _limit(self, command: Limit) -> dict[str, object]:
+        wiring = self._wiring
+        rules = Rules(command.ratio, command.tolerance, command.min_size, command.in_flight)
+        unconsumed = wiring.source.drawable(wiring.storage) if rules.in_flight else 0
+        self._store.core.set_fleet_limit(*rules, unconsumed, command.fleet, command.stores, command.level)
+        return {}
 
     def dump_files(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """The files of a dump as record batches of name and data. Raises as :meth:`Dumps.files`, when the first one is asked for."""
@@ -367,6 +383,7 @@ def served_by(
         [([key] if isinstance(key, str) else list(key), flat) for key, flat in sampler.computed_keys.items()],
         rb.storage.requested_size,
         sampler.rows_together(),
+        sampler.draws_of_a_row,
         alone,
     )
 
