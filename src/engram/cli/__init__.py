@@ -452,7 +452,8 @@ def health(address: str, token: str | None, tls_root: str | None, as_json: bool)
 def top(store: str, token: str | None, tls_root: str | None, every: float, count: int | None, as_json: bool) -> None:
     """Show how STORE is doing: rows, inserts and samples per second, limits and who waits for them.
 
-    STORE is a directory, which is only read, beside processes that write; or the address of a server.
+    STORE is a directory, which is only read, beside processes that write; or the address of a server, or several with commas: of one
+    store, or of a fleet.
 
     Exit code: 0 after --count looks, 1 if the server is gone, 2 if there is nothing of engram's at STORE, 130 after Ctrl-C.
     """

@@ -65,6 +65,9 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
 
     filled = f" of {now['capacity']:,.0f} ({now['utilization']:.1%})" if "capacity" in now else ""
     yield f"{'rows':<10} {now['size']:,.0f}{filled}, {now['bytes'] / 1e6:,.1f} MB"
+    if "shards" in now:
+        missing = f"; {now['rows_missing']:,.0f} rows are missing" if now["shards_missing"] else ""
+        yield f"{'stores':<10} {now['shards'] - now['shards_missing']:.0f} of {now['shards']:.0f} answer{missing}"
     yield f"{'inserts':<10} {rate('write_count'):,.0f} rows/s"
     if "limit_samples" in now:
         yield f"{'samples':<10} {rate('limit_samples'):,.0f} rows/s, {now['samples_per_insert']:.3g} per insert"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,11 +92,17 @@ class Draws:
         self._together, self._counted = served.together
         self._lock = _fork.rlock()
         self._asked: deque[_Message] = deque()
+        #: Of parts of batches: how many were asked for, and how long their answers were waited for.
+        self._requests, self._waited_s = 0, 0.0
 
     @property
     def messages(self) -> int:
         """Under way."""
         return len(self._asked)
+
+    def counters(self) -> dict[str, float]:
+        """Requests to stores, and the seconds that these were waited for."""
+        return {"requests": self._requests, "request_waited_s": self._waited_s}
 
     # ---- asking --------------------------------------------------------------------------------------------------------
 
@@ -216,6 +223,8 @@ class Draws:
         """What a store has drawn: nothing where it is gone, has no row any more, or no window there."""
         if shard.lost or shard.losses != losses:
             return []
+        self._requests += 1
+        begun = time.perf_counter()
         try:
             return receive()
         except NoSampleable:
@@ -226,6 +235,8 @@ class Draws:
             self._members.lose(shard, error)
         except Exception as error:  # noqa: BLE001 - raised when all stores have answered
             message.error = error
+        finally:
+            self._waited_s += time.perf_counter() - begun
         return []
 
     def _take(self, batch: _Batch, shard: Shard, drawn: Drawn, *, tells: bool = True) -> None:

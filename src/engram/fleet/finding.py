@@ -18,7 +18,7 @@ from engram.remote.connection import Connection
 from engram.remote.storage import RemoteStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from engram.fleet.members import Missing
     from engram.format.schema import Schema
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engram.remote.connection import Access
     from engram.remote.served import ServedStorage
 
+_LIMITED = "connect: {!r} has limits, which hold for one store. Remove them: rb.limit(None)."
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 #: Addresses that are asked at a time.
 _AT_A_TIME = 32
@@ -46,7 +47,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         raise ValueError(f"connect: stratum: expected the number of one of {len(stores)} stores, got {stratum}.")
     silent = [address for address in access.addresses if address not in served]
     if silent:
-        others = "are taken for further servers of the one that does" if len(stores) == 1 else "are left out"
+        others = "are taken for further servers of the one that does" if len(stores) == 1 else "join when they answer"
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
@@ -60,14 +61,48 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         for storage in storages:
             state = storage.state()
             if any(state.limit) and not state.fleet[0]:
-                raise ValueError(
-                    f"connect: {storage!r} has limits, which hold for one store. Remove them: rb.limit(None)."
-                )
+                raise ValueError(_LIMITED.format(storage))
     except BaseException:
         for storage in storages:
             storage.close()
         raise
-    return FleetStorage(storages, missing, stratum)
+    joining = Silent(access._replace(patience_s=patience_s), silent) if silent else None
+    return FleetStorage(storages, missing, stratum, joining)
+
+
+class Silent:
+    """Addresses that did not answer at first. Stores that are served there join a fleet when they do."""
+
+    def __init__(self, access: Access, addresses: list[Address]) -> None:
+        self._access, self._addresses = access, addresses
+
+    def left(self) -> bool:
+        """Whether some have not answered yet."""
+        return bool(self._addresses)
+
+    def find(self, known: Sequence[RemoteStorage]) -> Iterator[RemoteStorage]:
+        """Stores that answer now, and are not known yet. Those that cannot belong to the fleet are named in a warning, once."""
+        first, stores = known[0].served, {storage.served.store for storage in known}
+        for address in tuple(self._addresses):
+            try:
+                said = _said(self._access, address)
+                if isinstance(said, ConnectionError):
+                    continue
+                self._addresses.remove(address)
+                if said.store in stores:  # another server of a known one
+                    continue
+                _check(self._access, [first, said])
+                storage = RemoteStorage(Connection(self._access._replace(addresses=(address,))))
+                state = storage.state()
+                if any(state.limit) and not state.fleet[0]:
+                    storage.close()
+                    raise ValueError(_LIMITED.format(storage))
+            except (OSError, ValueError, RuntimeError) as error:
+                if address not in self._addresses:
+                    warn(f"the store at {address} does not join: {error}")
+                continue
+            stores.add(said.store)
+            yield storage
 
 
 def _asked(access: Access, missing: Missing) -> dict[Address, Served]:

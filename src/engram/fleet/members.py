@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -15,7 +16,7 @@ from engram._words import count, warn
 from engram.remote.commands import Mass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from engram.remote.commands import State
     from engram.remote.storage import RemoteStorage
@@ -30,6 +31,7 @@ _OLD_S = 1.0
 _LOOK_S = 1.0
 
 
+_log = logging.getLogger("engram")
 _NOTHING = Mass(0.0, 0.0, 0, 0.0, 0, goes_on=False)
 
 
@@ -67,14 +69,31 @@ class Shard:
         self.mass, self.weight, self.told_at = mass, 0.0 if over else mass.total, time.monotonic()
 
 
-class Members:
-    """All stores of a fleet, in the order of their numbers."""
+class Joining(Protocol):
+    """Addresses that did not answer when the fleet was connected."""
 
-    def __init__(self, storages: Sequence[RemoteStorage], missing: Missing, *, epochs: bool) -> None:
+    def left(self) -> bool:
+        """Whether some have not answered yet."""
+
+    def find(self, known: Sequence[RemoteStorage]) -> Iterator[RemoteStorage]:
+        """Stores that answer now, and are not known yet."""
+
+
+class Members:
+    """All stores of a fleet, in the order of their numbers: those that join later come last."""
+
+    def __init__(
+        self, storages: Sequence[RemoteStorage], missing: Missing, joining: Joining | None = None, *, epochs: bool
+    ) -> None:
         self.shards = [Shard(number, storage) for number, storage in enumerate(storages)]
-        self.missing, self.epochs = missing, epochs
+        self.missing, self.epochs, self.joining = missing, epochs, joining
+        self._closed = False
+        #: The policy version that all stores are to know.
+        self.version: int | None = None
         self._lock = _fork.rlock()
         self._looker: _Looker | None = None
+        if joining is not None and joining.left():
+            self._looker = _Looker(self)
 
     def present(self) -> list[Shard]:
         """Those that are there. Raises ``ConnectionError``: none is."""
@@ -132,15 +151,40 @@ class Members:
             try:
                 shard.storage.connection.look()
                 shard.storage.forget_asked()  # what came before it was lost is answered otherwise
+                if self.version is not None:
+                    shard.storage.consumer_version(self.version)
             except (OSError, ValueError, RuntimeError):
                 continue
             shard.told_at = -math.inf
             shard.lost = False
+            _log.info("the store %r is back", shard.storage)
+        self._join()
         with self._lock:
-            if any(shard.lost for shard in self.shards):
+            if any(shard.lost for shard in self.shards) or (self.joining is not None and self.joining.left()):
                 return True
             self._looker = None
             return False
+
+    def _join(self) -> None:
+        """Take stores that answer for the first time."""
+        if self.joining is None:
+            return
+        for storage in self.joining.find([shard.storage for shard in self.shards]):
+            if self.version is not None:
+                storage.consumer_version(self.version)
+            with self._lock:
+                if self._closed:
+                    storage.close()
+                    return
+                self.shards.append(Shard(len(self.shards), storage))
+            _log.info("the store %r has joined", storage)
+
+    def counters(self) -> dict[str, float]:
+        """How often stores were lost, and how uneven those are that are there: the largest mass, over the mean of all."""
+        masses = [shard.mass.total for shard in self.shards if not shard.lost]
+        whole = sum(masses)
+        imbalance = max(masses) * len(masses) / whole if whole > 0 else 1.0
+        return {"stores_lost": sum(shard.losses for shard in self.shards), "imbalance": imbalance}
 
     @property
     def rows_missing(self) -> int:
@@ -150,6 +194,7 @@ class Members:
     def close(self) -> None:
         """Stop looking, and close the connections."""
         with self._lock:
+            self._closed = True
             if self._looker is not None:
                 self._looker.end()
         for shard in self.shards:

@@ -22,11 +22,11 @@ from engram.storages import Storage
 from engram.types import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from engram.fleet.members import Missing, Shard
+    from engram.fleet.members import Joining, Missing, Shard
     from engram.limits import Rules
     from engram.persist.roles import Roles
     from engram.remote.commands import Served
@@ -34,21 +34,27 @@ if TYPE_CHECKING:
     from engram.remote.storage import RemoteStorage
     from engram.types import WritePlan
 
+#: Counters of stores of which the fleet's is the largest, not the sum.
+_LARGEST = ("consumer_version", "larger_than_memory", "reads_from_files", "writes_to_files")
 _ROW = (1 << plans.SHIFT) - 1
 
 
 class FleetStorage(ServedStorage):
     """Several stores that servers have open."""
 
-    def __init__(self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None) -> None:
+    def __init__(
+        self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None, joining: Joining | None = None
+    ) -> None:
         super().__init__()
-        self._join(storages, missing, stratum)
+        self._join(storages, missing, stratum, joining)
 
-    def _join(self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None) -> None:
+    def _join(
+        self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None, joining: Joining | None
+    ) -> None:
         first = storages[0]
         assert first.memory is not None  # it is described
         schema, self._stratum = first.memory.schema, stratum
-        self.members = Members(storages, missing, epochs="has_epochs" in first.served.traits_of_sampler)
+        self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
         self.ledger = Ledger(self.members)
         self.describe(schema, f"in {len(storages)} served stores", self.ledger)
         self.draws = Draws(self.members, first.served, schema.row_bytes, stratum)
@@ -80,12 +86,41 @@ class FleetStorage(ServedStorage):
 
     def state(self) -> State:
         found = [state for shard in self.members.present() if (state := self.members.ask(shard)) is not None]
-        counters = {name: sum(state.counters[name] for state in found) for name in found[0].counters}
+        names = dict.fromkeys(name for state in found for name in state.counters)
+        counters: dict[str, int | float] = {}
+        for name in names:
+            values = [state.counters.get(name, 0) for state in found]
+            counters[name] = max(values) if name in _LARGEST else sum(values)
         counters["priority_updates_dropped"] += self._dropped
         members = {"shards": len(self.members.shards), "shards_missing": len(self.members.shards) - len(found)}
-        counters |= {**members, "rows_missing": self.members.rows_missing}
+        counters |= {
+            **members,
+            "rows_missing": self.members.rows_missing,
+            **self.members.counters(),
+            **self.draws.counters(),
+        }
         sizes = sum(state.size for state in found), sum(state.write_count for state in found)
         return State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
+
+    def consumer_version(self, at_least: int | None = None) -> int:
+        """The largest of all stores, which those learn that are there now; and those that are gone, when they are back."""
+        with self._homes:
+            known = max(self._versions(at_least))
+            if at_least is None:
+                return known
+            self.members.version = known
+            return max(self._versions(known))
+
+    def _versions(self, at_least: int | None) -> Iterator[int]:
+        """Of those that are there."""
+        for shard in self.members.present():
+            try:
+                yield shard.storage.consumer_version(at_least)
+            except ConnectionError as error:
+                self.members.lose(shard, error)
+                continue
+            if at_least is not None:
+                shard.change()
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -224,11 +259,12 @@ class FleetStorage(ServedStorage):
 
     def __getstate__(self) -> dict[str, object]:
         storages = [shard.storage for shard in self.members.shards]
-        return {"storages": storages, "missing": self.members.missing, "stratum": self._stratum}
+        members = self.members
+        return {"storages": storages, "missing": members.missing, "stratum": self._stratum, "joining": members.joining}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         Storage.__init__(self)
-        self._join(*cast("tuple[list[RemoteStorage], Missing, int | None]", (*state.values(),)))
+        self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
 
     def close(self) -> None:
         members = self.members

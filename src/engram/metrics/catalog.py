@@ -120,6 +120,14 @@ METRICS = (
         {"insert": "inserts_waiting", "sample": "samples_waiting"},
         "call",
     ),
+    Metric("stores", "gauge", "Stores of a fleet.", {"all": "shards", "missing": "shards_missing"}, "which"),
+    Metric("missing_rows", "gauge", "Rows of its stores that are gone, as far as they were known.", "rows_missing"),
+    Metric("lost_stores", "counter", "How often a store was gone.", "stores_lost"),
+    Metric("imbalance", "gauge", "The largest mass of a store, over the mean of all.", "imbalance"),
+    Metric("requests", "counter", "Parts of batches that stores were asked for.", "requests"),
+    Metric(
+        "request_wait_seconds", "counter", "How long their answers were waited for.", "request_waited_s", unit="seconds"
+    ),
     Metric("followed_step", "gauge", "Step of the checkpoint that the buffer follows.", "followed_step"),
     Metric("followed_age_seconds", "gauge", "Its age.", "followed_age", unit="seconds"),
     Metric("followed_damaged", "gauge", "Damaged checkpoints that were passed over.", "followed_damaged"),

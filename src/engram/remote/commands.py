@@ -129,6 +129,13 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where this one's part of the level begins."""
 
 
+class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Up to which policy version the consumer has come, behind this: a number. Raises where the sampler has none."""
+
+    at_least: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None = None
+    """Raise it to this one, if it is smaller."""
+
+
 #: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``) and :class:`Append` (``write``).
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
@@ -138,6 +145,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "empty": Empty,
     "end_trajectory": EndTrajectory,
     "limit": Limit,
+    "version": Version,
 }
 
 

@@ -13,6 +13,7 @@ from engram.errors import PriorityError
 from engram.remote.served import OfServer, ServedStorage
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import rows_of
+from engram.samplers.staleness import check_version
 from engram.types import Traits
 from engram.writers._base import NativeWriter
 
@@ -27,9 +28,6 @@ def _traits(names: list[str], **own: bool) -> Traits:
     return Traits(**{**known, **own})
 
 
-_REFUSED_VERSION = refusing(
-    "sampler.consumer_version", "It is the store's: set it in a process that has the store open."
-)
 _REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: look at them, and set them, where it is.")
 
 
@@ -79,8 +77,19 @@ class RemoteSampler(OfServer, DeclaredSampler):
     prepare_load = refusing("load_state_dict", "Load where the store is.")
     alpha = property(_REFUSED, _REFUSED, doc="Of the server.")
     beta = property(_REFUSED, _REFUSED, doc="Of the server.")
-    consumer_version = property(_REFUSED_VERSION, _REFUSED_VERSION, doc="Of the server.")
-    increment_consumer_version = _REFUSED_VERSION
+
+    @property
+    def consumer_version(self) -> int:
+        """As of ``StalenessAwareSampler``: of all stores the largest. Raises ``TypeError``: the stores' samplers have none."""
+        return self._bound().consumer_version()
+
+    @consumer_version.setter
+    def consumer_version(self, value: int) -> None:
+        self._bound().consumer_version(check_version(value))
+
+    def increment_consumer_version(self) -> None:
+        """Come to the next version. Of two clients that do so at the same time one may have no effect."""
+        self.consumer_version += 1
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:  # noqa: ARG002 - it has one
         return self._bound().can_sample(batch_size)

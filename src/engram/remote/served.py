@@ -136,6 +136,10 @@ class ServedStorage(Storage):
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - it is refused
         raise refused("limit", "Call it where the store is.")
 
+    def consumer_version(self, at_least: int | None = None) -> int:
+        """Up to which policy version the consumer has come, after it was raised to that one. Raises ``TypeError``: no sampler asks."""
+        raise NotImplementedError
+
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def batches_in_message(self, rows: int) -> int:

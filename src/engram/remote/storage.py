@@ -30,6 +30,7 @@ from engram.remote.commands import (
     State,
     Stats,
     held_bytes,
+    Version,
 )
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
@@ -162,6 +163,9 @@ class RemoteStorage(ServedStorage):
         if self._under_way is not None:
             self._under_way.wait()
         return self._limits.state()
+
+    def consumer_version(self, at_least: int | None = None) -> int:
+        return self.connection.ask("version", Version(at_least), int)
 
     def counters(self) -> dict[str, float]:
         counters = super().counters()

@@ -13,7 +13,7 @@ from engram.errors import NoSampleable
 from engram.field_paths import checked_path, plain, public
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.state import Change, check_keys, integer
-from engram.store import check_index_name
+from engram.store import Masses, check_index_name
 from engram.types import Draw
 from engram.versions import KIND, ConsumerVersionIndex
 
@@ -112,9 +112,7 @@ class StalenessAwareSampler(NativeSampler):
 
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
-        self._version().core.raise_to(
-            check_count("StalenessAwareSampler: consumer_version", value, least=-_MOST + 1, most=_MOST - 1)
-        )
+        self._version().core.raise_to(check_version(value))
 
     def increment_consumer_version(self) -> None:
         """The learner has come to the next version.
@@ -168,6 +166,15 @@ class StalenessAwareSampler(NativeSampler):
             )
         rows, tickets, of_rows = drawn
         return Draw(rows, tickets, {"staleness": (consumer - of_rows).float()})
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        size, total = len(storage), 0.0
+        if size:
+            self.bind(storage)
+            with self._drawing:
+                versions, counts = self._caught_up(storage).versions()
+                total = float((self._weights(self.consumer_version - versions) * counts).sum())
+        return Masses(total, 1.0, size)
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a row is fresh enough, and has a weight. Raises as drawing, but not ``NoSampleable``."""
@@ -277,3 +284,8 @@ class StalenessAwareSampler(NativeSampler):
         self._drawing, self._own = _fork.rlock(), ConsumerVersionIndex.own()
         self._own.core.version = version
         self._storage = self._index = self._table = None
+
+
+def check_version(value: object) -> int:
+    """A consumer's version. Raises ``TypeError``, ``ValueError``: none."""
+    return check_count("StalenessAwareSampler: consumer_version", value, least=-_MOST + 1, most=_MOST - 1)

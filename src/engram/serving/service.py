@@ -42,6 +42,7 @@ from engram.remote.commands import (
     State,
     Stats,
     held_bytes,
+    Version,
 )
 from engram.serving.bounds import Answers, Dumps
 from engram.store import DrawingPart, Key, OutOfOrder, Requests
@@ -117,6 +118,7 @@ class Service:
             "empty": self._empty,
             "end_trajectory": self._end_trajectory,
             "limit": self._limit,
+            "version": self._version,
         }
 
     # ---- actions -------------------------------------------------------------------------------------------------------
@@ -200,6 +202,16 @@ class Service:
         unconsumed = wiring.source.drawable(wiring.storage) if rules.in_flight else 0
         self._store.core.set_fleet_limit(*rules, unconsumed, command.fleet, command.stores, command.level)
         return {}
+
+    def _version(self, command: Version) -> int:
+        sampler = self._rb.sampler
+        if not isinstance(sampler, samplers.StalenessAwareSampler):
+            raise TypeError(
+                f"consumer_version: expected a store that a StalenessAwareSampler draws from, got {sampler!r}."
+            )
+        if command.at_least is not None:
+            sampler.consumer_version = command.at_least
+        return sampler.consumer_version
 
     def dump_files(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """The files of a dump as record batches of name and data. Raises as :meth:`Dumps.files`, when the first one is asked for."""
