@@ -8,6 +8,7 @@ path is Arrow Flight throughout, also where the rows could be had through shared
 - A raw socket: a process that draws the same batches from the same store, and sends their columns as they are. "Iterated" has four
   requests under way on both sides; for small ones the socket has one, a batch each.
 - A learner on the server's node: a sample from the store that is served, against one that is not.
+- A fleet: batches of which two stores draw a part each, against those of one store; and with limits, which no call has to wait for.
 - A server's death: the next batch after ``kill -9`` of one server of two; opening the store after that of both.
 """
 
@@ -53,6 +54,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
         for kind, effort in EFFORTS.items():
             yield from _sampled(engram, libraries["TorchRL"].module, services, kind, effort.scaled(share), ray_notes)
         yield _local(engram, LOCAL.scaled(share))
+        yield from _fleet(engram, EFFORTS["small"].scaled(share))
         yield from _deaths(engram, Path(name), max(3, round(DEATHS * share)))
 
 
@@ -151,6 +153,41 @@ def _local(engram: Any, effort: Effort) -> Row:
     served.close()
     alone.close()
     return timed("cluster/local", f"sample {BATCH} rows on the server's node", timing, share=("not served",))
+
+
+def _fleet(engram: Any, effort: Effort) -> Iterator[Row]:
+    """What it costs that rows are in two stores, and that these have limits together."""
+    with ExitStack() as stack:
+        token = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex())
+        addresses = []
+        for _ in range(2):
+            rb = _buffer(engram, "small")
+            stack.callback(rb.close)
+            addresses.append(stack.enter_context(engram.serve(rb, "127.0.0.1:0", token=token)))
+
+        def connected(address: Any, **how: Any) -> Any:
+            rb = engram.ReplayBuffer.connect(address, token=token, **how)
+            stack.callback(rb.close)
+            _checked(rb.sample(), "small")
+            return rb
+
+        for key, what, how in (
+            ("cluster/fleet", f"sample {BATCH} rows of 45 bytes from two stores", {}),
+            ("cluster/fleet/iterated", f"… with prefetch={PREFETCH}", {"prefetch": PREFETCH}),
+        ):
+            one, fleet = connected(addresses[0], **how), connected(addresses, **how)
+            timing = alternate(
+                [Side("engram", fleet.sample), Side("one store", one.sample)],
+                replace(effort, lead=LEAD_AHEAD) if how else effort,
+            )
+            yield timed(key, what, timing, share=("one store",))
+        limited, free = connected(addresses), connected(addresses[0])
+        fleet = connected(addresses)
+        fleet.limit(engram.SamplesPerInsert(1e6, min_size=ROWS["small"], tolerance=1.0))
+        timing = alternate([Side("engram", limited.sample), Side("one store", free.sample)], effort)
+        yield timed("cluster/fleet/limited", "… with limits of both together", timing, share=("one store",))
 
 
 def _deaths(engram: Any, folder: Path, deaths: int) -> Iterator[Row]:

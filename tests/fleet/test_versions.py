@@ -93,15 +93,18 @@ def test_a_store_that_is_back_learns_the_version(tmp_path, monkeypatch):
     folders = [tmp_path / name for name in "ab"]
     for k, folder in enumerate(folders):
         made(folder, SIZES[k], int(STARTS[k])).close()
-    with serving(folders[0]) as one, serving(folders[1]) as other:
-        with ReplayBuffer.connect([one.address, other.address], patience=0.2) as rb:
-            other.kill()
-            with pytest.warns(UserWarning, match="is gone"):
-                rb.sampler.consumer_version = 4
-            with serving(folders[1]):
-                until(lambda: rb.stats()["shards_missing"] == 0)
-                with ReplayBuffer.connect(other.address) as alone:
-                    assert alone.sampler.consumer_version == 4
+    with (
+        serving(folders[0]) as one,
+        serving(folders[1]) as other,
+        ReplayBuffer.connect([one.address, other.address], patience=0.2) as rb,
+    ):
+        other.kill()
+        with pytest.warns(UserWarning, match="is gone"):
+            rb.sampler.consumer_version = 4
+        with serving(folders[1]):
+            until(lambda: rb.stats()["shards_missing"] == 0)
+            with ReplayBuffer.connect(other.address) as alone:
+                assert alone.sampler.consumer_version == 4
 
 
 def test_a_store_that_did_not_answer_joins_when_it_does(tmp_path, monkeypatch, caplog):
@@ -137,6 +140,6 @@ def test_a_store_that_did_not_answer_joins_when_it_does(tmp_path, monkeypatch, c
 
 def test_a_buffer_without_such_a_sampler_has_no_version(tmp_path):
     made(tmp_path / "a", 10, 0, RandomSampler).close()
-    with serving(tmp_path / "a") as server, ReplayBuffer.connect(server.address) as rb:
-        with pytest.raises(TypeError, match="expected a store that a StalenessAwareSampler draws from"):
-            rb.sampler.consumer_version = 1
+    refused = pytest.raises(TypeError, match="expected a store that a StalenessAwareSampler draws from")
+    with serving(tmp_path / "a") as server, ReplayBuffer.connect(server.address) as rb, refused:
+        rb.sampler.consumer_version = 1
