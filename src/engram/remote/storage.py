@@ -29,8 +29,8 @@ from engram.remote.commands import (
     Sampled,
     State,
     Stats,
-    held_bytes,
     Version,
+    held_bytes,
 )
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message

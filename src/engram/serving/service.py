@@ -41,8 +41,8 @@ from engram.remote.commands import (
     Served,
     State,
     Stats,
-    held_bytes,
     Version,
+    held_bytes,
 )
 from engram.serving.bounds import Answers, Dumps
 from engram.store import DrawingPart, Key, OutOfOrder, Requests
