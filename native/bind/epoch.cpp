@@ -68,6 +68,7 @@ nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Addres
       }
       store.read_ranked(ranks, taken->count, buffers.first(store.fields()),
                         with_numbers ? buffers.at<std::int64_t>(buffers.size() - 1) : nullptr);
+      store.count_sampled(ranks, taken->count);
     }
   }
   if (!taken) return nb::none();

@@ -28,6 +28,7 @@
 #include "store.h"
 #include "tensors.h"
 #include "trajectories.h"
+#include "usage.h"
 #include "versions.h"
 #include "writers.h"
 
@@ -139,6 +140,7 @@ NB_MODULE(_core, m) {
   engram::bind_store(m);
   engram::bind_epoch(m);
   engram::bind_consumption(m);
+  engram::bind_usage(m);
   engram::bind_versions(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);

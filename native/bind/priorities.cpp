@@ -42,6 +42,7 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
     double* weights = single_precision ? wide.data() : buffers.at<double>(f + 2);
     priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights,
                       masses_of_block());
+    store.count_sampled(buffers.at<std::int64_t>(f), n);
     std::transform(wide.begin(), wide.end(), buffers.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
   }
   return std::move(buffers).tensors(size);
@@ -87,6 +88,13 @@ void bind_values(nb::class_<BoundPriorities, Index>& type) {
             self.copy_leaves(at<double>(out), n, signs);
           },
           "out"_a, "n"_a, "signs"_a, "Copies the leaves of rows [0, n); `signs`: a priority of zero is -0.0.")
+      .def(
+          "leaves_of",
+          [](const BoundPriorities& self, Address rows, std::uint64_t n, Address out) {
+            const WithoutInterpreter running(Priorities::brief(n));
+            self.copy_leaves_of(at<const std::int64_t>(rows), n, at<double>(out));
+          },
+          "rows"_a, "n"_a, "out"_a, "Copies the leaves of these rows, float64.")
       .def(
           "restore",
           [](BoundPriorities& self, Address leaves, std::uint64_t n, double alpha) {

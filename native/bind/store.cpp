@@ -9,6 +9,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstdint>
 #include <span>
 #include <type_traits>
@@ -285,10 +286,12 @@ void bind_draws(nb::class_<Store>& type) {
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             const auto size = static_cast<std::int64_t>(n);
+            const auto start = std::chrono::steady_clock::now();
             OutputBuffers buffers;
             {
               const WithoutInterpreter running(self.reads_briefly(n));
               buffers.add(layout, size);
+              std::vector<std::int64_t> unseen;
               const auto extra = [&](bool wanted) -> std::int64_t* {
                 if (!wanted) return nullptr;
                 buffers.add(kNumbers, size);
@@ -296,13 +299,17 @@ void bind_draws(nb::class_<Store>& type) {
               };
               std::int64_t* rows = extra(with_rows);
               std::int64_t* numbers = extra(with_numbers);
+              if (rows == nullptr && self.hears_samples()) unseen.resize(n), rows = unseen.data();
               self.sample_uniform(key, n, buffers.first(self.fields()), rows, numbers, masses_of_block());
+              self.count_sampled(rows, n);
             }
+            if (unless_limited) self.count_wait(start);
             return std::move(buffers).tensors(size);
           },
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a,
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
-          "for their ticket numbers, where wanted. None: nothing was drawn, `unless_limited`, and the store has limits.");
+          "for their ticket numbers, where wanted. None: nothing was drawn, `unless_limited`, and the store has limits; else the wait of such "
+          "a call is counted.");
 }
 
 }  // namespace
@@ -334,6 +341,7 @@ void bind_store(nb::module_& m) {
   bind_draws(type);
   bind_disk(type);
   bind_limits(type);
+  bind_meter(type);
   bind_store_control(m, type);
 }
 

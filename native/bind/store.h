@@ -15,6 +15,9 @@ void bind_disk(nanobind::class_<Store>& type);
 /// How fast rows may come and go.
 void bind_limits(nanobind::class_<Store>& type);
 
+/// What it counts for people.
+void bind_meter(nanobind::class_<Store>& type);
+
 /// What concerns the store's control memory and not its rows.
 void bind_store_control(nanobind::module_& m, nanobind::class_<Store>& type);
 

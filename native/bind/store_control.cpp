@@ -14,6 +14,7 @@
 
 #include "../core/check.h"
 #include "../core/control.h"
+#include "../core/meter.h"
 #include "../core/store.h"
 #include "hold.h"
 #include "memory.h"
@@ -220,7 +221,7 @@ void bind_counters(nb::class_<Store>& type) {
       .def_prop_ro("next_ticket", [](const Store& self) { return counted(self.control().counters().next_ticket); })
       .def_prop_rw(
           "write_count", [](const Store& self) { return counted(self.control().counters().write_count); },
-          [](Store& self, std::uint64_t n) { self.control().writable().counters().write_count.store(n); })
+          [](Store& self, std::uint64_t n) { Meter(self.control().writable()).set_write_count(n); })
       .def_prop_ro("void_rows", [](const Store& self) { return self.control().void_rows(); })
       .def_prop_ro("lapped_rows", [](const Store& self) { return self.control().counters().lapped_rows.load(); })
       .def_prop_ro("redraws", [](const Store& self) { return self.control().redraws(); })

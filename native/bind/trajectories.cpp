@@ -91,6 +91,7 @@ class Sampled {
     windows_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, spec,
                             batched.padded, allocate);
     for (const Steps& steps : windows_) total_ += places(steps);
+    count();
   }
 
   void add(const Marks& marks) {
@@ -145,6 +146,21 @@ class Sampled {
 
  private:
   enum class Step { none, first, last };
+
+  // Steps that are there: padding names some of them again.
+  void count() {
+    std::vector<std::int64_t> real;
+    if (store_.hears_samples()) {
+      const std::int64_t* at = rows();
+      for (const Steps& steps : windows_) {
+        real.insert(real.end(), at + steps.before, at + steps.before + steps.real);
+        at += places(steps);
+      }
+    }
+    std::uint64_t n = 0;
+    for (const Steps& steps : windows_) n += steps.real;
+    store_.count_sampled(real.empty() ? nullptr : real.data(), n);
+  }
 
   std::int64_t* rows() { return shown_ ? buffers_.at<std::int64_t>(fields_) : unseen_.data(); }
   std::uint64_t places(const Steps& steps) const { return std::max(steps.real, stride_); }

@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "fence.h"
+#include "meter.h"
 #include "row_limits.h"
 #include "wait.h"
 
@@ -23,13 +24,16 @@ constexpr std::uint32_t kByteOrder = 0x01020304;
 constexpr std::uint64_t kMost = std::uint64_t{1} << 56;  // tickets and positions that a store comes to
 constexpr int kLongestHolders = 12;  // waits of those that a claim is waited for
 constexpr std::uint64_t kLockPageAt = kPage;
+constexpr std::uint64_t kCurveAt = kLockPageAt + 1024, kCurveBytes = 3072;
 constexpr std::uint64_t kCountersAt = 2 * kPage, kCountersBytes = 2048;
+constexpr std::uint64_t kMeterAt = kCountersAt + sizeof(Counters);
 // Zero: rows may come and go as they like, and nothing waits.
 constexpr std::uint64_t kLimitsAt = kCountersAt + kCountersBytes, kLimitsBytes = 1024;
 constexpr std::uint64_t kWaitsAt = kLimitsAt + kLimitsBytes, kWaitsBytes = 1024;
 constexpr std::uint64_t kParticipantsAt = kWaitsAt + kWaitsBytes, kParticipantsBytes = kParticipants * sizeof(Participant);
 constexpr std::uint64_t kLanesAt = kParticipantsAt + kParticipantsBytes;
-static_assert(sizeof(LockPage) <= kPage && sizeof(Counters) <= kCountersBytes);
+static_assert(sizeof(LockPage) <= kCurveAt - kLockPageAt && kCurvePoints * sizeof(CurvePoint) <= kCurveBytes);
+static_assert(sizeof(Counters) + sizeof(MeterPage) <= kCountersBytes && kMeterAt % 64 == 0);
 static_assert(sizeof(LimitsPage) <= kLimitsBytes && sizeof(WaitsPage) <= kWaitsBytes);
 static_assert(kLimitsAt % 64 == 0 && kWaitsAt % 64 == 0 && kParticipantsAt % 64 == 0 && kLanesAt % 64 == 0);
 
@@ -157,6 +161,8 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
   counters_ = reinterpret_cast<Counters*>(control.data() + kCountersAt);
   limits_ = reinterpret_cast<LimitsPage*>(control.data() + kLimitsAt);
   waits_ = reinterpret_cast<WaitsPage*>(control.data() + kWaitsAt);
+  meter_ = reinterpret_cast<MeterPage*>(control.data() + kMeterAt);
+  curve_ = reinterpret_cast<CurvePoint*>(control.data() + kCurveAt);
   participants_ = reinterpret_cast<Participant*>(control.data() + kParticipantsAt);
   lanes_ = reinterpret_cast<Lane*>(control.data() + kLanesAt);
   tickets_ = reinterpret_cast<Word*>(tickets.data());
@@ -287,7 +293,7 @@ void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   const std::uint64_t first = std::min(steps / 2, geometry_.lanes);
   // Before a lane is empty: what is written to an empty store counts.
   if (steps == 0) Limits(*this).restart(0);
-  if (claim.p0 == 0) counters_->write_count.store(0, std::memory_order_relaxed);
+  if (claim.p0 == 0) Meter(*this).restart();
   step();
   claim.p0 = 1;
   // All lanes at one moment: what is written to one that is empty now stays, however long the others take.
@@ -357,6 +363,7 @@ void Control::copy_state(const Control& from) const {
     take(to.in_flight, slot.in_flight), take(to.inserts, slot.inserts);
   }
   take(limits_->current, from.limits_->current);
+  Meter(*this).go_on_from(Meter(from));
 }
 
 void Control::read_lanes(LaneState* lanes) const {

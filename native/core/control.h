@@ -4,6 +4,7 @@
 // layout is the same. Both must be zero when a store is created.
 //
 //   control   Header, and the sections that it names: locks · counters · limits · waits · participants · lanes
+//             (behind the locks the curve, behind the counters the meter: meter.h)
 //   tickets   u64 per row:  number << 2 | state;  then u32 per row: the lap of its lane in which its step was written
 //
 // Words shared between threads or processes are std::atomic; a pointer is never stored.
@@ -110,6 +111,27 @@ struct Counters {
   Word patches_dropped;          // entries of patches that came too late
 };
 
+/// Section "counters", behind those: what is counted of samples, and what rates and curves are made of. Zero in stores of versions that
+/// did not count.
+struct MeterPage {
+  static constexpr std::uint64_t kBuckets = 64;
+  alignas(64) Word inserted_before;  // rows written before the write count began again; may wrap
+  Word inserted_mark, sampled_mark;  // rows inserted and sampled when the store was emptied last
+  Word saved_ms;                     // when a checkpoint of the rows was saved last, on the clock of the day; 0: never
+  Word interval;                     // of 10 s on that clock, in which a point of the curve was noted last
+  Word points;                       // how many ever were
+  Word minute;                       // of the newest waits
+  Word asked_usage;                  // how often it was asked that samples of each row are counted
+  alignas(64) std::atomic<std::uint32_t> waits[2][kBuckets];  // of calls in even and odd minutes, by how long they took
+};
+
+/// Section "locks", behind those: a point of the curve. All counts only grow, and may wrap.
+struct CurvePoint {
+  Word when;  // ms on the clock of the day | bucket of the median wait << 48 | bucket of the 99th percentile << 56; 0: none, or being noted
+  Word inserted, sampled;
+};
+constexpr std::uint64_t kCurvePoints = 128;
+
 /// What a writer is about to write, noted before its first row is marked. t0 = 0: free.
 struct Claim {
   Word t0;
@@ -134,7 +156,8 @@ struct Participant {
   std::uint32_t pid;
   std::uint64_t start_time;  // of the process, as the kernel counts it: pids are reused
   std::uint32_t uid;
-  std::uint32_t reserved[3];
+  std::uint32_t reserved;
+  Word sampled;  // rows that the processes which had this entry have sampled
   Claim claims[kClaims];  // one per thread that writes at the same time
 };
 
@@ -180,6 +203,7 @@ struct WaitsPage {
 
 static_assert(sizeof(Section) == 32 && offsetof(Header, directory) == 96 && sizeof(Header) <= kPage);
 static_assert(sizeof(Claim) == 32 && sizeof(Participant) == 128 && sizeof(Lane) == 64);
+static_assert(offsetof(Participant, sampled) == 24 && sizeof(MeterPage) == 576 && sizeof(CurvePoint) == 24);
 static_assert(sizeof(Counters) == 128 && sizeof(LimitSlot) == 192 && sizeof(WaitsPage) == 128);
 
 struct Geometry {
@@ -253,6 +277,8 @@ class Control {
   LockPage& lock_page() const { return *lock_page_; }
   LimitsPage& limits_page() const { return *limits_; }
   WaitsPage& waits_page() const { return *waits_; }
+  MeterPage& meter_page() const { return *meter_; }
+  CurvePoint* curve() const { return curve_; }
   /// Throws std::invalid_argument beyond the table.
   Participant& participant(std::uint64_t i) const;
   std::uint64_t participants() const { return participants_count_; }
@@ -349,6 +375,8 @@ class Control {
   Counters* counters_ = nullptr;
   LimitsPage* limits_ = nullptr;
   WaitsPage* waits_ = nullptr;
+  MeterPage* meter_ = nullptr;
+  CurvePoint* curve_ = nullptr;
   Participant* participants_ = nullptr;
   std::uint64_t participants_count_ = 0;
   Lane* lanes_ = nullptr;

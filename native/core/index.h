@@ -30,6 +30,12 @@ class Index {
 
   /// All rows were forgotten.
   virtual void emptied() = 0;
+
+  /// Whether it wants to hear which rows are sampled.
+  virtual bool hears_samples() const { return false; }
+
+  /// rows[0, n) were sampled; -1 is none.
+  virtual void sampled(const std::int64_t* rows, std::uint64_t n) { static_cast<void>(rows), static_cast<void>(n); }
 };
 
 }  // namespace engram

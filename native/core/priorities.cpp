@@ -306,6 +306,16 @@ void Priorities::copy_leaves(double* out, std::uint64_t n, bool signs) const {
   }
 }
 
+// In pieces: who draws or updates waits for one only.
+void Priorities::copy_leaves_of(const std::int64_t* rows, std::uint64_t n, double* out) const {
+  check_rows(rows, n, tree_.leaves());
+  constexpr std::uint64_t kAtOnce = 256;
+  for (std::uint64_t begin = 0; begin < n; begin += kAtOnce) {
+    const Lock guard(*this);
+    for (std::uint64_t i = begin; i < std::min(begin + kAtOnce, n); ++i) out[i] = std::abs(leaf_now(static_cast<std::uint64_t>(rows[i])));
+  }
+}
+
 void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
   check(n <= tree_.leaves(), "more leaves than there are rows");

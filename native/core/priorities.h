@@ -99,6 +99,8 @@ class Priorities : public Index {
   /// The leaves of rows [0, n). `signs`: with the sign that priority zero has, for restore(). Throws std::invalid_argument for
   /// more than there are.
   void copy_leaves(double* out, std::uint64_t n, bool signs) const;
+  /// The leaves of rows, without signs. Throws std::out_of_range.
+  void copy_leaves_of(const std::int64_t* rows, std::uint64_t n, double* out) const;
   /// Takes over leaves that are powers `alpha`, bit for bit, checked first (BadPriority). Rows that hold nothing get zero, and live
   /// ones that are not given, as they were written later, the default.
   void restore(const double* leaves, std::uint64_t n, double alpha);

@@ -20,6 +20,7 @@
 #include <stdexcept>
 
 #include "control.h"
+#include "meter.h"
 
 namespace engram {
 
@@ -138,6 +139,7 @@ class AdmittedInsert {
     if (counted_) limits_.give_back(Limits::kInsert, n_);
   }
   void written() {
+    Meter(control_).tick();
     control_.counters().write_count.fetch_add(n_, std::memory_order_seq_cst);
     if (counted_) limits_.inserted();
     counted_ = false;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <numeric>
 
 #include "check.h"
@@ -72,7 +73,34 @@ void Store::attach(Index& index) {
   list.push_back(&index);
   indexes_->lists.push_back(std::make_unique<const std::vector<Index*>>(std::move(list)));
   indexes_->current.store(indexes_->lists.back().get(), std::memory_order_release);
+  if (index.hears_samples()) indexes_->hears_samples.store(&index, std::memory_order_release);
   fence(std::memory_order_seq_cst);
+}
+
+void Store::count_sampled(const std::int64_t* rows, std::uint64_t n) const {
+  if (control_.only_reads()) return;
+  meter().sampled(*participant_, n);
+  find_usage();
+  if (Index* index = indexes_->hears_samples.load(std::memory_order_acquire); index != nullptr && rows != nullptr) index->sampled(rows, n);
+}
+
+// One that another process has made since. What is lacking then is counts for people: the sample is as good without.
+void Store::find_usage() const {
+  const std::uint64_t asked = control_.meter_page().asked_usage.load(std::memory_order_acquire);
+  if (indexes_->asked_usage.load(std::memory_order_relaxed) == asked) [[likely]] return;
+  indexes_->asked_usage.store(asked, std::memory_order_relaxed);
+  if (hears_samples() || !on_new_index_) return;
+  let_go();
+  try {
+    on_new_index_();
+  } catch (const std::exception&) {  // another process keeps the folder: it is found at the next opening
+  }
+}
+
+void Store::count_wait(std::chrono::steady_clock::time_point since) const {
+  if (control_.only_reads()) return;
+  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - since).count();
+  meter().waited(waited > 0 ? static_cast<std::uint64_t>(waited) : 0);
 }
 
 void Store::knows_indexes(std::uint64_t epoch) { indexes_->epoch.store(epoch, std::memory_order_release); }

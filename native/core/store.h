@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -23,6 +24,7 @@
 #include "disk.h"
 #include "gather.h"
 #include "index.h"
+#include "meter.h"
 #include "row_limits.h"
 #include "participants.h"
 #include "random.h"
@@ -72,6 +74,17 @@ class Store {
   const Control& control() const { return control_; }
   /// How fast rows may come and go. Appended rows, and those that are written by number to grow, are admitted first, or refused: Limited.
   Limits limits() const { return Limits(control_); }
+  /// What is counted for people.
+  Meter meter() const { return Meter(control_); }
+  /// Whether an index wants to hear which rows are sampled.
+  bool hears_samples() const { return indexes_->hears_samples.load(std::memory_order_acquire) != nullptr; }
+  /// Counts rows that this process has sampled. They may be null where no index wants to hear of them. A view that only reads counts
+  /// nothing.
+  void count_sampled(const std::int64_t* rows, std::uint64_t n) const;
+  /// There is an index now that wants to hear which rows are sampled: by the next of their samples all processes find it.
+  void ask_for_usage() const { control_.writable().meter_page().asked_usage.fetch_add(1, std::memory_order_acq_rel); }
+  /// Counts a call that has waited for a batch since then, on the steady clock.
+  void count_wait(std::chrono::steady_clock::time_point since) const;
   /// Whether reading, or writing, n whole rows is over before another thread has been woken: they lie in memory, and are few and
   /// small. Measured: benchmarks/bench_threads.py.
   bool reads_briefly(std::uint64_t n) const { return in_memory_ && !control_.only_reads() && n <= kBriefReads && n * row_bytes_ <= kBriefBytes; }
@@ -225,6 +238,7 @@ class Store {
   enum class Over { anything, live, part_of_live, missing };
 
   void look_after_others(Need need = Need::none) const;
+  void find_usage() const;
   void admit(ClaimGuard& claim) const;
   Participant& writer() const { return control_.writable(), *participant_; }
   std::uint64_t own_pause() const;
@@ -297,6 +311,8 @@ class Store {
     std::atomic<const std::vector<Index*>*> current{nullptr};
     std::vector<std::unique_ptr<const std::vector<Index*>>> lists;
     std::mutex attaching;
+    std::atomic<Index*> hears_samples{nullptr};
+    Word asked_usage{0};  // when it was looked for last
     Word epoch{0};  // of the store's indexes when all of them were attached
   };
   std::unique_ptr<Indexes> indexes_ = std::make_unique<Indexes>();

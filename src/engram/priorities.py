@@ -246,6 +246,13 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         self.core.leaves(out.data_ptr(), n, False)
         return out
 
+    def leaves_of(self, rows: Tensor) -> Tensor:
+        """float64 ``[n]``: the leaves of rows, int64 ``[n]``. A copy. Raises ``IndexError``: a row outside the store."""
+        rows = rows.contiguous()
+        out = torch.empty(len(rows), dtype=torch.float64, device="cpu")
+        self.core.leaves_of(rows.data_ptr(), len(rows), out.data_ptr())
+        return out
+
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     @property

@@ -28,6 +28,7 @@ COMMANDS = {
     "reshard": (["reshard", "PATH", "OUT", "--ranks", "1", "--lanes", "1"], True),
     "plan": (["plan", "PATH", "--capacity", "5"], True),
     "serve": (["serve", "PATH", "--insecure"], False),
+    "stats": (["stats", "PATH"], True),
     "top": (["top", "PATH", "--count", "1", "--every", "0.1"], True),
     "doctor": (["doctor", "PATH"], True),
 }
@@ -206,6 +207,7 @@ def test_no_terminal(name, columns, store, tmp_path):
         ["verify", "STORE"],
         ["diff", "STORE", "STORE"],
         ["plan", "STORE", "--capacity", "5"],
+        ["stats", "STORE"],
         ["top", "STORE", "--count", "1", "--every", "0.1"],
     ],
 )

@@ -18,15 +18,19 @@ _OF_A_MANIFEST = re.compile(rb'("sum":"|"sha256":")[0-9a-f]+(?=")')
 _BOOT, _BOOT_BYTES = 4096, 48
 _PARTICIPANTS = range(12288 + 4, 12288 + 256 * 128, 128)
 _PROCESS_BYTES = 16
+#: What depends on the clock, and on who did what: the curve, the meter, and the samples of each participant.
+_COUNTED = [(_BOOT + 1024, 3072), (8192 + 128, 576)] + [(at + 20, 8) for at in _PARTICIPANTS]
 
 
 def forget_processes(store):
-    """Of a store, forget which processes had it open, and since which boot of their machine."""
+    """Of a store, forget which processes had it open, and since which boot of their machine; and what they have counted for people."""
     path = store / ".engram" / "control"
     control = bytearray(path.read_bytes())
     control[_BOOT : _BOOT + _BOOT_BYTES] = b"another boot".ljust(_BOOT_BYTES, b"\0")
     for at in _PARTICIPANTS:
         control[at : at + _PROCESS_BYTES] = bytes(_PROCESS_BYTES)
+    for at, nbytes in _COUNTED:
+        control[at : at + nbytes] = bytes(nbytes)
     path.write_bytes(control)
 
 

@@ -224,6 +224,39 @@ def test_a_map_of_one_lane_is_folded():
     assert y * width + x == 1000 * (1 << 14) // 1_000_000
 
 
+def test_usage_counts_samples_of_any_sampler(ax):
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=20)
+    rb.extend(steps(40))
+    rb.count_usage()
+    seen = np.bincount(
+        np.concatenate([rb.sample(return_info=True)[1]["index"].numpy() for _ in range(4)]), minlength=40
+    )
+    rb.plot.usage(ax=ax)
+    assert [bar.get_height() for bar in ax.patches] == np.bincount(seen).tolist()
+    assert ax.get_title() == f"{(seen == 0).mean():.1%} of the rows were never drawn"
+
+
+def test_ratio_without_a_limit_is_what_the_store_counted(ax):
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=20)
+    rb.extend(steps(40))
+    rb.sample()
+    rb.plot.ratio(ax=ax)
+    path, now = ax.lines
+    assert path.get_xydata()[-1].tolist() == now.get_xydata()[-1].tolist() == [40, 20]
+    with pytest.raises(RuntimeError, match=r"^plot.ratio: expected a store that counts samples"):
+        ReplayBuffer(storage=ListStorage(10)).plot.ratio()
+
+
+def test_throughput_is_the_curve_of_the_store(ax):
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=20)
+    rb.extend(steps(40))
+    rb.sample()
+    rb.plot.throughput(ax=ax)
+    edges = stairs(ax)[0][1]
+    totals = [(rates * np.diff(edges)).sum() for rates, _ in stairs(ax)]
+    assert totals == pytest.approx([40, 20])
+
+
 def test_throughput_of_a_history(ax):
     history = [(10.0, {"write_count": 5}), (12.0, {"write_count": 25}), (13.0, {"write_count": 0})]
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
@@ -275,9 +308,8 @@ def test_ratio_in_its_band(ax):
 LACKS = {
     "priority": "expected a sampler with priorities, such as PrioritizedSampler, got RandomSampler",
     "weights": "expected a sampler with priorities, such as PrioritizedSampler, got RandomSampler",
-    "usage": "expected a sampler that counts draws, which ConsumingSampler is, got RandomSampler",
+    "usage": "expected draws to be counted, got RandomSampler without. Call rb.count_usage",
     "returns": "expected a field called 'reward', got \\['obs'\\]",
-    "ratio": "expected a store with a limit SamplesPerInsert, there is none",
 }
 
 

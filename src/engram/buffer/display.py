@@ -9,6 +9,7 @@ import torch
 
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
+from engram.inspect import gauges
 from engram.limits import limit_stats
 from engram.plotting.rows import Scan
 
@@ -186,6 +187,7 @@ class Display:
         stats.update(storage.counters())
         if storage.memory is not None:
             stats.update(limit_stats(storage.memory))
+        stats.update(gauges(storage, self._wiring.source))
         return stats
 
     def _facts(self) -> list[tuple[str, str]]:

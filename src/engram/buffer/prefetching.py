@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,7 +76,9 @@ class Prefetching:
                 prefetcher.turns.append(key)
                 if prefetcher.slow or perf_counter() - start > prefetcher.slow_s:
                     prefetcher.took(perf_counter() - start)
+        begun = perf_counter_ns()
         data, rows, info = self._next(batch_size, timeout)
+        reading.waited(data, begun)
         if not return_info:
             return data
         return data, (info if rows is None else reading.info(rows, info))

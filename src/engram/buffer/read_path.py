@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -65,7 +66,7 @@ class ReadPath:
         """Draw with a key, and read. ``timeout``: of the wait for the limits of the store; None: the rows are admitted."""
         wiring = self._wiring
         memory = wiring.storage.memory
-        if memory is not None and wiring.draws_natively:  # as read, without a call
+        if memory is not None and wiring.draws_natively:  # as read, without a call; the store counts the wait
             with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets
             if timeout is None:
                 columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
@@ -74,14 +75,26 @@ class ReadPath:
             if columns is not None:
                 info: dict[object, object] = {"index_generation": columns.pop()} if tracks else {}
                 return self.finish(columns, columns.pop() if with_rows else None, info, return_info)
+        start = perf_counter_ns()
         if timeout is not None and (memory is None or memory.core.limited):
             draw = partial(self.sample_with, key, batch_size, return_info)
-            return wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
+            batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
+            return self.waited(batch, start)
         shown: Shown = "beside" if return_info else "nothing"
         if self.shows_rows:
             shown = "beside" if wiring.transform.reads or wiring.collates else "within"
         columns, rows, info = self.read(key, batch_size, shown)
-        return self.finish(columns, rows, info, return_info)
+        batch = self.finish(columns, rows, info, return_info)
+        if timeout is not None and memory is not None:
+            memory.core.count_wait(start)
+        return batch
+
+    def waited(self, batch: object, start: int) -> object:
+        """A batch that a call has got, which waited for it since then, by ``perf_counter_ns``."""
+        memory = self._wiring.storage.memory
+        if memory is not None:
+            memory.core.count_wait(start)
+        return batch
 
     def read(
         self, key: Key, n: int, shown: Shown = "beside", *, recorded: bool = False
@@ -180,6 +193,8 @@ class ReadPath:
         info = dict(draw.info)
         if tracks:
             info["index_generation" if wiring.of_writer.tracks_tickets else TICKETS] = draw.tickets
+        if storage.memory is not None:
+            storage.memory.count_sampled(draw.rows)
         return columns, draw.rows, info
 
     def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Draw]:

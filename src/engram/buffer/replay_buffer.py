@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from engram import _fork, storages, writers
+from engram import _fork, inspect, storages, writers
 from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
@@ -1439,6 +1439,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
         as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 
+        Of tensor storages also what all processes of the store have counted: ``sample_count``, rows sampled, and ``replay_ratio``, those
+        per row inserted, since the buffer was emptied or loaded; ``add_per_s`` and ``sample_per_s``, rows, over the last 10 to 20
+        seconds; ``sample_wait_ms_p50`` and ``_p99``, how long :meth:`sample` took in the last two minutes in which it was called, to a
+        fifth; ``checkpoint_age_s``, once a ``Checkpointer`` has saved. ``bytes_ram`` and ``bytes_disk`` are rows, tickets and indexes.
+        Estimated from 4,096 rows are ``age_mean`` and ``age_p99``, in writes, ``priority_mean`` and ``priority_ess``, the number of
+        equally likely rows that draws are as diverse as, beside ``priority_max``; and ``never_sampled_frac``, if ``usage_counted`` is 1, as
+        :meth:`count_usage` was called. Buffers with ``readonly=True`` show these counts, and are not counted.
+
+        Cost: O(lanes), and a look at 4,096 rows.
+
         A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until
         the next process that opens the store alone counts them again. No row is hidden by that: draws and ``rb[:]`` see all.
 
@@ -1454,6 +1464,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
         return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
+    health = inspect.health
+    explain = inspect.explain
+    count_usage = inspect.count_usage
     plot = cast("Plots", property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: see docs/seeing.md."))
 
 

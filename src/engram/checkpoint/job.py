@@ -83,6 +83,7 @@ class Job:
         if self.parent is not None and self.ranks.rank:  # rank 0 forgets what it retires
             self.known.forget(self.parent.path.name)
         self.parent = Parent(path, snapshot.form.lineage)
+        snapshot.rows.was_saved()
         self._since_full = 0 if parent is None else self._since_full + 1
 
     # ---- the shard of this rank ------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The command line: ``engram demo``, ``doctor``, ``inspect``, ``diff``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``,
-``bench``, ``serve``, ``health``, ``top``.
+``bench``, ``serve``, ``health``, ``stats``, ``top``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """
@@ -440,6 +440,24 @@ def health(address: str, token: str | None, tls_root: str | None, as_json: bool)
         print_json({"address": address, "good": True, "problems": []})
     else:
         click.echo("ok")
+
+
+@main.command()
+@click.argument("path", type=_PATH)
+@click.option("--prometheus", is_flag=True, help="Print them as Prometheus reads them.")
+@_JSON
+def stats(path: Path, prometheus: bool, as_json: bool) -> None:
+    """Show the numbers of the store at PATH once: sizes, counts, rates, waits, ages and priorities.
+
+    The store is only read, beside processes that use it. What they count is all there.
+
+    Exit code: 0, 1 if the store cannot be read, 2 if PATH is no store.
+    """
+    _ours(path)
+    with refusing("metrics"):
+        from engram.cli.stats import stats as found
+
+        click.echo(found(path, "prometheus" if prometheus else "json" if as_json else "text"))
 
 
 @main.command()

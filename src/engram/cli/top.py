@@ -53,7 +53,8 @@ def show(
 
 def rates_of(now: Mapping[str, float], before: Mapping[str, float], seconds: float) -> dict[str, float]:
     """Rows inserted and, where that is counted, sampled per second between two looks."""
-    of = {"inserts_per_s": "write_count", "samples_per_s": "limit_samples"}
+    samples = "sample_count" if "sample_count" in now else "limit_samples"
+    of = {"inserts_per_s": "write_count", "samples_per_s": samples}
     return {name: max(0.0, now[key] - before.get(key, 0)) / seconds for name, key in of.items() if key in now}
 
 
@@ -69,13 +70,18 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
         missing = f"; {now['rows_missing']:,.0f} rows are missing" if now["shards_missing"] else ""
         yield f"{'stores':<10} {now['shards'] - now['shards_missing']:.0f} of {now['shards']:.0f} answer{missing}"
     yield f"{'inserts':<10} {rate('write_count'):,.0f} rows/s"
-    if "limit_samples" in now:
+    if "sample_count" in now:
+        yield f"{'samples':<10} {rate('sample_count'):,.0f} rows/s, {now['replay_ratio']:.3g} per insert since it was empty"
+    elif "limit_samples" in now:
         yield f"{'samples':<10} {rate('limit_samples'):,.0f} rows/s, {now['samples_per_insert']:.3g} per insert"
+    else:
+        yield f"{'samples':<10} not counted here"
+    if "sample_wait_ms_p50" in now:
+        yield f"{'wait':<10} {now['sample_wait_ms_p50']:.3g} ms a batch, 99 % below {now['sample_wait_ms_p99']:.3g} ms"
+    if "limit_samples" in now:
         for call in ("insert", "sample"):
             waiting, waited = now[f"{call}s_waiting"], rate(f"{call}_waited_s")
             yield f"{f'{call} waits':<12} {waiting:.0f} calls now; of each second {waited:.2f} s in all"
-    else:
-        yield f"{'samples':<10} not counted: the store has no limits"
     if "limit_error" in now:
         low, level, high = (now[f"limit_{name}"] for name in ("lowest", "level", "highest"))
         yield f"{'level':<10} {level:,.0f}, to stay from {low:,.0f} to {high:,.0f}"

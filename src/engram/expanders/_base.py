@@ -382,6 +382,7 @@ class Expander(DeclaredSampler):
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
         tensors, rows, info = expansion.read_drawn(storage, source, draw, key.value)
+        memory.count_sampled(rows)
         tickets = tensors.pop()
         if numbered or draw.tickets is not None:
             info["index_generation"] = tickets

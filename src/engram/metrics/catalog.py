@@ -35,8 +35,56 @@ METRICS = (
     Metric(
         "sampled_rows",
         "counter",
-        "Rows sampled since the limits of the store were set, by all processes. Without limits they are not counted.",
-        "limit_samples",
+        "Rows sampled since the buffer was emptied or loaded, by all processes.",
+        "sample_count",
+    ),
+    Metric("replay_ratio", "gauge", "Rows sampled for each row inserted since then.", "replay_ratio"),
+    Metric(
+        "recent_rows_per_second",
+        "gauge",
+        "Rows over the last 10 to 20 seconds.",
+        {"insert": "add_per_s", "sample": "sample_per_s"},
+        "call",
+    ),
+    Metric(
+        "sample_wait_ms",
+        "gauge",
+        "How long calls took to get a batch, in the last two minutes in which there were some.",
+        {"0.5": "sample_wait_ms_p50", "0.99": "sample_wait_ms_p99"},
+        "quantile",
+    ),
+    Metric(
+        "stored_bytes",
+        "gauge",
+        "Rows, tickets and indexes, when all rows are written.",
+        {"ram": "bytes_ram", "disk": "bytes_disk"},
+        "where",
+        "bytes",
+    ),
+    Metric(
+        "age_writes",
+        "gauge",
+        "How many rows were written since a row was, of 4,096 rows.",
+        {"mean": "age_mean", "p99": "age_p99"},
+        "of",
+    ),
+    Metric("usage_counted", "gauge", "1: samples of each row are counted.", "usage_counted"),
+    Metric("never_sampled_share", "gauge", "Rows that were never sampled, of 4,096 rows.", "never_sampled_frac"),
+    Metric(
+        "priority",
+        "gauge",
+        "Priorities: the largest so far, and the mean of 4,096 rows.",
+        {"max": "priority_max", "mean": "priority_mean"},
+        "of",
+    ),
+    Metric(
+        "priority_effective_rows",
+        "gauge",
+        "The number of equally likely rows that draws are as diverse as.",
+        "priority_ess",
+    ),
+    Metric(
+        "checkpoint_age_seconds", "gauge", "Since a Checkpointer saved the rows.", "checkpoint_age_s", unit="seconds"
     ),
     Metric("drawable_rows", "gauge", "Rows that a ConsumingSampler has not used up.", "drawable_rows"),
     Metric("priority_mass", "gauge", "Sum of what rows are drawn by: priority ** alpha.", "priority_mass"),
@@ -81,6 +129,7 @@ METRICS = (
         "limit_max_in_flight",
     ),
     Metric("limit_inserted_rows", "counter", "Rows inserted since the limits were set.", "limit_inserts"),
+    Metric("limit_sampled_rows", "counter", "Rows sampled since the limits were set.", "limit_samples"),
     Metric(
         "limit_level", "gauge", "Rows that may be sampled for those inserted: see docs/flow-control.md.", "limit_level"
     ),

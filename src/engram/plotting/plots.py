@@ -100,7 +100,8 @@ class Plots:
     def usage(self, *, ax: Axes | None = None) -> Axes:
         """How many rows were drawn how often, as bars, and in the title the share that was never drawn.
 
-        Raises ``RuntimeError``: a sampler that does not count. :class:`ConsumingSampler` does. Cost: a copy of 4 bytes a row.
+        Raises ``RuntimeError``: nothing counts. :meth:`ReplayBuffer.count_usage` begins, and :class:`ConsumingSampler` does, too.
+        Cost: a copy of 4 bytes a row.
         """
         scan = Scan(self._buffer, "plot.usage")
         counts, most = scan.counts()
@@ -177,28 +178,30 @@ class Plots:
         return axes
 
     def throughput(
-        self, history: Sequence[Moment] | None = None, *, seconds: float = 2.0, ax: Axes | None = None
+        self, history: Sequence[Moment] | None = None, *, seconds: float | None = None, ax: Axes | None = None
     ) -> Axes:
-        """Rows written per second by all processes and, where the store has limits, rows sampled per second.
+        """Rows written and rows sampled per second by all processes.
 
         Args:
-            history: moments as a training loop collects them, ``(time.monotonic(), rb.stats())``, oldest first. Default: this call
-                looks at the buffer itself, twenty times a second.
-            seconds: for how long it looks; this thread waits meanwhile.
+            history: moments as a training loop collects them, ``(time.monotonic(), rb.stats())``, oldest first. Default: the curve
+                that the store keeps, of the last twenty minutes in which there was something to count, every ten seconds.
+            seconds: look at the buffer itself for so long, twenty times a second; this thread waits meanwhile. Default, where there
+                is no curve of a store yet: 2.
             ax: as the class says.
 
         Raises:
             ValueError: less than two moments, or such that time does not pass between them; ``seconds`` that are not above 0.
         """
         if history is None:
-            history = self._watched(seconds)
+            curve = [] if seconds is not None else curve_of(self._buffer)
+            history = curve if len(curve) > 1 else self._watched(2.0 if seconds is None else seconds)
         times = np.array([when for when, _ in history], dtype=np.float64)
         if len(times) < 2 or not bool((np.diff(times) > 0).all()):
             raise ValueError(
                 f"plot.throughput: history: expected two moments or more, oldest first, got times {times.tolist()!s:.80}."
             )
         axes = _axes(ax)
-        for name, key, color in (("written", "write_count", _ROWS), ("sampled", "limit_samples", _DRAWS)):
+        for name, key, color in (("written", "write_count", _ROWS), ("sampled", "sample_count", _DRAWS)):
             if all(key in stats for _, stats in history):
                 counts = np.array([stats[key] for _, stats in history], dtype=np.float64)
                 rates = np.maximum(np.diff(counts), 0) / np.diff(times)  # empty() sets counts back
@@ -216,19 +219,19 @@ class Plots:
         return axes
 
     def ratio(self, history: Sequence[Moment] | None = None, *, ax: Axes | None = None) -> Axes:
-        """Rows sampled over rows inserted since :class:`SamplesPerInsert` was set, in the band that it keeps them to.
+        """Rows sampled over rows inserted; where :class:`SamplesPerInsert` is set, since then, in the band that it keeps them to.
 
         Args:
-            history: as for :meth:`throughput`: the path that the counts took. Default: where they are now.
+            history: as for :meth:`throughput`: the path that the counts took. Default: where they are now; without a limit, the
+                curve that the store keeps.
             ax: as the class says.
 
-        Raises ``RuntimeError``: the store has no such limit.
+        Raises ``RuntimeError``: the store has no such limit, and counts nothing.
         """
-        moments = [stats for _, stats in history] if history is not None else [self._buffer.stats()]
+        now = self._buffer.stats()
+        moments = [stats for _, stats in history] if history is not None else [now]
         if not moments or not all(stats.get("limit_ratio") for stats in moments):
-            raise RuntimeError(
-                "plot.ratio: expected a store with a limit SamplesPerInsert, there is none: rb.limit(…)."
-            )
+            return self._path([stats for _, stats in history or curve_of(self._buffer)] or [now], ax)
         inserts, samples = (np.array([stats[f"limit_{name}"] for stats in moments]) for name in ("inserts", "samples"))
         last = moments[-1]
         ratio = last["limit_ratio"]
@@ -247,6 +250,22 @@ class Plots:
         axes.legend()
         return axes
 
+    def _path(self, moments: list[dict[str, float]], ax: Axes | None) -> Axes:
+        """The ratio without a limit."""
+        if not all("sample_count" in stats for stats in moments):
+            raise RuntimeError(
+                "plot.ratio: expected a store that counts samples, or has a limit SamplesPerInsert, there is none: rb.limit(…)."
+            )
+        since = [stats for stats in moments if stats["write_count"] >= 0]  # it was emptied last
+        inserts, samples = (np.array([stats[name] for stats in since]) for name in ("write_count", "sample_count"))
+        axes = _axes(ax)
+        axes.plot(inserts, samples, color="0.3")
+        axes.plot(inserts[-1:], samples[-1:], "o", color=_LIMIT, clip_on=False, label="now")
+        axes.set(xlabel="rows inserted", ylabel="rows sampled", xlim=(0, None), ylim=(0, None))
+        axes.set_title(f"{samples[-1] / max(inserts[-1], 1):.3g} samples per insert, no limit")
+        axes.legend()
+        return axes
+
     def _watched(self, seconds: float) -> list[Moment]:
         if not seconds > 0:
             raise ValueError(f"plot.throughput: seconds: expected a number above 0, got {seconds!r:.40}.")
@@ -256,6 +275,23 @@ class Plots:
             time.sleep(min(_LOOK_S, seconds))
             moments.append((time.monotonic(), self._buffer.stats()))
         return moments
+
+
+def curve_of(buffer: Watched) -> list[Moment]:
+    """What the store of a buffer has counted, every ten seconds, and now; empty, where there is no store here."""
+    storage = buffer.storage
+    if storage.traits.is_remote or storage.memory is None:
+        return []
+    core = storage.memory.core
+    points = [(when, inserted, sampled) for when, inserted, sampled, _, _ in core.curve()]
+    stats, (inserted, sampled) = buffer.stats(), core.counted()
+    points.append((max(time.time(), points[-1][0] + 1e-3) if points else time.time(), inserted, sampled))
+    behind = inserted - stats["write_count"], sampled - stats["sample_count"]
+    rising = [at for at in range(len(points)) if at == 0 or points[at][0] > points[at - 1][0]]
+    return [
+        (points[at][0], {"write_count": points[at][1] - behind[0], "sample_count": points[at][2] - behind[1]})
+        for at in rising
+    ]
 
 
 def _axes(ax: Axes | None) -> Axes:

@@ -14,6 +14,7 @@ from engram.persist.roles import boundary_fields, roles_of
 from engram.priorities import KIND as PRIORITIES
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
+from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.storages import Storage
+    from engram.types import Extent
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
@@ -79,6 +81,15 @@ class Trajectories(NamedTuple):
     """Writes that came after the last step."""
 
 
+def looked_at(storage: Storage, extent: Extent, most: int) -> tuple[Tensor, Tensor]:
+    """Live rows at even distances in row order, ``most`` at most, and their tickets. Those that hold nothing are left out."""
+    ranks = torch.arange(min(extent.size, most), device="cpu")
+    rows = extent.rows(ranks * extent.size // len(ranks))
+    numbers, tickets = rows.numpy(), storage.tickets_of(rows).numpy()
+    live = tickets >= 0  # by NumPy: torch's threads would wait for each other where other processes have the cores
+    return torch.from_numpy(numbers[live]), torch.from_numpy(tickets[live])
+
+
 class Scan:
     """Reads a buffer for one figure.
 
@@ -100,10 +111,7 @@ class Scan:
         if not extent.size:
             raise RuntimeError(f"{call}: the buffer is empty. Add data before drawing it.")
         self._sampler, self.extent = buffer.sampler, extent
-        ranks = torch.arange(min(extent.size, most), device="cpu")
-        rows = extent.rows(ranks * extent.size // len(ranks))
-        tickets = self._storage.tickets_of(rows)
-        self.rows, self._tickets = rows[tickets >= 0], tickets[tickets >= 0]
+        self.rows, self._tickets = looked_at(self._storage, extent, most)
         #: Live rows for each that is looked at.
         self.scale = extent.size / max(len(self.rows), 1)
 
@@ -145,14 +153,18 @@ class Scan:
         return Priorities(leaves[self.rows.numpy()], float(leaves[leaves > 0].min(initial=math.inf)), alpha, beta, eps)
 
     def counts(self) -> tuple[Ints, int]:
-        """How often each row was drawn, and how often it will be. Raises ``RuntimeError``: nothing counts. Copies 4 bytes a row."""
+        """How often each row was drawn, and how often at most. Raises ``RuntimeError``: nothing counts. Copies 4 bytes a row."""
         name, sampler, index = self._index(COUNTS), self._sampler, None
+        usage = None if self._storage.memory is None else UsageIndex.in_use(self._storage.memory)
+        if usage is not None and name is None:
+            often: Ints = usage.counts(self.rows).numpy()
+            return often, int(often.max(initial=0))
         if name is not None and isinstance(sampler, DeclaredSampler) and sampler.draws_of_a_row is not None:
             most = sampler.draws_of_a_row
             index = self._storage.consumption(name, most)
         if index is None:
             raise RuntimeError(
-                f"{self._call}: expected a sampler that counts draws, which ConsumingSampler is, got {type(sampler).__name__}."
+                f"{self._call}: expected draws to be counted, got {type(sampler).__name__} without. Call rb.count_usage() before."
             )
         return index.counts(self.extent.capacity).numpy()[self.rows.numpy()].astype(np.int64), most
 
@@ -171,7 +183,7 @@ class Scan:
         Raises ``RuntimeError``: no field is a reward, or none ends trajectories. ``KeyError``: no such field.
         """
         fields = () if self._storage.memory is None else self._storage.memory.schema.fields
-        key, signals = self._reward(fields, reward), _Ends.of(fields)
+        key, signals = self._reward(fields, reward), Ends.of(fields)
         if not signals.fields:
             raise RuntimeError(
                 f"{self._call}: expected a field that ends trajectories, such as ('next', 'done'), got {_shown(fields)}."
@@ -206,7 +218,7 @@ class Scan:
             )
         return next((key for key in rewards if key == ("next", "reward")), rewards[0])
 
-    def _of_track(self, rows: Tensor, reward: FieldPath, signals: _Ends, whole: bool) -> Trajectories:
+    def _of_track(self, rows: Tensor, reward: FieldPath, signals: Ends, whole: bool) -> Trajectories:
         """Of rows of one track, oldest first. ``whole``: the first one is the first that the track ever had."""
         tickets = self._storage.tickets_of(rows)
         lost = (tickets < 0).numpy()
@@ -231,7 +243,7 @@ class Scan:
         )
 
 
-class _Ends(NamedTuple):
+class Ends(NamedTuple):
     """The fields that end trajectories."""
 
     flags: tuple[FieldPath, ...]
@@ -239,7 +251,7 @@ class _Ends(NamedTuple):
     ids: tuple[FieldPath, ...]
 
     @classmethod
-    def of(cls, fields: Sequence[Field]) -> _Ends:
+    def of(cls, fields: Sequence[Field]) -> Ends:
         meant = boundary_fields(fields, roles_of(fields))
         flags = [field.key for role in ("done", "terminated", "truncated") for field in meant[role]]
         types = [field.key for field in meant["last"]]

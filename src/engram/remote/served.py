@@ -50,6 +50,9 @@ class Limits:
     def wake_limits(self) -> None:
         """Nothing waits here."""
 
+    def count_wait(self, since: int) -> None:
+        """Waits are counted where the store is."""
+
 
 class Memory(NamedTuple):
     """What readers of a store look at, of one that is elsewhere."""

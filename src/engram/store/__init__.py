@@ -15,7 +15,7 @@ from engram.store.lifetime import (
     shared_memory,
     sweep_shared_memory,
 )
-from engram.store.memory import Block, Copied, dlpack_specs, private_block, torch_dtype
+from engram.store.memory import Block, Copied, dlpack_specs, private_block, read_block, torch_dtype
 from engram.store.opening import create_store, holds_store, moved, open_readonly, open_store, reattach, skip_numbers
 from engram.store.requests import OutOfOrder, Requests, Written
 from engram.store.store import Repair, Saved, Store, StoreState
@@ -57,6 +57,7 @@ __all__ = [
     "open_readonly",
     "open_store",
     "private_block",
+    "read_block",
     "reattach",
     "shared_memory",
     "skip_numbers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
@@ -154,7 +155,12 @@ class DeviceStore(Store):
         return [*columns, *[rows] * with_rows, *(tickets.to(self.device) for tickets in numbers)]
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
-        return None if self.core.limited else self.sample_uniform(key, n, with_rows, with_numbers)
+        if self.core.limited:
+            return None
+        start = perf_counter_ns()
+        columns = self.sample_uniform(key, n, with_rows, with_numbers)
+        self.core.count_wait(start)
+        return columns
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)

@@ -716,6 +716,11 @@ class Store:
         """As :meth:`sample_uniform`; None: nothing was drawn, as the store has limits, which are to admit the rows first."""
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, True)
 
+    def count_sampled(self, rows: Tensor) -> None:
+        """Count rows, int64, that were sampled other than by one native call, which does that itself. -1 is none."""
+        rows = as_rows(rows, "sample")
+        self.core.count_sampled(rows.data_ptr(), rows.numel())
+
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.
 

@@ -1,0 +1,212 @@
+"""Advice with numbers: whether a buffer does what it is there for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from engram.field_paths import public
+from engram.plotting.rows import Scan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engram.format.schema import Field
+    from engram.plotting.rows import Watched
+    from engram.storages import Storage
+
+#: Of the draws, this share is taken by few rows if the exponent is too high: by fewer than that share of the rows.
+_MOST_DRAWS, _FEW_ROWS = 0.9, 0.1
+#: Rows from which on shares of them say something.
+_MANY = 1_000
+#: Rows that are compared with the ones that follow.
+_PAIRS = 512
+#: The share of equal ones from which on next observations are stored twice.
+_EQUAL = 0.8
+#: Samples per row outside of which a ratio is worth a word.
+_LEAST_RATIO, _MOST_RATIO = 1.0, 256.0
+#: Never sampled are no more rows than this, where rows were sampled that often on average.
+_NEVER, _OFTEN = 0.5, 2.0
+#: A row is stale if so many times more writes came since than rows are live; and so many of them are worth a word.
+_LAPS, _STALE = 2.0, 0.05
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    good: bool
+    """Whether there is nothing to do."""
+    text: str
+    """The numbers as a sentence; if it is not good, what to do."""
+    numbers: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"{'ok    ' if self.good else 'ADVICE'} {self.name}: {self.text}"
+
+
+class Health(tuple[Finding, ...]):
+    """What :meth:`ReplayBuffer.health` found, a :class:`Finding` each. ``print`` shows a line each."""
+
+    __slots__ = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.advice
+
+    @property
+    def advice(self) -> list[str]:
+        """The sentences of what is not good."""
+        return [finding.text for finding in self if not finding.good]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    def __repr__(self) -> str:
+        return f"Health(good={self.good}, {len(self)} findings, {len(self.advice)} with advice)"
+
+
+def health(self: Watched) -> Health:
+    """Look for what keeps a buffer from being of use, and say what to do. Nothing is changed, and no draw counts.
+
+    Findings, each where it applies: ``"priorities"``: how few rows take most of the draws; ``"next observations"``: how many repeat
+    the following row's; ``"replay ratio"``; ``"never sampled"``: the share of rows, where :meth:`count_usage` was called; ``"stale
+    rows"``: rows of lanes that are no longer written to.
+
+    Returns:
+        A tuple of findings: ``name``, ``good``, ``text`` and ``numbers``; ``advice``: the texts of those that are not good.
+
+    Raises ``RuntimeError``: the buffer is empty, or a connection.
+
+    Cost: looks at 65,536 rows at most, and with priorities copies 8 bytes a row.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000))
+    >>> obs = torch.arange(500.0).double()
+    >>> _ = rb.extend({"obs": obs, "next": {"obs": obs + 1}})
+    >>> print(rb.health().advice[0].partition(":")[0])
+    the next observation 'obs' repeats that of the following row in 100 % of the rows
+    """
+    scan = Scan(self, "health")
+    return Health(
+        (*_priorities(scan), *_next_observations(self.storage, scan), *_counts(self), *_stale(self.storage, scan))
+    )
+
+
+def _priorities(scan: Scan) -> Iterator[Finding]:
+    if not scan.has_priorities:
+        return
+    found = scan.priorities()
+    leaves = np.sort(found.leaves)[::-1]
+    total, squares, size = float(leaves.sum()), float((leaves**2).sum()), scan.extent.size
+    if not total:
+        yield Finding(
+            "priorities",
+            False,
+            "all are 0, so that nothing can be drawn: call update_priority with eps above 0.",
+            {"alpha": found.alpha},
+        )
+        return
+    few = int(np.searchsorted(np.cumsum(leaves), _MOST_DRAWS * total)) + 1
+    share, effective = few / len(leaves), total**2 / squares * scan.scale
+    good = share >= _FEW_ROWS or size < _MANY
+    text = (
+        f"{share:.1%} of the rows take {_MOST_DRAWS:.0%} of the draws, which are as diverse as of {effective:,.0f} equally likely rows of "
+        f"{size:,} (alpha={found.alpha:g})."
+    )
+    if not good:
+        text += " The exponent is too high for these priorities: lower alpha, or clip the TD errors."
+    yield Finding(
+        "priorities", good, text, {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": effective}
+    )
+
+
+def _next_observations(storage: Storage, scan: Scan) -> Iterator[Finding]:
+    """Fields below ``"next"`` that hold what the field of that name has in the following row."""
+    if storage.memory is None:
+        return
+    fields = {field.key: field for field in storage.memory.schema.fields}
+    pairs = [(key[1:], key) for key, field in fields.items() if key[0] == "next" and _alike(fields.get(key[1:]), field)]
+    width, lanes = math.prod(storage.columns), len(scan.extent.filled)
+    length = scan.extent.capacity // lanes
+    some = np.random.default_rng(0).permutation(len(scan.rows))[
+        :_PAIRS
+    ]  # even distances might meet the ends of trajectories, or none
+    rows = scan.rows[torch.from_numpy(np.sort(some))]
+    lane = rows // length
+    behind = lane * length + (rows - lane * length + width) % length
+    # The row that is written next holds the lane's oldest step.
+    seam = torch.tensor(scan.extent.seam, device="cpu")[lane]
+    both = scan.extent.contains(behind) & ((behind - seam) % length >= width)
+    rows, behind = rows[both], behind[both]
+    if not len(rows):
+        return
+    for key, later in pairs:
+        ours, theirs = (storage.field(k, r, storage.tickets_of(r)) for k, r in ((later, rows), (key, behind)))
+        still = torch.ones(len(rows), dtype=torch.bool, device="cpu")
+        still[[*ours[1], *theirs[1]]] = False
+        same = (ours[0] == theirs[0]).reshape(len(rows), -1).all(1).cpu()[still]
+        if not len(same):
+            continue
+        share, nbytes = float(same.double().mean()), fields[later].row_bytes
+        name = public(key)
+        text = f"the next observation {name!r} repeats that of the following row in {share:.0%} of the rows".replace(
+            "%", " %"
+        )
+        if share >= _EQUAL:
+            saved = nbytes / storage.memory.schema.row_bytes
+            text += (
+                f": {nbytes:,} bytes of each row, {saved:.0%} of all, are stored twice. Leave it out, and read it with "
+                "NextFromFollowing."
+            )
+        yield Finding("next observations", share < _EQUAL, text, {"equal_frac": share, "bytes_per_row": nbytes})
+
+
+def _alike(one: Field | None, other: Field) -> bool:
+    return one is not None and (one.dtype, one.shape) == (other.dtype, other.shape) and other.row_bytes >= 8
+
+
+def _counts(buffer: Watched) -> Iterator[Finding]:
+    stats = buffer.stats()
+    if "sample_count" not in stats:
+        return
+    ratio, inserted, capacity = stats["replay_ratio"], stats["write_count"], stats.get("capacity", math.inf)
+    around = inserted > capacity
+    text = f"{ratio:.3g} rows are sampled for each row written ({stats['sample_count']:,.0f} samples)."
+    good = not (around and ratio < _LEAST_RATIO) and ratio <= _MOST_RATIO
+    if not good and ratio < _LEAST_RATIO:
+        text += " Most rows are overwritten before they are sampled: sample more often, in larger batches, or from a larger buffer."
+    elif not good:
+        text += " Values may fit these rows too well: write more, sample less, or keep the ratio with rb.limit(SamplesPerInsert(…))."
+    yield Finding("replay ratio", good, text, {"replay_ratio": ratio, "sample_count": stats["sample_count"]})
+    if not stats["usage_counted"]:
+        yield Finding(
+            "never sampled", True, "not counted: rb.count_usage() counts samples of each row from then on.", {}
+        )
+        return
+    never = stats["never_sampled_frac"]
+    good = never <= _NEVER or ratio < _OFTEN or stats["size"] < _MANY
+    text = f"{never:.1%} of the rows were never sampled."
+    if not good:
+        text += f" With {ratio:.3g} samples a row that many are not expected: the sampler prefers few rows (see rb.plot.usage())."
+    yield Finding("never sampled", good, text, {"never_sampled_frac": never, "replay_ratio": ratio})
+
+
+def _stale(storage: Storage, scan: Scan) -> Iterator[Finding]:
+    ages, size = scan.ages(), scan.extent.size
+    if storage.memory is None:
+        return
+    old = ages > _LAPS * size
+    share, oldest = float(old.mean()), int(ages.max())
+    text = f"{share:.1%} of the rows are older than {_LAPS:g} times as many writes as rows are live; the oldest has {oldest:,}."
+    if share > _STALE:
+        length = scan.extent.capacity // len(scan.extent.filled)
+        lanes = sorted({int(row) // length for row in scan.rows[torch.from_numpy(old)]})
+        which = ", ".join(map(str, lanes[:8])) + (", …" if len(lanes) > 8 else "")
+        text += f" They lie in lanes {which}: see whether what writes there still runs."
+    yield Finding("stale rows", share <= _STALE, text, {"stale_frac": share, "age_max": oldest})

@@ -1,0 +1,94 @@
+"""Numbers for ``stats()`` that are looked up or estimated when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engram.plotting.rows import looked_at
+from engram.priorities import KIND as PRIORITIES
+from engram.priorities import PriorityIndex
+from engram.samplers import PrioritizedSampler
+from engram.samplers._base import DeclaredSampler
+from engram.store import shared_memory
+from engram.usage import UsageIndex
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.storages import Storage
+    from engram.store import Store
+
+#: Rows that estimates are of.
+MOST = 4096
+
+
+def gauges(storage: Storage, sampler: object) -> dict[str, float]:
+    """What ``ReplayBuffer.stats`` says beyond sizes and counters. What is not known is not there.
+
+    Args:
+        storage: whose rows are looked at; of one whose rows are on a server, nothing.
+        sampler: of the buffer.
+
+    Cost: looks at 4,096 rows at most, a word or two each, however many there are.
+    """
+    if storage.traits.is_remote:
+        return {}
+    store = storage.memory
+    found = _bytes(storage, store) | ({} if store is None else store.core.meter())
+    usage = None if store is None else UsageIndex.in_use(store)
+    found["usage_counted"] = int(usage is not None)
+    extent = storage.extent()
+    rows, tickets = looked_at(storage, extent, MOST) if extent.size else (torch.empty(0),) * 2
+    if not len(rows):
+        return found
+    ages = np.maximum(storage.next_number() - 1 - tickets.numpy(), 0)
+    found |= {"age_mean": float(ages.mean()), "age_p99": float(np.quantile(ages, 0.99))}
+    if usage is not None:
+        found["never_sampled_frac"] = float((usage.counts(rows).numpy() == 0).mean())
+    index = priorities_of(storage, sampler)
+    return found if index is None else found | _priorities(index, rows, extent.size)
+
+
+def priorities_of(storage: Storage, sampler: object) -> PriorityIndex | None:
+    """The priorities that a sampler draws by, if there are any."""
+    names = sampler.own_indexes if isinstance(sampler, DeclaredSampler) else ()
+    name = next((name for name, kind in names if kind == PRIORITIES), None)
+    if name is None:
+        return None
+    if storage.memory is not None:
+        index: PriorityIndex | None = storage.memory.indexes.get((name, PRIORITIES))
+        return index
+    return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
+
+
+def _priorities(index: PriorityIndex, rows: Tensor, size: int) -> dict[str, float]:
+    """Of rows that stand for all ``size``."""
+    leaves, config = index.leaves_of(rows).numpy(), index.config
+    values = np.maximum(leaves ** (1 / config.alpha) - config.eps, 0) if config.alpha else np.ones_like(leaves)
+    squares = float((leaves**2).sum())
+    effective = float(leaves.sum()) ** 2 / squares * size / len(rows) if squares else 0.0
+    return {
+        "priority_max": float(index.core.default_priority),
+        "priority_mean": float(values.mean()),
+        "priority_ess": effective,
+    }
+
+
+def _bytes(storage: Storage, store: Store | None) -> dict[str, float]:
+    """Memory and disk of rows, their tickets and indexes, when all rows are written."""
+    if store is None:
+        return {"bytes_ram": storage.nbytes, "bytes_disk": 0}
+    nbytes = store.nbytes + sum(len(memory) for memory in store.control_memory)
+    nbytes += sum(store.indexes[key].block.nbytes for key in tuple(store.indexes))  # another thread may add one
+    on_disk = store.folder is not None and not _is_memory(os.stat(store.folder).st_dev)
+    return {"bytes_ram": 0 if on_disk else nbytes, "bytes_disk": nbytes if on_disk else 0}
+
+
+def _is_memory(device: int) -> bool:
+    """Whether files of this device lie in memory."""
+    place = shared_memory()
+    return place.parent.name == "dev" and os.stat(place).st_dev == device

@@ -1,0 +1,73 @@
+"""How often each row was sampled since it was written: one index of a store, for people, where it was asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram import _native
+from engram.format import layout
+from engram.store import INDEX_KINDS, LockedIndex, private_block, read_block
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.store import Block, Host, Store
+
+#: Names the kind of index in a store's folder: never changes.
+KIND = "usage"
+#: Its name, of which there is one.
+NAME = "main"
+
+
+class UsageIndex(LockedIndex[_native.Usage]):
+    """Counts of samples of the rows of one store. It has no lock: each count is an atomic word."""
+
+    def made_around(self, block: Block, host: Host | None) -> _native.Usage:  # noqa: ARG002 - it looks at no ticket
+        return _native.Usage(block.address, block.nbytes, (block.tensor,))
+
+    @classmethod
+    def free_lock(cls, block: Block) -> None:
+        """There is none."""
+
+    @staticmethod
+    def copied(memory: Tensor) -> Block:
+        """As :meth:`LockedIndex.copied`."""
+        block = private_block(memory.numel())
+        block.tensor.copy_(memory)
+        return block
+
+    @classmethod
+    def of_store(cls, store: Store) -> UsageIndex:
+        """The index, made if there is none: then no row counts as sampled. Raises ``OSError``: no space for its file."""
+
+        def make(block: Block) -> None:
+            _native.format_usage(block.address, block.nbytes, store.capacity)
+
+        index: UsageIndex
+        index, made = store.indexes.lasting(NAME, KIND, _native.usage_bytes(store.capacity), make)
+        if made:
+            store.core.ask_for_usage()
+        return index
+
+    @classmethod
+    def in_use(cls, store: Store) -> UsageIndex | None:
+        """The index, if samples are counted. Of a store that is only read, as others count them."""
+        index: UsageIndex | None = store.indexes.get((NAME, KIND))
+        if index is None and store.core.asked_usage:
+            if store.readonly and store.folder is not None:
+                path = store.folder / layout.FOLDER / layout.INDEXES / NAME / KIND
+                return cls(read_block(path, path.stat().st_size), None) if path.exists() else None
+            index = store.indexes.refreshed().get((NAME, KIND))
+        return index
+
+    def counts(self, rows: Tensor) -> Tensor:
+        """int64 ``[n]``: how often these rows, int64 ``[n]``, were sampled."""
+        rows = rows.contiguous()
+        out = torch.empty(len(rows), dtype=torch.int64, device="cpu")
+        self.core.counts(rows.data_ptr(), len(rows), out.data_ptr())
+        return out
+
+
+INDEX_KINDS[KIND] = UsageIndex
