@@ -13,6 +13,7 @@ from engram.format import disk, series
 from engram.format.checkpoints import rank_folder
 from engram.persist import parts
 from engram.persist.roles import doubts
+from engram.persist.snapshot import RowsSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +84,9 @@ class Job:
         if self.parent is not None and self.ranks.rank:  # rank 0 forgets what it retires
             self.known.forget(self.parent.path.name)
         self.parent = Parent(path, snapshot.form.lineage)
-        snapshot.rows.was_saved()
+        rows = snapshot.rows
+        if isinstance(rows, RowsSnapshot) and not rows.store.readonly:
+            rows.store.core.count_save()
         self._since_full = 0 if parent is None else self._since_full + 1
 
     # ---- the shard of this rank ------------------------------------------------------------------------------------------

@@ -48,9 +48,6 @@ class WholeSnapshot(NamedTuple):
     def save_segments(self, folder: Path, **_: object) -> SavedRows:
         return self.save(folder)
 
-    def was_saved(self) -> None:
-        """Nothing counts it."""
-
 
 class RowsSnapshot(NamedTuple):
     """The rows of a store. A row that others change before it is written is left out."""
@@ -100,11 +97,6 @@ class RowsSnapshot(NamedTuple):
         paranoid: bool = False,
     ) -> SavedRows:
         return save_segments(folder, self, roles, progress=progress, parent=parent, paranoid=paranoid)
-
-    def was_saved(self) -> None:
-        """There is a checkpoint with these rows: the store notes when."""
-        if not self.store.readonly:
-            self.store.core.count_save()
 
 
 #: What a storage held at one moment.
