@@ -344,19 +344,20 @@ def test_stats_of_a_directory_in_three_forms(directory):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "code", "why"),
     [
-        (["top", "/nowhere"], "expected"),
-        (["top", "unix:/nowhere.sock"], "no server answered"),
-        (["serve", ".", "--metrics", "0.0.0.0:0"], "--insecure"),
+        (["top", "/nowhere"], 2, "expected"),
+        (["stats", "/nowhere"], 2, "expected"),
+        (["top", "unix:/nowhere.sock"], 1, "no server answered"),
+        (["serve", ".", "--metrics", "0.0.0.0:0"], 2, "--insecure"),
     ],
 )
-def test_commands_say_what_is_wrong(arguments, why, tmp_path, monkeypatch):
+def test_commands_say_what_is_wrong(arguments, code, why, tmp_path, monkeypatch):
     from click.testing import CliRunner
 
     from engram.cli import main
 
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert why in result.output
