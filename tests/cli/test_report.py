@@ -157,3 +157,12 @@ def test_a_picture_of_an_empty_store_and_of_one_checkpoint(run, tmp_path):
     done = call("plot", checkpoint, "--out", tmp_path / "a.png")
     assert done.exit_code == 1
     assert "expected a live store or a folder of checkpoints, got: checkpoint." in done.output
+
+
+def test_a_page_has_no_lists_of_numbers_in_its_tables(run, tmp_path):
+    out = tmp_path / "report.html"
+    assert call("report", run / "replay", "--out", out).exit_code == 0
+    page = Page(out.read_text())
+    assert "PrioritizedSampler" in out.read_text()
+    assert not any("edges" in cell for cell in page.cells)
+    assert not any("{" in cell for cell in page.cells)

@@ -165,7 +165,7 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
 def _records(name: str, records: object) -> str:
     """A table of dictionaries; nothing, if there are none."""
     rows = [row for row in _listed(records) if isinstance(row, dict)]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
     return _table(columns, [[_said(key, row.get(key, "")) for key in columns] for row in rows], name) if rows else ""
 
 

@@ -223,6 +223,8 @@ def _short(key: str, value: object) -> str | None:
         return None if None in parts.values() or len(text) > _SHORT else text
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         return None
+    if key == "edges" and isinstance(value, list):
+        return ", ".join(f"{edge:.4g}" for edge in value)
     if key == "key" and isinstance(value, list):
         return plain(".".join(value))
     if "bytes" in key and type(value) is int:
