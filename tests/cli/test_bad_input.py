@@ -1,6 +1,7 @@
 """What commands answer to bad input: one sentence, the right exit code, and nothing changed. One table for all of them."""
 
 import fcntl
+import importlib
 import json
 import os
 import pty
@@ -243,7 +244,8 @@ def test_ctrl_c(name, store, tmp_path, monkeypatch):
 
     monkeypatch.setattr(commands, "_folder", interrupted)
     if name == "plan":
-        monkeypatch.setattr("engram.cli.plan.planned", lambda *given, **more: interrupted(None))
+        planning = importlib.import_module("engram.cli.plan")  # the module, which is called as the command is
+        monkeypatch.setattr(planning, "planned", lambda *given, **more: interrupted(None))
     before = snapshot(store)
     result = called(name, store, tmp_path / "out")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
