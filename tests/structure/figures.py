@@ -228,8 +228,11 @@ def _deferred_calls():
 def public_functions():
     """Docstrings of what users call, by name: public functions and classes, errors aside, and the public methods of the classes."""
     stub = (PACKAGE / "__init__.pyi").read_text()
-    names = set(re.findall(r"^from \S+ import \w+ as (\w+)$", stub, re.MULTILINE))
+    module_of = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", stub, re.MULTILINE)}
+    names, rooms = set(module_of), {module.split(".")[1] for module in module_of.values()}
     for source in package():
+        if Path(source.name).parts[2].removesuffix(".py") not in rooms:
+            continue  # a command, or a part of a connection, of the same name
         for node in source.tree.body:
             if (
                 not isinstance(node, (ast.ClassDef, *_DEFINITIONS))
