@@ -349,15 +349,15 @@ def test_stats_of_a_directory_in_three_forms(directory):
         (["top", "/nowhere"], 2, "expected"),
         (["stats", "/nowhere"], 2, "expected"),
         (["top", "unix:/nowhere.sock"], 1, "no server answered"),
-        (["serve", ".", "--metrics", "0.0.0.0:0"], 2, "--insecure"),
+        (["serve", ".", "--metrics", "0.0.0.0:0"], 1, "--insecure"),
     ],
 )
-def test_commands_say_what_is_wrong(arguments, code, why, tmp_path, monkeypatch):
+def test_commands_say_what_is_wrong(arguments, code, why, directory, monkeypatch):
     from click.testing import CliRunner
 
     from engram.cli import main
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(directory)
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == code
     assert why in result.output
