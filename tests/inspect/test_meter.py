@@ -195,6 +195,18 @@ def test_ages_and_priorities_are_those_of_the_rows():
     assert stats["priority_ess"] == pytest.approx(float(leaves.sum() ** 2 / (leaves**2).sum()))
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_priorities_whose_squares_are_too_large_for_a_number(alpha):
+    rb = buffer(lambda: PrioritizedSampler(64, alpha, 0.4, eps=0.0, dtype=torch.float64))
+    rows = rb.extend(steps(4))
+    rb.update_priority(rows, torch.full((4,), 1e200, dtype=torch.float64))
+    stats = rb.stats()
+    assert stats["priority_ess"] == pytest.approx(4)
+    assert stats["priority_mean"] == pytest.approx(1e200 if alpha else 1)
+    assert rb.explain(0).probability == 0.25
+    assert rb.health().good
+
+
 def test_estimates_of_a_large_store_are_near_the_truth():
     n = 50_000
     rb = ReplayBuffer(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from engram.field_paths import public
+from engram.inspect.estimates import effective
 from engram.plotting.rows import Scan
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _priorities(scan: Scan) -> Iterator[Finding]:
         return
     found = scan.priorities()
     leaves = np.sort(found.leaves)[::-1]
-    total, squares, size = float(leaves.sum()), float((leaves**2).sum()), scan.extent.size
+    total, size = float(leaves.sum()), scan.extent.size
     if not total:
         yield Finding(
             "priorities",
@@ -113,16 +114,16 @@ def _priorities(scan: Scan) -> Iterator[Finding]:
         )
         return
     few = int(np.searchsorted(np.cumsum(leaves), _MOST_DRAWS * total)) + 1
-    share, effective = few / len(leaves), total**2 / squares * scan.scale
+    share, diverse = few / len(leaves), effective(leaves) * scan.scale
     good = share >= _FEW_ROWS or size < _MANY
     text = (
-        f"{share:.1%} of the rows take {_MOST_DRAWS:.0%} of the draws, which are as diverse as of {effective:,.0f} equally likely rows of "
+        f"{share:.1%} of the rows take {_MOST_DRAWS:.0%} of the draws, which are as diverse as of {diverse:,.0f} equally likely rows of "
         f"{size:,} (alpha={found.alpha:g})."
     )
     if not good:
         text += " The exponent is too high for these priorities: lower alpha, or clip the TD errors."
     yield Finding(
-        "priorities", good, text, {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": effective}
+        "priorities", good, text, {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": diverse}
     )
 
 

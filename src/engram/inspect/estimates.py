@@ -17,8 +17,10 @@ from engram.store import shared_memory
 from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from engram.priorities import PriorityConfig
     from engram.storages import Storage
     from engram.store import Store
 
@@ -65,16 +67,31 @@ def priorities_of(storage: Storage, sampler: object) -> PriorityIndex | None:
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
 
 
+def values_of(leaves: NDArray[np.float64], config: PriorityConfig) -> NDArray[np.float64]:
+    """The priorities of leaves. With ``alpha=0`` leaves do not tell them: all are 1."""
+    if not config.alpha:
+        return np.ones_like(leaves)
+    with np.errstate(over="ignore"):
+        return np.clip(leaves ** (1 / config.alpha) - config.eps, 0, np.finfo(np.float64).max)
+
+
+def effective(leaves: NDArray[np.float64]) -> float:
+    """The number of equally likely rows that draws in proportion to these are as diverse as."""
+    largest = leaves.max(initial=0.0)
+    shares = leaves / largest if largest else leaves  # squares of large ones would overflow
+    squares = float((shares**2).sum())
+    return float(shares.sum()) ** 2 / squares if squares else 0.0
+
+
 def _priorities(index: PriorityIndex, rows: Tensor, size: int) -> dict[str, float]:
     """Of rows that stand for all ``size``."""
-    leaves, config = index.leaves_of(rows).numpy(), index.config
-    values = np.maximum(leaves ** (1 / config.alpha) - config.eps, 0) if config.alpha else np.ones_like(leaves)
-    squares = float((leaves**2).sum())
-    effective = float(leaves.sum()) ** 2 / squares * size / len(rows) if squares else 0.0
+    leaves = index.leaves_of(rows).numpy()
+    values = values_of(leaves, index.config)
+    largest = float(values.max(initial=0.0))
     return {
         "priority_max": float(index.core.default_priority),
-        "priority_mean": float(values.mean()),
-        "priority_ess": effective,
+        "priority_mean": largest * float((values / largest).mean()) if largest else 0.0,
+        "priority_ess": effective(leaves) * size / len(rows),
     }
 
 

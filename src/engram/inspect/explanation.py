@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram.errors import RowError
-from engram.inspect.estimates import priorities_of
+from engram.inspect.estimates import priorities_of, values_of
 from engram.plotting.rows import Ends
 from engram.samplers._base import DeclaredSampler
 from engram.usage import UsageIndex
@@ -124,9 +124,9 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
         usage = UsageIndex.in_use(storage.memory)
     priority = probability = None
     if index is not None:
-        config, leaf, total = index.config, float(index.leaves_of(rows)[0]), float(index.core.total)
-        priority = max(leaf ** (1 / config.alpha) - config.eps, 0.0) if config.alpha else 1.0
-        probability = leaf / total if total else None
+        leaf, total = index.leaves_of(rows).numpy(), float(index.core.total)
+        priority = float(values_of(leaf, index.config)[0])
+        probability = float(leaf[0]) / total if total else None
     elif isinstance(self.sampler, DeclaredSampler) and self.sampler.traits.draws_uniformly:
         probability = 1 / extent.size
     return Explanation(
