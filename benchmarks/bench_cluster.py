@@ -9,6 +9,8 @@ path is Arrow Flight throughout, also where the rows could be had through shared
   requests under way on both sides; for small ones the socket has one, a batch each.
 - A learner on the server's node: a sample from the store that is served, against one that is not.
 - A fleet: batches of which two stores draw a part each, against those of one store; and with limits, which no call has to wait for.
+- Reverb, only if ``REVERB_PYTHON`` names the Python of an environment that has it: see ``reverb_peer``. Both are asked over TCP of this
+  machine by a process that draws ahead, or writes and streams 64 rows at a time; Reverb has an item for each row.
 - A server's death: the next batch after ``kill -9`` of one server of two; opening the store after that of both.
 """
 
@@ -17,6 +19,7 @@ import secrets
 import signal
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,9 +33,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks import rivals
+from benchmarks import data, rivals
+from benchmarks.bench_sharing import NO_REVERB
 from benchmarks.claims import FLOORS, Comparison, Row, timed
-from benchmarks.timing import Effort, Side, Spread, alternate, once
+from benchmarks.served_peer import CHUNK
+from benchmarks.timing import Effort, Side, Spread, Timing, alternate, once, together
+from benchmarks.workers import Program, Shift, Worker, in_turns
 
 BATCH, PREFETCH = 256, 4
 EFFORTS = {"small": Effort(calls=48, blocks=11, lead=5), "frames": Effort(calls=8, blocks=11, lead=5)}
@@ -40,6 +46,7 @@ EFFORTS = {"small": Effort(calls=48, blocks=11, lead=5), "frames": Effort(calls=
 LEAD_AHEAD = 40
 ROWS = {"small": 50_000, "frames": 4_096}
 LOCAL = Effort(calls=200, blocks=31)
+REVERB = Shift(length_s=0.4, windows=11)
 DEATHS = 5
 #: Of the plasma store of each Ray node.
 _OBJECTS = 512 << 20
@@ -55,6 +62,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
             yield from _sampled(engram, libraries["TorchRL"].module, services, kind, effort.scaled(share), ray_notes)
         yield _local(engram, LOCAL.scaled(share))
         yield from _fleet(engram, EFFORTS["small"].scaled(share))
+        yield from _reverb(engram, share)
         yield from _deaths(engram, Path(name), max(3, round(DEATHS * share)))
 
 
@@ -188,6 +196,38 @@ def _fleet(engram: Any, effort: Effort) -> Iterator[Row]:
         fleet.limit(engram.SamplesPerInsert(1e6, min_size=ROWS["small"], tolerance=1.0))
         timing = alternate([Side("engram", limited.sample), Side("one store", free.sample)], effort)
         yield timed("cluster/fleet/limited", "… with limits of both together", timing, share=("one store",))
+
+
+def _reverb(engram: Any, share: float) -> Iterator[Row]:
+    """Beside Reverb, with its rows."""
+    python = os.environ.get("REVERB_PYTHON")
+    if not python:
+        yield Row("cluster/reverb", "one client · Reverb", {}, [], notes={"engram": NO_REVERB})
+        return
+    rb = engram.ReplayBuffer(storage=engram.LazyTensorStorage(data.ROWS), batch_size=BATCH, shared=True)
+    rb.extend(data.fields())
+    server = Program(python, "benchmarks.reverb_peer", "server", str(data.ROWS))
+    with _served(engram, rb) as (address, token):
+        sides: dict[str, list[Worker]] = {}
+        for role in ("sample", "one-by-one", "write"):
+            sides[f"engram {role}"] = [Program(sys.executable, "benchmarks.served_peer", role, address, token)]
+        for role in ("sample", "write"):
+            sides[role] = [Program(python, "benchmarks.reverb_peer", role, f"localhost:{server.said['port']}")]
+        turns = in_turns(sides, REVERB.scaled(share))
+        for (worker,) in sides.values():
+            worker.stop()
+    server.stop()
+    rb.close()
+    note = f"Beside Reverb {server.said['reverb']} with TensorFlow {server.said['tensorflow']}, over loopback."
+    for key, ours, theirs, what in (
+        ("sample", "sample", "sample", "a learner, batches of 256 rows of 97 bytes · both draw ahead"),
+        ("one-by-one", "one-by-one", "sample", "… · ours one by one"),
+        ("write", "write", "write", "a writer, 64 rows, streamed · Reverb: an item per row, rows/s"),
+    ):
+        found = {"engram": turns[f"engram {ours}"], "Reverb": turns[theirs]}
+        timing = Timing(1, {side: [together(turn) for turn in each] for side, each in found.items()})
+        row = timed(f"cluster/reverb/{key}", what, timing, times=("Reverb",), notes={"engram": note})
+        yield row.as_rate(CHUNK) if key == "write" else row
 
 
 def _deaths(engram: Any, folder: Path, deaths: int) -> Iterator[Row]:

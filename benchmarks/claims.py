@@ -160,6 +160,8 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("cluster/iterated/frames", "a socket"): Floor("share", 2.2),
     ("cluster/extend/small", "TorchRL, ray"): Floor("times", 5),
     ("cluster/streamed/small", "TorchRL, ray"): Floor("times", 8),
+    ("cluster/reverb/sample", "Reverb"): Floor("times", 10),
+    ("cluster/reverb/write", "Reverb"): Floor("times", 10),
     ("cluster/local", "not served"): Floor("share", 1.1, within_iqr=True),
     ("cluster/server-death", "500 ms"): Floor("value", 500),
     ("cluster/all-dead", "100 ms"): Floor("value", 100),

@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import threading
 import time
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -233,7 +234,7 @@ class _Stream:
         batch = chunk.data
         if batch is None:
             raise ValueError(f"{call}: expected rows in the message, got none.")
-        nbytes = held_bytes(batch.num_rows, sum(column.nbytes for column in expected))
+        nbytes = held_bytes(batch.num_rows, _row_bytes(tuple(expected)))
         if max(nbytes, batch.nbytes) > MAX_MESSAGE:
             raise ValueError(
                 f"{call}: expected at most {MAX_MESSAGE} bytes, got {batch.num_rows} rows, {nbytes} bytes."
@@ -276,6 +277,11 @@ class _Writing(_Stream):
         columns = self.rows_of(chunk, self.service.written, "append")
         rows = self.service.append(command, columns, chunk.data.num_rows)
         self.put(b'{"ok":1}', _ROW, [rows], len(rows))
+
+
+@lru_cache
+def _row_bytes(columns: tuple[wire.Column, ...]) -> int:
+    return sum(column.nbytes for column in columns)
 
 
 def _said(columns: list[wire.Column]) -> str:

@@ -45,7 +45,7 @@ from engram.remote.commands import (
     held_bytes,
 )
 from engram.serving.bounds import Answers, Dumps
-from engram.store import DrawingPart, Key, OutOfOrder, Requests
+from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
@@ -98,8 +98,9 @@ class Service:
         self._folder = Path(store.directory)
         self._requests = Requests(store)
         self._answers, self._dumps = Answers(), Dumps()
-        #: Bytes of a row of batches, whose stacks are wider than what is stored.
-        self._row_bytes = drawn_bytes(rb.sampler, self._schema)
+        self._key = ThreadKey()
+        #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
+        self._stored_bytes, self._drawn_bytes = self._schema.row_bytes, drawn_bytes(rb.sampler, self._schema)
         #: Clients that write.
         self.writers = 0
         #: Held while a part of an epoch is drawn: it begins none that was not asked for.
@@ -230,8 +231,8 @@ class Service:
         Raises ``ValueError``: too many, or too large ones. ``RuntimeError``: clients have not read what they asked for before.
         """
         each, most = _sizes(command), max(command.rows, *command.parts, 0)
-        nbytes = held_bytes(most, self._row_bytes) * len(command.keys)
-        batches = MAX_BATCHES if most * self._schema.row_bytes * len(command.keys) <= COALESCED_BYTES else 1
+        nbytes = held_bytes(most, self._drawn_bytes) * len(command.keys)
+        batches = MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= COALESCED_BYTES else 1
         if (
             min(each, default=0) < 1
             or len(each) != len(command.keys)
@@ -296,7 +297,8 @@ class Service:
         return ended
 
     def _drawn(self, key: int, rows: int) -> _Drawn:
-        columns, index, info = self._reading.read(Key.of(key & (1 << 64) - 1), rows, "beside")
+        self._key.set(key & (1 << 64) - 1)
+        columns, index, info = self._reading.read(self._key, rows, "beside")
         assert index is not None  # beside
         entries = {name: value for name, value in info.items() if isinstance(value, torch.Tensor)}
         shape, tensors = index.shape, [*columns, index, *entries.values()]

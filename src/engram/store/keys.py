@@ -23,8 +23,12 @@ class Key:
     def of(cls, value: int) -> Key:
         """These bits, ``0 <= value < 2 ** 64``."""
         key = cls()
-        key._bits.fill_(value - (1 << 64) if value >= 1 << 63 else value)
+        key.set(value)
         return key
+
+    def set(self, value: int) -> None:
+        """To these bits, ``0 <= value < 2 ** 64``, in place of a draw."""
+        self._bits.fill_(value - (1 << 64) if value >= 1 << 63 else value)
 
     @property
     def value(self) -> int:
