@@ -19,7 +19,9 @@ from engram import errors
 
 SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 #: Of an extra that wheels are tested without.
-OF_RAY = {"engram.remote.shards", "engram.cluster.shard", "engram.cluster.placement"}
+OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers")} | {
+    f"engram.cluster.{name}" for name in ("shard", "placement", "saving")
+}
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
 MODULES = sorted(
     module.name
@@ -76,6 +78,7 @@ NAMES = [
     "RateLimited",
     "RayReplayBuffer",
     "ReadOnlyStore",
+    "RemoteTensorDictReplayBuffer",
     "RenameTransform",
     "ReplayBuffer",
     "ReplayedDraw",

@@ -9,6 +9,7 @@ from engram._native import set_num_threads as set_num_threads
 from engram._version import __version__ as __version__
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
 from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
+from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
 from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
 from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer

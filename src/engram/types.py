@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sized
+    from pathlib import Path
 
     import numpy as np
     import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeVar
 
+    from engram.checkpoint.options import Options, RestoreOptions
+    from engram.checkpoint.reports import RestoreReport, SaveReport
+    from engram.checkpoint.select import Wanted
     from engram.consumption import ConsumptionIndex
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
@@ -428,6 +432,10 @@ class Checkpointable(Protocol):
     closed: bool
 
     @property
+    def savers(self) -> Savers | None:
+        """What saves and restores it where its rows are; None: this process does."""
+
+    @property
     def storage(self) -> Sized:
         """Its rows."""
 
@@ -450,6 +458,25 @@ class Checkpointable(Protocol):
         self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
     ) -> BufferLoad:
         """Check what a plan gives to a rank."""
+
+
+class Savers(Protocol):
+    """The processes that have the rows of a buffer: each is a rank, and saves and restores its own."""
+
+    def open(self, root: Path, options: Options) -> None:
+        """Make a Checkpointer in each. Raises what making them raises; ``RankFailed``: one is gone."""
+
+    def begin(self, step: int, user: Mapping[str, object]) -> None:
+        """Begin a save, and return when all have taken their snapshots. Raises as ``Checkpointer.save``."""
+
+    def end(self) -> SaveReport:
+        """Wait for the save. Raises as ``Checkpointer.save``."""
+
+    def restore(self, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
+        """Load a checkpoint. Raises as ``Checkpointer.restore``."""
+
+    def prune(self, keep: int | None) -> list[str]:
+        """As ``Checkpointer.prune``."""
 
 
 class Form(NamedTuple):

@@ -4,13 +4,14 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from engram import (
     Compose,
@@ -18,6 +19,7 @@ from engram import (
     LazyTensorStorage,
     ListStorage,
     NoSampleable,
+    PrioritizedReplayBuffer,
     PrioritizedSampler,
     RayReplayBuffer,
     ReplayBuffer,
@@ -25,43 +27,11 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.buffer.on_ray import attached
-from engram.cluster import replay_buffer
 from tests import stress
+from tests.cluster.on_nodes import AWAY, HERE, made, rows
 from tests.test_docs import ON_RAY, run_page
 
 ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
-#: A node that this program is not on.
-AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}
-HERE = {"num_cpus": 0, "resources": {"here": 0.01}}
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    from ray.cluster_utils import Cluster
-
-    replay_buffer._PATIENCE_S = 240.0  # of clients everywhere: machines that run tests are busy
-    each = {"num_cpus": 4, "object_store_memory": 80_000_000}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Ray's own start
-        cluster = Cluster(
-            initialize_head=True, head_node_args={**each, "include_dashboard": False, "resources": {"here": 1}}
-        )
-        cluster.add_node(**each, resources={"away": 1})
-        ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
-def rows(n, first=0):
-    steps = torch.arange(first, first + n)
-    return TensorDict({"a": steps, "next": {"reward": steps.float()}}, [n])
-
-
-def made(where, storage=LazyTensorStorage, size=100, kind=TensorDictReplayBuffer, **more):
-    return RayReplayBuffer(
-        storage=partial(storage, size), batch_size=8, replay_buffer_cls=kind, remote_config=where, **more
-    )
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +104,12 @@ def test_a_name_is_found(near):
         assert rb.transport_kind == "shared"
     with pytest.raises(ConnectionError, match="name='nobody'"):
         ReplayBuffer.connect("ray:nobody")
-    with pytest.raises(TypeError, match=r"got \['full', 'stratum'\]"):
-        ReplayBuffer.connect("ray:near", full="drop", stratum=1)
+    with pytest.raises(TypeError, match=r"got \['full', 'token'\]"):
+        ReplayBuffer.connect("ray:near", full="drop", token="file")
+    with pytest.raises(ValueError, match="one of 1 stores, got 1"):
+        ReplayBuffer.connect("ray:near", stratum=1)
+    with pytest.raises(TypeError, match="expected a buffer with priorities"):
+        PrioritizedReplayBuffer.connect("ray:near")
 
 
 def test_copies_and_clients_read_as_what_they_are_made_of(near):
@@ -167,7 +141,7 @@ def test_rows_in_memory_and_in_a_directory_outlive_their_actor(nodes, tmp_path):
         rb.extend(rows(10))
         assert len(rb.sample()) == 8
     for rb in (memory, disk):
-        ray.kill(rb._service._shard._actor, no_restart=False)
+        ray.kill(rb._service.shards.each[0].actor, no_restart=False)
     for rb in (memory, disk):
         rb.extend(rows(10, 10))
         assert len(rb) == rb.write_count == 20
@@ -175,7 +149,7 @@ def test_rows_in_memory_and_in_a_directory_outlive_their_actor(nodes, tmp_path):
         other = rb.client()
         assert len(other) == 20
         other.close()
-    shard, folder = memory._service._shard, memory.storage.memory.directory
+    (shard,), folder = memory._service.shards.each, memory.storage.memory.directory
     for _ in range(2):
         memory.close()
         disk.close()
@@ -192,7 +166,7 @@ def test_a_node_that_dies_and_returns_has_its_rows(nodes, tmp_path):
     where = {"num_cpus": 0, "resources": {"visitor": 0.01}}
     with made(where, partial(LazyMemmapStorage, scratch_dir=tmp_path / "store")) as rb:
         rb.extend(rows(10))
-        actor = rb._service._shard._actor
+        actor = rb._service.shards.each[0].actor
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         nodes.remove_node(node, allow_graceful=False)
         os.kill(pid, signal.SIGKILL)  # it outlives its node for a moment
@@ -242,13 +216,43 @@ def test_torchrl_spells_it_service_backend_and_its_collector_writes_into_it(node
     rb.close()
 
 
+PROGRAM = """
+import sys
+from functools import partial
+
+import ray
+import torch
+from engram import LazyMemmapStorage, RayReplayBuffer
+
+ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+rb = RayReplayBuffer(storage=partial(LazyMemmapStorage, 100), batch_size=4, remote_config={"num_cpus": 0}, shards=2)
+rb.extend({"a": torch.arange(10)})
+for shard in rb._service.shards.each:
+    print("rows in", ray.get(shard.actor.__ray_call__.remote(lambda it: str(it._storage.memory.directory))))
+raise SystemExit(3)
+"""
+
+
+def test_temporary_rows_end_with_a_program_that_does_not_close_its_buffer(nodes):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, nodes.address], capture_output=True, text=True, timeout=270, check=False
+    )
+    assert ended.returncode == 3, ended.stderr
+    folders = [line.partition("rows in ")[2] for line in ended.stdout.splitlines() if line.startswith("rows in ")]
+    assert len(folders) == 2
+    assert not any(Path(folder).exists() for folder in folders)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
         ({"transport": "ray"}, ValueError, "never travel by Ray's"),
         ({"placement": "nowhere"}, ValueError, "learners, spread, actors"),
         ({"shards": 0}, ValueError, "shards"),
-        ({"shards": 2}, NotImplementedError, "several"),
+        ({"shards": 2, "transport": "shared"}, ValueError, "several stores"),
+        ({"shards": 2, "missing": "drop"}, ValueError, "missing"),
+        ({"shards": 2, "where": [HERE]}, ValueError, "2 dicts"),
+        ({"where": "here"}, TypeError, "one for each shard"),
         ({"transport_options": {"backend": "gloo"}}, ValueError, "transport_options"),
         ({"kind": dict}, TypeError, "buffer class of engram's"),
     ],
@@ -270,4 +274,4 @@ def test_the_page_shows_what_works(nodes, tmp_path, monkeypatch):
 
 def test_memory_is_not_shared_between_nodes(away):
     with pytest.raises(RuntimeError, match="this process is not"):
-        attached(away._service._shard, "shared", {})
+        attached(away._service.shards._replace(transport="shared"), {})

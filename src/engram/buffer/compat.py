@@ -52,6 +52,7 @@ class Arguments(TorchRLArguments, total=False):
     shards: int
     placement: str
     name: str | None
+    missing: Missing
 
 
 class _Reading(TypedDict, total=False):

@@ -9,6 +9,7 @@ from engram._unsupported import meant
 from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.on_ray import attached_by_name
 from engram.buffer.recipe import kind_of, noted_settings
+from engram.fleet import check_missing
 
 if TYPE_CHECKING:
     from engram.buffer.compat import ConnectArguments
@@ -33,6 +34,17 @@ class _Way(NamedTuple):
     missing: Missing = "skip"
     stratum: int | None = None
 
+    def check_on_ray(self) -> None:
+        """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""
+        taken = ("patience", "missing", "stratum")
+        given = sorted(name for name, value in self._asdict().items() if name not in taken and value is not None)
+        if given:
+            raise TypeError(
+                f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "
+                f"reached; got {given}."
+            )
+        check_missing(self.missing)
+
 
 def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: ConnectArguments) -> ReplayBuffer:
     """The buffer that a served store notes, over a connection.
@@ -56,12 +68,9 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
         raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {way.full!r:.40}.")
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
-            if way._replace(patience=0.0) != _Way(patience=0.0):
-                raise TypeError(
-                    f"connect: a name in a Ray cluster takes {', '.join(('patience', *READING_ARGUMENTS))}, as Ray says how its servers "
-                    f"are reached; got {sorted(arguments.keys() - {'patience', *READING_ARGUMENTS})}."
-                )
-            return attached_by_name(address.removeprefix(_ON_RAY), float(way.patience), reading)
+            way.check_on_ray()
+            name, patience = address.removeprefix(_ON_RAY), float(way.patience)
+            return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
         from engram.fleet.finding import storage_at
         from engram.remote.addresses import addresses_of
         from engram.remote.components import RemoteSampler, RemoteWriter

@@ -9,6 +9,7 @@ import torch
 from engram import samplers, storages
 from engram._unsupported import Later, meant, reject_unsupported
 from engram.buffer.recipe import register
+from engram.buffer.remote import RemoteTensorDictReplayBuffer
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PrioritizedReplayBuffer",
+    "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",

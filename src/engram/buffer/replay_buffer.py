@@ -14,6 +14,7 @@ from engram import _fork, inspect, storages, writers
 from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
+from engram.buffer import services
 from engram.buffer.appender import Appender
 from engram.buffer.compat import (
     NOT_YET,
@@ -1137,10 +1138,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
     form = alias("_saving.form", "How the buffer keeps its rows, as far as a checkpoint must know.")
 
     snapshot = alias("_saving.snapshot", "All that a checkpoint saves, as it is now: as ``Checkpointable`` has it.")
-    prepare_load = alias(
-        "_saving.prepare_load", "Check the shard of a rank of a checkpoint: as ``Checkpointable`` has it."
-    )
+    prepare_load = alias("_saving.prepare_load", "Check a rank's shard of a checkpoint: as ``Checkpointable`` has it.")
     prepare_placed = alias("_saving.prepare_placed", "Check what a plan gives to a rank: as ``Checkpointable`` has it.")
+    savers = property(services.savers_of, doc="What saves it where its rows are, on Ray; None: this process does.")
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.making import Arguments
     from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.types import Savers
 
     #: What makes a buffer again where a pickle of it arrives, and the arguments.
     Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
@@ -24,6 +25,7 @@ _OF_SERVICES = (
     "shards",
     "placement",
     "name",
+    "missing",
 )
 
 
@@ -50,6 +52,9 @@ class Service(Protocol):
     def reduced(self, buffer: ReplayBuffer) -> Reduced | None:
         """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
 
+    def savers(self, buffer: Any) -> Savers | None:
+        """What saves the buffer where its rows are; None: this process does."""
+
     def close(self) -> None:
         """The buffer was closed."""
 
@@ -65,8 +70,16 @@ class Direct:
     def reduced(self, buffer: object) -> None:
         """As other objects."""
 
+    def savers(self, buffer: object) -> None:
+        """This process saves it."""
+
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def savers_of(buffer: Serviced) -> Savers | None:
+    """As :attr:`~engram.types.Checkpointable.savers`."""
+    return buffer._service.savers(buffer)  # noqa: SLF001 - of the facade
 
 
 def makes_client(doc: str) -> Callable[[B], B]:

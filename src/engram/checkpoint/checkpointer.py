@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from engram._unsupported import reject_unsupported
 from engram._words import warn
+from engram.checkpoint.elsewhere import SaveElsewhere
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.job import Job
 from engram.checkpoint.options import (
     Asked,
+    Heard,
     Options,
     RestoreArguments,
     RestoreOptions,
@@ -54,6 +56,21 @@ def _world_of_torch() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
+def _warn_of_others(root: Path) -> None:
+    if (world := _world_of_torch()) > 1:
+        warn(
+            f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
+            f"{root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
+        )
+
+
+def _check_no_ranks(ranks: Ranks | None) -> None:
+    if ranks is not None:
+        raise ValueError(
+            "Checkpointer: ranks: expected None for a buffer whose rows are elsewhere: each of its shards is a rank."
+        )
+
+
 class Checkpointer:
     """Saves one buffer as a series of checkpoints below one folder, and restores it.
 
@@ -68,7 +85,8 @@ class Checkpointer:
         root: the folder, one per buffer. Created if it does not exist.
         buffer: the buffer to save; with several ranks, that of this rank.
         ranks: the processes that save a checkpoint together, one shard each, such as ``Ranks.from_torch()``. Each of them creates a
-            Checkpointer with the same arguments. Default: this process alone.
+            Checkpointer with the same arguments. Default: this process alone; of a buffer on Ray whose rows are elsewhere its shards,
+            which save where they are.
         keep: how many checkpoints are kept.
         full_every: save every n-th checkpoint without links. A damaged disk block is shared by all checkpoints that link it.
         paranoid: compare linked files with the buffer. For tests of programs that write through views, which leaves no trace.
@@ -142,11 +160,12 @@ class Checkpointer:
                 str(self.root),
             )
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if ranks is None and (world := _world_of_torch()) > 1:
-            warn(
-                f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
-                f"{self.root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
-            )
+        savers = self._savers = buffer.savers
+        if savers is not None:
+            _check_no_ranks(ranks)
+            savers.open(self.root, options)
+        elif ranks is None:
+            _warn_of_others(self.root)
         alone = ranks is None  # gets back its rows as they were
         self._job = Job(self.root, buffer, Ranks.local() if ranks is None else ranks, options, doubtful=not alone)
         self._schedule = Schedule(self._job.ranks, options)
@@ -233,6 +252,8 @@ class Checkpointer:
     def _attempt(self, asked: Asked | Exception) -> SaveAttempt:
         """The next save; all ranks begin the same ones in the same order."""
         self._saves += 1
+        if self._savers is not None and isinstance(asked, Asked):
+            return SaveElsewhere(self._job, asked, self._saves - 1, self._savers)
         return SaveAttempt(self._job, asked, self._saves - 1)
 
     def _start(self, attempt: SaveAttempt, *, wait: bool) -> None:
@@ -359,6 +380,10 @@ class Checkpointer:
         ...     _ = checkpoints.poll(1)
         """
         job, timeout = self._job, self._job.options.timeout
+        if self._savers is not None:
+            raise RuntimeError(
+                "guard: expected a buffer whose rows are in this process. Those of shards do not depend on it: catch the error, and save."
+            )
         job.protocol.claim(timeout)
         self._guards += 1
         watchdog = Watchdog(job.protocol, self._guards, lambda: job.heard[:2], job.write_crash, grace, timeout)
@@ -478,9 +503,15 @@ class Checkpointer:
         """
         options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert)
         wanted = Wanted(self.root, step, name, at_most, allow_partial)
-        report = Restore(self._job, wanted, options).run()
+        if self._savers is None:
+            report = Restore(self._job, wanted, options).run()
+            note_restore(self.root, report, self._job.ranks.rank)
+        else:
+            options.check()
+            wanted.check()
+            report = self._savers.restore(wanted, options)
+            self._job.heard = Heard(report.step, report.user, report.step)
         self._schedule.began()
-        note_restore(self.root, report, self._job.ranks.rank)
         return report
 
     def stateful(
@@ -600,6 +631,8 @@ class Checkpointer:
         >>> len(checkpoints.prune(keep=1))
         1
         """
+        if self._savers is not None:
+            return self._savers.prune(keep)
         removed = series.prune(
             self.root, self._job.options.keep if keep is None else keep, self._job.protocol.epoch, self._job.known
         )

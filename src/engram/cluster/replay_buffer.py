@@ -1,20 +1,26 @@
-"""A replay buffer whose rows an actor of Ray keeps."""
+"""A replay buffer whose rows actors of Ray keep."""
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import secrets
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from engram._checks import check_count
 from engram.buffer.compat import READING_ARGUMENTS
-from engram.buffer.on_ray import NAMESPACE, OnRay, Transport, attached
+from engram.buffer.on_ray import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.prioritized import ReplayBuffer
+from engram.fleet import check_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from engram.cluster.placement import Placement
+    from engram.fleet.members import Missing
+    from engram.remote.shards import Described, Handle
 
 #: For how long a shard that does not answer is waited for: a node may be started again meanwhile.
 _PATIENCE_S = 60.0
@@ -28,41 +34,62 @@ class _Checked(type):
 
 
 class _Owner(OnRay):
-    """Of the buffer that was made with the shard, which ends with it."""
+    """Of the buffer that was made with the shards, which end with it."""
+
+    def __init__(self, shards: Shards, transport: str, own: Mapping[str, object]) -> None:
+        super().__init__(shards, transport, own)
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)  # it comes before Ray's own, which would leave temporary files
 
     def close(self) -> None:
-        self._shard.close()
+        from engram.remote.shards import close_shards
+
+        atexit.unregister(self._at_exit)
+        close_shards(self.shards.each)
+
+
+def _close(known: weakref.ref[_Owner]) -> None:
+    """At the end of a program that has not closed its buffer."""
+    owner = known()
+    if owner is not None:
+        owner.close()
 
 
 class RayReplayBuffer(metaclass=_Checked):
-    """A buffer whose rows an actor of Ray keeps, for all processes of the cluster: TorchRL's, with engram's store and transport.
+    """A buffer whose rows actors of Ray keep, for all processes of the cluster: TorchRL's, with engram's stores and transport.
 
-    On the node of the rows they are shared memory; elsewhere they travel by Arrow Flight. Nothing goes through Ray's object store.
-    What is made is a buffer of ``replay_buffer_cls``: it writes, samples and takes priorities as one that :meth:`ReplayBuffer.connect`
-    makes, or, on the node of the rows, as any other. It goes to actors and tasks by pickle, and is a client there.
+    With one shard, on the node of the rows they are shared memory; else they travel by Arrow Flight. Nothing goes through Ray's object
+    store. What is made is a buffer of ``replay_buffer_cls``: it writes, samples and takes priorities as one that
+    :meth:`ReplayBuffer.connect` makes, or, on the node of the rows, as any other. It goes to actors and tasks by pickle, and is a client
+    there.
 
     Args:
-        size: as for :class:`ReplayBuffer`.
+        size: as for :class:`ReplayBuffer`; of each shard.
         replay_buffer_cls: its class.
         ray_init_config: keyword arguments of ``ray.init``, which is called if Ray is not initialized yet.
-        remote_config: what Ray reserves for the actor, such as ``{"num_cpus": 1, "resources": {…}}``. Default: one CPU.
-        transport: ``"auto"``; ``"flight"``, on the node of the rows, too; or ``"shared"``, which refuses other nodes.
-        shards: actors that keep rows: 1.
-        placement: where Ray keeps the rows: ``"learners"``, the node of this program; ``"actors"``, another one; ``"spread"``, any. Where
-            ``remote_config`` names resources or a scheduling strategy, these say it.
+        remote_config: what Ray reserves for each actor, such as ``{"num_cpus": 1, "resources": {…}}``, or a list of such dicts, one for
+            each shard. Default: one CPU.
+        transport: ``"auto"``; ``"flight"``, on the node of the rows, too; or ``"shared"``, which refuses other nodes and several shards.
+        shards: actors, each of which keeps a store: together they are one buffer. What ``connect`` refuses for several stores is refused
+            here: see docs/cluster.md.
+        placement: where Ray keeps the rows: ``"learners"``, the node of this program; ``"actors"``, the others in turn; ``"spread"``, all
+            in turn. Where ``remote_config`` names resources or a scheduling strategy, these say it.
         name: for ``ReplayBuffer.connect("ray:NAME")`` in other programs of the cluster.
+        missing: of several shards, one that does not answer is left out after 10 seconds, with a warning, until it is back (``"skip"``);
+            or it is waited for, and ``ConnectionError`` is raised after 60 (``"wait"``).
         **kwargs: those of ``replay_buffer_cls``. Transforms and ``collate_fn`` run where the buffer is used; ``generator`` is that of this
             buffer alone. ``storage`` is a ``functools.partial`` of :class:`LazyTensorStorage` or :class:`LazyMemmapStorage`, or such a
-            storage. With a ``scratch_dir`` the rows that lie there already are gone on with.
+            storage; each shard makes its own. With a ``scratch_dir`` the rows that lie there already are gone on with; of several shards
+            each has a folder in it.
 
     An actor that dies is started again by Ray, and serves the same rows, also if they are in memory; if its node dies, rows in a
-    directory are back with the machine, and rows in memory are lost. Calls wait for it 60 s. :meth:`close` of the buffer that was made
-    here ends the actor, and removes temporary files. See docs/ray.md.
+    directory are back with the machine, and rows in memory are lost. Calls of a buffer with one shard wait for it 60 s. :meth:`close` of
+    the buffer that was made here, and the end of its program, end the actors and remove temporary files. See docs/ray.md.
 
     Raises:
-        TypeError: another class than one of engram's buffers; a storage that processes cannot share. ValueError: no such ``transport`` or
-            ``placement``. ConnectionError: Ray has not started the actor within 60 s, for want of what it reserves.
-        NotImplementedError: several shards. ModuleNotFoundError: ``engram-replay[ray]`` is not installed.
+        TypeError: another class than one of engram's buffers; a storage that processes cannot share. ValueError: no such ``transport``,
+            ``placement`` or ``missing``; a sampler, writer or storage that cannot have several shards. ConnectionError: Ray has not started
+            the actors within 60 s, for want of what they reserve. ModuleNotFoundError: ``engram-replay[ray]`` is not installed.
         What making the buffer raises.
     """
 
@@ -72,60 +99,86 @@ class RayReplayBuffer(metaclass=_Checked):
         *,
         replay_buffer_cls: object = ReplayBuffer,
         ray_init_config: Mapping[str, object] | None = None,
-        remote_config: Mapping[str, object] | None = None,
+        remote_config: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
         transport: Transport = "auto",
         transport_options: Mapping[str, object] | None = None,
         shards: int = 1,
         placement: Placement = "learners",
         name: str | None = None,
+        missing: Missing = "skip",
         **kwargs: Any,
     ) -> ReplayBuffer:
-        """Start the actor, and connect to it."""
+        """Start the actors, and connect to them."""
         if not inspect.isclass(replay_buffer_cls) or not issubclass(replay_buffer_cls, ReplayBuffer):
             raise TypeError(
                 f"RayReplayBuffer: replay_buffer_cls: expected a buffer class of engram's, got {replay_buffer_cls!r}."
             )
-        if transport not in get_args(Transport):
-            raise ValueError(
-                f"RayReplayBuffer: transport: expected 'auto', 'flight' or 'shared', got {transport!r}. Rows never travel by Ray's "
-                "object store."
-            )
-        if transport_options:
-            raise ValueError(f"RayReplayBuffer: transport_options: expected none, got {sorted(transport_options)}.")
-        if check_count("RayReplayBuffer: shards", shards) > 1:
-            raise NotImplementedError(f"RayReplayBuffer: shards: several are not supported yet; got {shards}.")
+        _check(transport, transport_options, check_count("RayReplayBuffer: shards", shards))
+        check_missing(missing, "RayReplayBuffer")
         ray = _ray()
-        from engram.cluster.placement import checked_placement, resources_of
-        from engram.cluster.shard import ShardActor
+        from engram.cluster.placement import checked_placement, options_of
         from engram.remote.shards import Shard
 
         checked_placement(placement)
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
-        options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1, **(remote_config or {})}
-        if not options.keys() & {"resources", "scheduling_strategy"}:
-            (options["resources"],) = resources_of(1, placement)
+        options = options_of(remote_config, shards, placement)
         if name is not None:
-            options |= {"name": name, "namespace": NAMESPACE}
-        actor, own = _started(ray.remote(**options)(ShardActor), replay_buffer_cls, {"size": size, **kwargs})
-        shard = Shard(actor, _PATIENCE_S)
+            named = [{"name": name_of(name, k, shards), "namespace": NAMESPACE} for k in range(shards)]
+            options = [{**one, **its} for one, its in zip(options, named, strict=True)]
+        actors, own = _started(options, replay_buffer_cls, {"size": size, **kwargs})
+        made = Shards(tuple(Shard(actor, _PATIENCE_S) for actor in actors), transport, missing)
         try:
-            rb = attached(shard, transport, own)
+            for shard in made.each:
+                _check_described(shard.describe(), shards)
+            rb = attached(made, own)
         except BaseException:
-            ray.kill(actor)
+            for actor in actors:
+                ray.kill(actor)
             raise
-        rb._service = _Owner(shard, transport, rb.transport_kind, own)  # noqa: SLF001 - of the facade
+        rb._service = _Owner(made, rb.transport_kind, own)  # noqa: SLF001 - of the facade
         return rb
 
 
-def _started(actor: Any, kind: type[ReplayBuffer], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """An actor for a buffer, and what is of the buffer here alone. Transforms and the like are those of clients."""
+def _check(transport: object, transport_options: object, shards: int) -> None:
+    """Raise ``ValueError``: rows cannot travel like that."""
+    if transport not in get_args(Transport):
+        raise ValueError(
+            f"RayReplayBuffer: transport: expected 'auto', 'flight' or 'shared', got {transport!r}. Rows never travel by Ray's "
+            "object store."
+        )
+    if transport == "shared" and shards > 1:
+        raise ValueError(
+            f"RayReplayBuffer: transport: expected 'auto' or 'flight' with {shards} shards, whose rows come from several stores, got "
+            "'shared'."
+        )
+    if transport_options:
+        raise ValueError(f"RayReplayBuffer: transport_options: expected none, got {transport_options!r:.100}.")
+
+
+def _check_described(described: Described, shards: int) -> None:
+    """Raise ``ValueError``: what several shards cannot have."""
+    if shards > 1 and described.served.alone:
+        raise ValueError(f"RayReplayBuffer: expected one shard, got {shards}: {described.served.alone}.")
+
+
+def _started(
+    options: list[dict[str, object]], kind: type[ReplayBuffer], given: dict[str, object]
+) -> tuple[list[Handle], dict[str, object]]:
+    """Actors for a buffer, and what is of the buffer here alone. Transforms and the like are those of clients."""
+    import ray
+
+    from engram.cluster.shard import Place, ShardActor
+
     of_clients = {name: given[name] for name in (*READING_ARGUMENTS, "priority_key") if name in given}
     generator = of_clients.pop("generator", None)
     ours = {*READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
     made_of = {name: value for name, value in given.items() if name not in ours}
-    made = actor.remote(kind, made_of, of_clients, secrets.token_hex(16))
-    return made, {} if generator is None else {"generator": generator}
+    actors = [
+        ray.remote(**one)(ShardActor).remote(kind, made_of, of_clients, Place(secrets.token_hex(16), k, len(options)))
+        for k, one in enumerate(options)
+    ]
+    return actors, {} if generator is None else {"generator": generator}
 
 
 def _ray() -> Any:

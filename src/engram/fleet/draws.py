@@ -335,6 +335,7 @@ class Draws:
             self._asked.clear()
             for shard in self._members.present():
                 shard.storage.forget_asked()
+                shard.change()  # it may have other rows now
 
 
 def _weighed(name: Entry, part: _Part) -> Tensor:

@@ -11,6 +11,7 @@ import msgspec
 
 from engram._checks import check_count
 from engram._words import warn
+from engram.fleet import check_missing
 from engram.fleet.members import SKIP_S
 from engram.fleet.storage import FleetStorage
 from engram.format.schema import decode
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from engram.remote.commands import Served
     from engram.remote.connection import Access
     from engram.remote.served import ServedStorage
+    from engram.remote.streaming import Full
 
 _LIMITED = "connect: {!r} has limits, which hold for one store. Remove them: rb.limit(None)."
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
@@ -35,23 +37,21 @@ _AT_A_TIME = 32
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
     """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
-    if missing not in ("skip", "wait"):
-        raise ValueError(f"connect: missing: expected 'skip' or 'wait', got {missing!r}.")
+    check_missing(missing)
     if len(access.addresses) == 1 and stratum is None:
         return RemoteStorage(Connection(access))
     served = _asked(access, missing)
     stores: dict[str, list[Address]] = {}
     for address, said in served.items():
         stores.setdefault(said.store, []).append(address)
-    if stratum is not None and check_count("connect: stratum", stratum, "stores", least=0) >= len(stores):
-        raise ValueError(f"connect: stratum: expected the number of one of {len(stores)} stores, got {stratum}.")
+    check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
     if silent:
         others = "are taken for further servers of the one that does" if len(stores) == 1 else "join when they answer"
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
-    _check(access, list(served.values()))
+    check_stores(list(served.values()), access.full)
     patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
     storages: list[RemoteStorage] = []
     try:
@@ -91,7 +91,7 @@ class Silent:
                 self._addresses.remove(address)
                 if said.store in stores:  # another server of a known one
                     continue
-                _check(self._access, [first, said])
+                check_stores([first, said], self._access.full)
                 storage = RemoteStorage(Connection(self._access._replace(addresses=(address,))))
                 state = storage.state()
                 if any(state.limit) and not state.fleet[0]:
@@ -143,11 +143,17 @@ def _said(access: Access, address: Address) -> Served | ConnectionError:
     return served
 
 
-def _check(access: Access, served: list[Served]) -> None:
-    """Raise ``ValueError``: stores that cannot be one buffer."""
-    if access.full is not None:
+def check_stratum(stratum: int | None, stores: int) -> None:
+    """Raise ``ValueError``, ``TypeError``: no number of one of so many stores. None is no stratum."""
+    if stratum is not None and check_count("connect: stratum", stratum, "stores", least=0) >= stores:
+        raise ValueError(f"connect: stratum: expected the number of one of {stores} stores, got {stratum}.")
+
+
+def check_stores(served: list[Served], full: Full | None) -> None:
+    """Raise ``ValueError``: stores that cannot be one buffer. ``full``: what a write does that has no credits."""
+    if full is not None:
         raise ValueError(
-            f"connect: full: expected None with several stores, whose rows are numbered as they are written, got {access.full!r}."
+            f"connect: full: expected None with several stores, whose rows are numbered as they are written, got {full!r}."
         )
     alone = next((one.alone for one in served if one.alone), None)
     if alone is not None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from engram.remote.commands import State
     from engram.remote.storage import RemoteStorage
 
+_log = logging.getLogger("engram")
+
 #: What happens to a store whose servers are gone.
 Missing: TypeAlias = Literal["skip", "wait"]
 #: For how long a store that is to be skipped is waited for.
@@ -31,7 +33,6 @@ _OLD_S = 1.0
 _LOOK_S = 1.0
 
 
-_log = logging.getLogger("engram")
 _NOTHING = Mass(0.0, 0.0, 0, 0.0, 0, goes_on=False)
 
 

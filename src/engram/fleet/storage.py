@@ -22,7 +22,7 @@ from engram.storages import Storage
 from engram.types import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -39,13 +39,31 @@ _LARGEST = ("consumer_version", "larger_than_memory", "reads_from_files", "write
 _ROW = (1 << plans.SHIFT) - 1
 
 
+def any_turn() -> int:
+    """Where nothing tells clients that begin to write at the same time apart."""
+    return random.getrandbits(48)
+
+
 class FleetStorage(ServedStorage):
-    """Several stores that servers have open."""
+    """Several stores that servers have open.
+
+    Args:
+        storages: of each.
+        missing, stratum: as ``ReplayBuffer.connect`` has them.
+        joining: finds stores that did not answer at first.
+        turn: of clients that begin to write at the same time, each gets another number.
+    """
 
     def __init__(
-        self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None, joining: Joining | None = None
+        self,
+        storages: Sequence[RemoteStorage],
+        missing: Missing,
+        stratum: int | None,
+        joining: Joining | None = None,
+        turn: Callable[[], int] = any_turn,
     ) -> None:
         super().__init__()
+        self._turn = turn
         self._join(storages, missing, stratum, joining)
 
     def _join(
@@ -206,7 +224,8 @@ class FleetStorage(ServedStorage):
         """The store that rows of this buffer go to: while it is there, it stays the one. Raises ``ConnectionError``: none is there."""
         with self._homes:
             if self._home is None or self._home.lost:
-                asked = [(state.writers, random.random(), shard) for shard, state in self._asked()]  # noqa: S311 - no secret
+                turn, stores = self._turn(), len(self.members.shards)
+                asked = [(state.writers, (shard.number - turn) % stores, shard) for shard, state in self._asked()]
                 self._home = min(asked)[2]
             return self._home
 
@@ -264,6 +283,7 @@ class FleetStorage(ServedStorage):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         Storage.__init__(self)
+        self._turn = any_turn
         self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
 
     def close(self) -> None:

@@ -123,9 +123,15 @@ class _AnotherStore(ValueError):
 
 
 class Connection:
-    """Servers of one store, of which one is asked at a time."""
+    """Servers of one store, of which one is asked at a time.
 
-    def __init__(self, access: Servers) -> None:
+    Args:
+        access: where they are.
+        known: what they serve; None: the first one says it.
+        opens: at once; else at the first use, for which ``known`` must be given.
+    """
+
+    def __init__(self, access: Servers, known: Served | None = None, *, opens: bool = True) -> None:
         self.access = access
         self._lock = _fork.rlock()
         _fork.registered(self)
@@ -138,7 +144,7 @@ class Connection:
         #: While no server answers.
         self.is_searching = False
         #: What the first server said. Others must say the same.
-        self.served = self._open()
+        self.served = self._open(known) if opens or known is None else known
 
     def _open(self, known: Served | None = None, patience_s: float | None = None) -> Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""

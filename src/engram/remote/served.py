@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.limits import Rules
+    from engram.persist.roles import Roles
     from engram.remote.commands import Mass, Served, State
     from engram.storages import Count
     from engram.store import Store
@@ -182,6 +183,10 @@ class ServedStorage(Storage):
         raise NotImplementedError
 
     # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+        """What ``ReplayBuffer.end_trajectory`` does."""
+        raise NotImplementedError
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+import contextlib
+import random
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from engram._unsupported import refused
-from engram.errors import EMPTY, NoSampleable
+from engram.errors import EMPTY, NoSampleable, RowError
 from engram.format.schema import encode
 from engram.remote.connection import Connection, Found
+from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Storage, check_count, leading_size
 from engram.storages._columns import rows_of_batch, rows_of_slot
@@ -19,19 +23,36 @@ from engram.storages._structure import Structure, as_tensor, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
     from engram.persist.roles import Roles
-    from engram.remote.commands import Served
+    from engram.remote.commands import Served, State
     from engram.remote.served import Drawn
     from engram.storages import Count
     from engram.storages._geometry import Geometry
     from engram.store import Store
-    from engram.types import Sampler, Writer
+    from engram.types import Sampler, Write, WritePlan, Writer
 
 #: For how long an actor may take to end what it does.
 _LEAVE_S = 10.0
+
+
+class Call(Protocol):
+    """A method of an actor."""
+
+    def remote(self, *arguments: object) -> object:
+        """Call it. What is returned stands for the answer."""
+
+    def options(self, **options: object) -> Call:
+        """The method, called otherwise."""
+
+
+class Handle(Protocol):
+    """Of an actor."""
+
+    def __getattr__(self, name: str) -> Call: ...
 
 
 class Described(NamedTuple):
@@ -64,24 +85,23 @@ class Shard:
     #: Rows in memory are lost with their node.
     replaces_lost = True
 
-    def __init__(self, actor: Any, patience: float) -> None:
+    def __init__(self, actor: Handle, patience: float) -> None:
         self._actor = actor
         self.patience_s = patience
+        #: Asked for, and not answered: while an actor is away, it is asked once.
+        self._asked: dict[str | None, object] = {}
+
+    @property
+    def actor(self) -> Handle:
+        """The handle."""
+        return self._actor
 
     def _answer(self, asked: object, seconds: float | None = None) -> Any:
         """What a call of the actor returns.
 
         Raises: what it raises. ``ConnectionError``: the actor is gone, or does not answer.
         """
-        try:
-            return ray.get(asked, timeout=self.patience_s if seconds is None else seconds)
-        except RayTaskError as error:
-            raise error.cause from None
-        except (RayError, GetTimeoutError) as error:
-            why = str(error).strip().splitlines()
-            raise ConnectionError(
-                f"{self}: the shard does not answer: {why[0] if why else type(error).__name__}"
-            ) from error
+        return answer_of(asked, self.patience_s if seconds is None else seconds, str(self))
 
     def describe(self) -> Described:
         """Raises what making its buffer raised; ``ConnectionError``."""
@@ -98,7 +118,13 @@ class Shard:
 
         Raises ``ConnectionError``; ``OSError``: no space.
         """
-        found: Found | None = self._answer(self._actor.serve.remote(schema))
+        asked = self._asked.pop(schema, None) or self._actor.serve.remote(schema)
+        try:
+            found: Found | None = self._answer(asked)
+        except ConnectionError as error:
+            if isinstance(error.__cause__, GetTimeoutError):
+                self._asked[schema] = asked
+            raise
         return found
 
     def find(self, known: Served | None) -> Found:
@@ -108,18 +134,96 @@ class Shard:
             raise ConnectionError("nothing was ever written.")
         return found
 
-    def close(self) -> None:
-        """End the actor, for good. Its files go, if they are temporary."""
+    def turn(self) -> int:
+        """A number that no other client gets, as long as the actor lives; any number where it does not answer."""
         try:
-            self._answer(self._actor.close.options(max_task_retries=0).remote(), _LEAVE_S)
-        except ConnectionError:  # it is gone
-            pass
-        finally:
-            if ray.is_initialized():
-                ray.kill(self._actor)
+            return int(self._answer(self._actor.turn.options(max_task_retries=0).remote(), _LEAVE_S))
+        except ConnectionError:
+            return random.getrandbits(48)
+
+    def __getstate__(self) -> tuple[Handle, float]:
+        return self._actor, self.patience_s
+
+    def __setstate__(self, state: tuple[Handle, float]) -> None:
+        Shard.__init__(self, *state)
 
     def __str__(self) -> str:
-        return f"ray:{self._actor._ray_actor_id.hex()[:8]}"  # noqa: SLF001 - Ray has no other name of it
+        return f"ray:{self._actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it
+
+
+def answer_of(asked: object, seconds: float, who: str) -> Any:
+    """What a call of an actor returns.
+
+    Raises: what it raises. ``ConnectionError``: the actor is gone, or does not answer in so many seconds.
+    """
+    try:
+        return ray.get(asked, timeout=seconds)
+    except RayTaskError as error:
+        raise error.cause from None
+    except (RayError, GetTimeoutError) as error:
+        why = str(error).strip().splitlines()
+        raise ConnectionError(f"{who}: the shard does not answer: {why[0] if why else type(error).__name__}") from error
+
+
+def close_shards(shards: Sequence[Shard]) -> None:
+    """End the actors, for good. Their files go, if they are temporary. Starts no thread, as the interpreter may be ending."""
+    if not ray.is_initialized():  # they have ended with it
+        return
+    asked = [shard.actor.close.options(max_task_retries=0).remote() for shard in shards]
+    with contextlib.suppress(RayError):
+        ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_S)
+    for shard in shards:
+        ray.kill(shard.actor)
+
+
+def first_described(shards: Sequence[Shard]) -> Described:
+    """What the shard says that answers first: all are made alike. Raises as :meth:`Shard.describe`: none answers."""
+    asked = {shard.actor.describe.remote(): shard for shard in shards}
+    until = time.monotonic() + shards[0].patience_s
+    while True:
+        ready, _ = ray.wait([*asked], num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        one = ready[0] if ready else next(iter(asked))
+        shard = asked.pop(one)
+        try:
+            described: Described = answer_of(one, max(0.0, until - time.monotonic()), str(shard))
+        except ConnectionError:
+            if not asked:
+                raise
+        else:
+            return described
+
+
+class Stores(Protocol):
+    """What a storage looks for: one store, or several that are one buffer."""
+
+    @property
+    def number(self) -> int:
+        """How many stores."""
+
+    def find(self) -> ServedStorage | None:
+        """A storage over a connection; None: nothing was written. Raises as ``ReplayBuffer.connect``."""
+
+    def make(self, schema: str) -> ServedStorage:
+        """The same; what is not there is made of a schema. Raises ``OSError``, too: no space."""
+
+
+class OneStore:
+    """The store of one shard."""
+
+    number = 1
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def find(self) -> ServedStorage | None:
+        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._shard))
+
+    def make(self, schema: str) -> ServedStorage:
+        self._shard.serve(schema)
+        return RemoteStorage(Connection(self._shard))
+
+    def __str__(self) -> str:
+        return f"RemoteStorage({self._shard})"
 
 
 class _Awaited:
@@ -129,29 +233,36 @@ class _Awaited:
         return None if storage is None else storage.look()
 
 
-class AwaitedStorage(RemoteStorage):
-    """A shard's store, which the first write of any client creates.
+class AwaitedStorage(ServedStorage):
+    """What the first write of any client creates.
 
     Args:
-        shard: where to find it.
-        described: what the shard said of itself.
+        stores: where to find it.
+        described: what a shard said of itself.
     """
 
     memory: Store | None = _Awaited()  # type: ignore[assignment]
     structure: Structure | None = None  # type: ignore[assignment] # until there is a store
 
-    def __init__(self, shard: Shard, described: Described) -> None:
+    def __init__(self, stores: Stores, described: Described) -> None:
         Storage.__init__(self)
-        self._shard, self._described = shard, described
+        self._stores, self._described = stores, described
+        self._there: ServedStorage | None = None
         self.ndim = described.geometry.ndim
 
     def look(self) -> Store | None:
         """Connect to the store, if it is there. Raises as ``ReplayBuffer.connect``."""
         with self._lock:
-            if "memory" not in vars(self) and self._shard.serve(None) is not None:
-                self._connect(Connection(self._shard))
+            if self._there is None:
+                self._take(self._stores.find())
             found: Store | None = vars(self).get("memory")
         return found
+
+    def _take(self, there: ServedStorage | None) -> None:
+        if there is not None:
+            self._there = there
+            self._schema, self.structure, self.ndim = there._schema, there.structure, there.ndim  # noqa: SLF001 - of a storage
+            vars(self)["memory"] = there.memory
 
     def _create(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
         """Have the store made, for rows as these, unless it is there."""
@@ -160,14 +271,27 @@ class AwaitedStorage(RemoteStorage):
                 geometry = self._described.geometry
                 structure = Structure.of(data, batched=n is not None, call=call, dtypes=geometry.dtypes)
                 structure.flatten(data, n, call)
-                self._shard.serve(encode(geometry.schema(structure, columns)).decode())
-                self.look()
+                self._take(self._stores.make(encode(geometry.schema(structure, columns)).decode()))
 
-    # ---- before there is a store ---------------------------------------------------------------------------------------
+    @property
+    def there(self) -> ServedStorage | None:
+        """The storage over a connection; None: nothing was written. Raises as :meth:`look`."""
+        self.look()
+        return self._there
+
+    def _written(self) -> ServedStorage:
+        """The storage. Raises ``NoSampleable``: nothing was written."""
+        there = self.there
+        if there is None:
+            raise NoSampleable(EMPTY)
+        return there
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
 
     @property
     def served(self) -> Served:
-        return self._described.served if self.memory is None else super().served
+        there = self.there
+        return self._described.served if there is None else there.served
 
     @property
     def initialized(self) -> bool:  # type: ignore[override]
@@ -175,11 +299,12 @@ class AwaitedStorage(RemoteStorage):
 
     @property
     def max_size(self) -> int:
-        return self._described.geometry.capacity if self.memory is None else super().max_size
+        there = self.there
+        return self._described.geometry.capacity * self._stores.number if there is None else there.max_size
 
     @property
     def requested_size(self) -> int:
-        return self._described.geometry.max_size
+        return self._described.geometry.max_size * self._stores.number
 
     @property
     def lanes(self) -> int:
@@ -191,17 +316,74 @@ class AwaitedStorage(RemoteStorage):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.memory is None else super().nbytes
+        there = self.there
+        return 0 if there is None else there.nbytes
+
+    def state(self) -> State:
+        return self._written().state()
 
     def __len__(self) -> int:
-        return 0 if self.memory is None else super().__len__()
+        there = self.there
+        return 0 if there is None else len(there)
 
     @property
     def write_count(self) -> int:
-        return 0 if self.memory is None else super().write_count
+        there = self.there
+        return 0 if there is None else there.write_count
 
     def counters(self) -> dict[str, float]:
-        return {} if self.memory is None else super().counters()
+        there = self.there
+        return {} if there is None else there.counters()
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def batches_in_message(self, rows: int) -> int:
+        there = self.there
+        return 1 if there is None else there.batches_in_message(rows)
+
+    def ask_for(self, keys: Sequence[int], rows: int) -> None:
+        self._written().ask_for(keys, rows)
+
+    def answer(self, rows: int) -> list[Drawn]:
+        return self._written().answer(rows)
+
+    def draw(self, key: int, rows: int) -> Drawn:
+        return self._written().draw(key, rows)
+
+    def extent(self) -> NoReturn:
+        """Raise: it is asked for to draw here."""
+        self._written()
+        super().extent()
+
+    def settle(self) -> None:
+        there = self.there
+        if there is not None:
+            there.settle()
+
+    def forget_asked(self) -> None:
+        there = self.there
+        if there is not None:
+            there.forget_asked()
+
+    def can_sample(self, rows: int) -> bool:
+        there = self.there
+        return there is not None and there.can_sample(rows)
+
+    def check_rows(self, rows: Tensor) -> None:
+        there = self.there
+        if there is not None:
+            there.check_rows(rows)
+        elif bool((rows != -1).any()):
+            raise RowError(
+                f"update_priority: expected rows that batches have, got {rows.tolist()!r:.80} of an empty buffer."
+            )
+
+    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
+        there = self.there
+        if there is not None:
+            there.prioritize(rows, priorities, tickets)
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
@@ -222,56 +404,33 @@ class AwaitedStorage(RemoteStorage):
     def number(self, value: object, path: tuple[str, ...]) -> object:
         return as_tensor(value, path, "add") if self.memory is None else super().number(value, path)
 
-    def batches_in_message(self, rows: int) -> int:
-        return 1 if self.memory is None else super().batches_in_message(rows)
-
-    def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        self._check_written()
-        super().ask_for(keys, rows)
-
-    def draw(self, key: int, rows: int) -> Drawn:
-        self._check_written()
-        return super().draw(key, rows)
-
-    def extent(self) -> NoReturn:
-        """Raise: it is asked for to draw here."""
-        self._check_written()
-        super().extent()
-
-    def _check_written(self) -> None:
-        if self.memory is None:
-            raise NoSampleable(EMPTY)
-
-    def settle(self) -> None:
-        if self.memory is not None:
-            super().settle()
-
-    def forget_asked(self) -> None:
-        if self.memory is not None:
-            super().forget_asked()
-
-    def can_sample(self, rows: int) -> bool:
-        return self.memory is not None and super().can_sample(rows)
+    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
+        return self._written().write(plan, prepared, n)
 
     def empty(self, *, keep_write_count: bool) -> None:
-        if self.memory is not None:
-            super().empty(keep_write_count=keep_write_count)
+        there = self.there
+        if there is not None:
+            there.empty(keep_write_count=keep_write_count)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
-        if self.memory is None:
+        there = self.there
+        if there is None:
             return torch.full((len(lanes),), -1, device="cpu")
-        return super().end_trajectories(lanes, roles, terminated=terminated)
+        return there.end_trajectories(lanes, roles, terminated=terminated)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
+
+    def fetch_dump(self, folder: Path) -> None:
+        self._written().fetch_dump(folder)
 
     def __getstate__(self) -> dict[str, object]:
         raise refused("copy of the storage", "Copy its buffer, or pickle that.")
 
     def close(self) -> None:
-        if "memory" in vars(self):
-            super().close()
-        else:
-            Storage.close(self)
+        there = self._there
+        super().close()
+        if there is not None:
+            there.close()
 
     def __repr__(self) -> str:
-        return f"RemoteStorage({self._shard})"
+        return str(self._stores)

@@ -137,23 +137,7 @@ class Service:
         described = (self._folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         store, schema = f"{described.st_ino:x}-{described.st_mtime_ns:x}", encode(self._schema).decode()
-        return served_by(self._rb, store, schema, recipe, self._alone())
-
-    def _alone(self) -> str:
-        """Why batches cannot have rows of other stores, too."""
-        wiring = self._wiring
-        if wiring.of_writer.rejects:
-            return f"{self._rb.writer!r} keeps the best rows of one store"
-        if wiring.storage.ndim > 1:
-            return f"rows with ndim={wiring.storage.ndim} are numbered within one store"
-        if wiring.source.drop_last:
-            return "drop_last counts the rows of one store"
-        if not wiring.source.rows_together()[0]:
-            return f"{self._rb.sampler!r} draws windows of different lengths"
-        try:
-            return f"{self._rb.sampler!r} draws from one store" if wiring.source.masses(wiring.storage) is None else ""
-        except NoSampleable:
-            return ""
+        return served_by(self._rb, store, schema, recipe, why_alone(self._rb))
 
     def _stats(self, _: Stats) -> State:
         storage, core = self._wiring.storage, self._store.core
@@ -377,6 +361,23 @@ class Service:
             return self._requests.append_by(writer, number, lane, columns, n).rows
         except OutOfOrder as error:
             raise NotOnce(str(error)) from error
+
+
+def why_alone(rb: ReplayBuffer) -> str:
+    """Why batches cannot have rows of other stores, too; empty: they can."""
+    sampler, storage = samplers.declared(rb.sampler), rb.storage
+    if writers.declared(rb.writer).traits.rejects:
+        return f"{rb.writer!r} keeps the best rows of one store"
+    if storage.ndim > 1:
+        return f"rows with ndim={storage.ndim} are numbered within one store"
+    if sampler.drop_last:
+        return "drop_last counts the rows of one store"
+    if not sampler.rows_together()[0]:
+        return f"{rb.sampler!r} draws windows of different lengths"
+    try:
+        return f"{rb.sampler!r} draws from one store" if sampler.masses(storage) is None else ""
+    except NoSampleable:
+        return ""
 
 
 def served_by(
