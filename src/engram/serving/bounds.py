@@ -112,6 +112,7 @@ class _Dump:
             shutil.rmtree(folder, ignore_errors=True)
 
     def parts(self, dumps: Callable[[Path], object], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """Write the files, and read them."""
         self._folder = folder = Path(tempfile.mkdtemp(prefix="engram-dump-"))
         dumps(folder / "dump")
         for path in sorted((folder / "dump").rglob("*")):
