@@ -40,6 +40,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
+	@echo "                      on two nodes of a Ray cluster                  ARGS='--nodes 2'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers   NATIVE=tsan"
 	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
@@ -102,6 +103,11 @@ $(VENV)/.engram-%: $(VENV)/.build-tools $(SOURCES)
 	  -c $(VENV)/constraints.txt '.[$(EXTRAS_$*)]'
 	@touch $@
 
+$(VENV)/.ray: $(VENV)/.torch
+	@echo "==> Installing Ray and Apache Arrow"
+	@$(PIP) install -c $(VENV)/constraints.txt 'ray>=2.49' 'pyarrow>=18'
+	@touch $@
+
 $(VENV)/.rivals: $(VENV)/.torch
 	@echo "==> Installing the libraries engram is measured beside"
 	@$(PIP) install -c $(VENV)/constraints.txt torchrl cpprb gymnasium
@@ -111,7 +117,8 @@ $(VENV)/.rivals: $(VENV)/.torch
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
-demo: $(VENV)/.engram-demo
+# Ray is for several nodes only: it is large.
+demo: $(VENV)/.engram-demo $(if $(findstring --nodes,$(ARGS)),$(VENV)/.ray)
 	@$(BIN)/engram demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(VENV)/.engram-dev
@@ -149,8 +156,7 @@ test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 	@PYTHONPATH=$(NEWEST) $(PYTEST) $(WORKING) $(TENSORDICT_TESTS) $(ARGS)
 
 # Not of CI: Ray is large, and its processes need more than two cores to be quick.
-test-ray: $(VENV)/.engram-dev
-	@$(BIN)/python -c 'import ray' 2>/dev/null || $(PIP) install --quiet -c constraints.txt 'ray>=2.49'
+test-ray: $(VENV)/.engram-dev $(VENV)/.ray
 	@$(PYTEST) tests/cluster $(ARGS)
 
 check: $(VENV)/.engram-dev

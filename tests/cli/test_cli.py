@@ -2,6 +2,8 @@ import json
 import re
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import click.testing
 import pytest
@@ -47,6 +49,19 @@ def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("missing", ["ray", "pyarrow"])
+def test_the_demo_of_two_nodes_says_what_it_lacks(missing, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("ray", "pyarrow"):  # whether they are installed or not
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = click.testing.CliRunner().invoke(main, ["demo", "--nodes", "2"])
+    assert result.exit_code == 1
+    assert result.output.strip() == f'Error: engram demo needs {missing}: pip install "engram-replay[demo,ray]"'
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -56,6 +71,9 @@ def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
         ["--actors", "0"],
         ["--actors", "65"],
         ["--sampler", "best"],
+        ["--nodes", "0"],
+        ["--nodes", "3"],
+        ["--nodes", "two"],
     ],
 )
 def test_options_out_of_range(arguments):

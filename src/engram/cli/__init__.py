@@ -80,18 +80,27 @@ def main() -> None:
     default=2,
     help="Number of processes that play while another one learns.",
 )
-def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> None:
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2: on two nodes of a Ray cluster, which are processes of this machine.",
+)
+def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int, nodes: int) -> None:
     """Train DQN on CartPole-v1 from a replay buffer on disk, while its processes are killed.
 
     Half-way, the demo saves a checkpoint, kills one actor with SIGKILL, and then the learner. A new learner opens the store and
     continues with all rows.
 
+    With --nodes 2, actors play on one node of a Ray cluster; the rows, their server and the learner are on the other. Half-way, the
+    demo kills the server, and then the second node. Both come back, and all acknowledged rows are there. Needs engram-replay[demo,ray].
+
     Training ends when the mean return of the last 20 episodes passes 195. After Ctrl-C, the store can be opened again.
     """
-    with refusing("demo", oserror=Refusal):
+    with refusing("demo" if nodes == 1 else "demo,ray", oserror=Refusal):
         from engram.demo import run
 
-        code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler, actors=actors)
+        code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler, actors=actors, nodes=nodes)
     sys.exit(code)
 
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import gymnasium
 import torch
@@ -47,7 +47,14 @@ def checksums(rows: TensorDictBase) -> list[int]:
     return [zlib.crc32(row) for row in torch.cat(fields, 1).numpy()]
 
 
-def play(replay: ReplayBuffer, agent: Agent, seed: int) -> Iterator[tuple[TensorDict, float | None]]:
+class Counted(Protocol):
+    """Knows how many rows were written so far: the more, the less actors explore."""
+
+    @property
+    def write_count(self) -> int: ...
+
+
+def play(replay: Counted, agent: Agent, seed: int) -> Iterator[tuple[TensorDict, float | None]]:
     """Steps of CartPole, without end: each row, and the return of the episode if the row ends it."""
     generator = torch.Generator().manual_seed(seed)
     environment = gymnasium.make("CartPole-v1")

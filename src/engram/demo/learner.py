@@ -82,7 +82,7 @@ class Learner:
 
     def say(self, text: str, color: str | None = None) -> None:
         """Print a line with the time since the demo started."""
-        click.secho(f"[{time.time() - self.settings.started:5.1f} s] {text}", fg=color)
+        self.settings.say(text, color)
 
     @property
     def steps(self) -> int:
@@ -133,8 +133,7 @@ class Learner:
             next(events, None)
             if (elapsed := time.monotonic() - shown) > 2:
                 rate = (self.updates - updates) * BATCH / elapsed
-                bar = "█" * int(20 * min(self.mean_return / SOLVED, 1))
-                self.say(f"step {self.steps:6,}  return {self.mean_return:4.0f} {bar:░<20} {rate:8,.0f} samples/s")
+                self.settings.say_progress(self.steps, self.mean_return, SOLVED, f"{rate:8,.0f} samples/s")
                 shown, updates = time.monotonic(), self.updates
         return True
 

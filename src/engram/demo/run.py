@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import signal
+import sys
 import time
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -13,8 +14,15 @@ from typing import NamedTuple
 
 import click
 
+#: What a demo of several nodes needs besides.
+ON_RAY = ("ray", "pyarrow")
 #: Exit code after Ctrl-C.
 INTERRUPTED = 130
+
+
+def tell(text: str, color: str | None = None) -> None:
+    """Print a line, wherever other printed lines go."""
+    click.secho(text, fg=color, file=sys.__stdout__)
 
 
 class Settings(NamedTuple):
@@ -27,6 +35,7 @@ class Settings(NamedTuple):
         sampler: one of ``SAMPLERS``.
         actors: number of processes that play.
         started: by ``time.time()``.
+        nodes: of a Ray cluster; 1: no cluster.
     """
 
     folder: Path
@@ -35,20 +44,30 @@ class Settings(NamedTuple):
     sampler: str
     actors: int
     started: float
+    nodes: int = 1
+
+    def say(self, text: str, color: str | None = None) -> None:
+        """Print a line with the time since the demo started."""
+        tell(f"[{time.time() - self.started:5.1f} s] {text}", color)
+
+    def say_progress(self, steps: int, mean_return: float, goal: float, rates: str) -> None:
+        """Print how far the agent is, with a bar."""
+        bar = "█" * int(20 * min(mean_return / goal, 1))
+        self.say(f"step {steps:6,}  return {mean_return:4.0f} {bar:░<20} {rates}")
 
 
-def run(*, steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> int:
-    """Train an agent while an actor and the learner are killed. The exit code: 0, 1 if a process failed, 130 after Ctrl-C.
+def run(*, steps: int, directory: Path | None, seed: int, sampler: str, actors: int, nodes: int) -> int:
+    """Train an agent while processes are killed. The exit code: 0, 1 if a process failed, 130 after Ctrl-C.
 
     Args:
         directory: folder of the run; None: a numbered one under ``engram-demo``.
-        steps, seed, sampler, actors: see :class:`Settings`.
+        steps, seed, sampler, actors, nodes: see :class:`Settings`.
 
     Raises:
         FileExistsError: the folder is not empty.
-        ModuleNotFoundError: gymnasium or matplotlib is missing.
+        ModuleNotFoundError: gymnasium or matplotlib is missing; for several nodes, Ray or pyarrow.
     """
-    for name in ("gymnasium", "matplotlib"):
+    for name in ("gymnasium", "matplotlib", *(ON_RAY if nodes > 1 else ())):
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     folder = directory or new_folder(Path("engram-demo"))
@@ -57,8 +76,9 @@ def run(*, steps: int, directory: Path | None, seed: int, sampler: str, actors: 
             f"--dir {str(folder)!r}: expected a new or empty folder, found files. Choose another, or remove it."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    click.echo(f"DQN on CartPole-v1. Replay in {folder / 'replay'} ({sampler} sampling, seed {seed}).")
-    settings = Settings(folder, steps, seed, sampler, actors, time.time())
+    where = f" on {nodes} nodes of a Ray cluster, which are processes of this machine" if nodes > 1 else ""
+    click.echo(f"DQN on CartPole-v1{where}. Replay in {folder / 'replay'} ({sampler} sampling, seed {seed}).")
+    settings = Settings(folder, steps, seed, sampler, actors, time.time(), nodes)
     code = _run_learner(settings)
     if code == -signal.SIGKILL:
         code = _run_learner(settings)
@@ -86,9 +106,12 @@ def _run_learner(settings: Settings) -> int | None:
 
 
 def _learn(parent: Connection, settings: Settings) -> None:
-    from engram.demo.learner import learn  # imports torch, which the command does without
+    if settings.nodes > 1:
+        from engram.demo.nodes import train  # imports torch, which the command does without
+    else:
+        from engram.demo.learner import learn as train
 
-    learn(parent, settings)
+    train(parent, settings)
 
 
 def new_folder(parent: Path) -> Path:
