@@ -14,6 +14,12 @@ def replay(request, tmp_path):
         yield rb
 
 
+def player(replay, lane, seed=0):
+    one = Player(lane, seed)
+    one.attach(replay)
+    return one
+
+
 class Fails:
     """A buffer whose third write fails."""
 
@@ -28,7 +34,7 @@ class Fails:
 
 
 def test_a_player_acknowledges_what_it_wrote(replay):
-    played = [Player(replay, lane, seed=lane).play(None, 0, 60) for lane in (0, 1)]
+    played = [player(replay, lane, lane).play(None, 0, 60) for lane in (0, 1)]
     for lane, one in enumerate(played):
         assert len(one.rows) == len(one.checksums) == len(one.times) == 60
         assert one.times == sorted(one.times)
@@ -45,17 +51,17 @@ def test_a_player_explores_less_the_more_was_written_and_uses_the_policy(replay)
     with torch.no_grad():
         learner._agent._online[-1].weight.zero_()
         learner._agent._online[-1].bias.copy_(torch.tensor([0.0, 1.0]))
-    player = Player(replay, 0, seed=0)
+    one = player(replay, 0)
     right = []
     for written in (0, 100_000):
-        rows = player.play(learner._agent.policy(), written, 100).rows
+        rows = one.play(learner._agent.policy(), written, 100).rows
         right.append(float(replay[rows]["action"].float().mean()))
     assert right[0] < 0.8 < right[1]
 
 
 def test_a_write_that_fails_ends_the_call_and_the_episode(replay):
-    player = Player(Fails(replay), 0, seed=0)
-    first, second = player.play(None, 0, 60), player.play(None, 0, 60)
+    one = player(Fails(replay), 0)
+    first, second = one.play(None, 0, 60), one.play(None, 0, 60)
     assert (len(first.rows), len(second.rows)) == (2, 60)
     rows = replay[[*first.rows, *second.rows]]
     assert not torch.equal(rows["observation"][2], rows["next", "observation"][1])
@@ -63,7 +69,7 @@ def test_a_write_that_fails_ends_the_call_and_the_episode(replay):
 
 
 def test_a_learner_learns_from_one_batch_at_least_and_goes_on_with_a_policy(replay):
-    Player(replay, 0, seed=0).play(None, 0, 60)
+    player(replay, 0).play(None, 0, 60)
     learner = Learner(None, seed=0)
     before = learner._agent.policy()
     learner.attach(replay)
@@ -74,7 +80,7 @@ def test_a_learner_learns_from_one_batch_at_least_and_goes_on_with_a_policy(repl
 
 
 def test_rows_that_differ_are_named(replay):
-    played = Player(replay, 1, seed=0).play(None, 0, 20)
+    played = player(replay, 1).play(None, 0, 20)
     learner = Learner(None, seed=0)
     learner.attach(replay)
     assert learner.differing([], []) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Generator, Iterator
@@ -38,13 +39,18 @@ ROUND_S = 0.5
 #: Steps that an actor may take at a time.
 AT_ONCE = 50
 #: Seconds before the first death at most, and after each return, unless steps run out.
-FIRST_S, THEN_S = 20.0, 8.0
+FIRST_S, THEN_S = 15.0, 7.0
 #: Rows of the store, of which the newest half are compared.
 CAPACITY = 200_000
 ON_FIRST = {"resources": {"actors": 0.001}, "num_cpus": 0}
 ON_SECOND = {"resources": {"learner": 0.001}, "num_cpus": 0}
-#: Ray says after 5 seconds that a node is dead, not after 15.
-SYSTEM = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1_000}
+#: Ray says after 5 seconds that a node is dead, not after 15. What the demo does not need is not started.
+HEAD = {
+    "_system_config": {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1_000},
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
@@ -53,7 +59,6 @@ class Nodes:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.say("Ray starts two nodes.")
         self.throughput = Throughput(BATCH)
         self.returns: list[float] = []
         self.acknowledged: list[list[tuple[int, int]]] = [
@@ -64,28 +69,21 @@ class Nodes:
         self.policy: ray.ObjectRef | None = None
         self.playing: dict[ray.ObjectRef, tuple[int, int]] = {}  # lanes, and steps that were granted
         self.learning: ray.ObjectRef | None = None
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Ray's own start
-            self.cluster = Cluster(
-                initialize_head=True,
-                head_node_args={
-                    **NODE,
-                    "include_dashboard": False,
-                    "resources": {"actors": 1},
-                    "_system_config": SYSTEM,
-                },
-            )
+            self.cluster = Cluster(initialize_head=True, head_node_args={**NODE, **HEAD, "resources": {"actors": 1}})
             ray.init(address=self.cluster.address, logging_level="error", log_to_driver=False)
         self._start_second()
+        self.say("Both nodes run. The server of the rows starts, then the learner and the actors.")
         self.replay = self._new_replay()
         self.server: ActorHandle = ray.get_actor(NAME, NAMESPACE)
         self.learner: ActorHandle | None = self._new_learner()
-        self.learner.attach.remote(self.replay)
         self.players = [
-            ray.remote(**ON_FIRST)(Player).remote(self.replay, lane, 1_000_003 * settings.seed + lane)
+            ray.remote(**ON_FIRST)(Player).remote(lane, 1_000_003 * settings.seed + lane)
             for lane in range(settings.actors)
         ]
+        for actor in (self.learner, *self.players):
+            actor.attach.remote(self.replay)
 
     def _start_second(self) -> None:
         self.second = self.cluster.add_node(**NODE, resources={"learner": 1})
@@ -137,7 +135,7 @@ class Nodes:
             self._receive()
             next(events, None)
             written, drawn, elapsed = self.steps, len(self.throughput.batches), self.now - shown
-            if elapsed > (2 if (written, drawn) != (rows, batches) else 10):
+            if written and elapsed > (2 if (written, drawn) != (rows, batches) else 10):
                 rates = (
                     f"{(written - rows) / elapsed:5,.0f} rows/s {(drawn - batches) * BATCH / elapsed:8,.0f} samples/s"
                 )
@@ -336,8 +334,11 @@ def _aside(log: Path) -> Iterator[None]:
 
 def train(parent: Connection, settings: Settings) -> None:
     """What the process of a run does. It stops when ``parent`` is closed."""
-    with _aside(settings.folder / "ray.log"), contextlib.closing(Nodes(settings)) as nodes:
-        if nodes.train(parent):
-            nodes.report()
-        elif (settings.folder / "replay").exists():
-            tell(f"\nInterrupted. The store is whole: engram.ReplayBuffer.open({str(settings.folder / 'replay')!r})")
+    with tempfile.TemporaryDirectory(prefix="engram-") as scratch, _aside(settings.folder / "ray.log"):
+        os.environ |= {"RAY_TMPDIR": scratch, "RAY_USAGE_STATS_ENABLED": "0"}  # nothing of it stays, or is sent
+        with contextlib.closing(Nodes(settings)) as nodes:
+            if nodes.train(parent):
+                nodes.report()
+            elif (settings.folder / "replay").exists():
+                store = str(settings.folder / "replay")
+                tell(f"\nInterrupted. The store is whole: engram.ReplayBuffer.open({store!r})")

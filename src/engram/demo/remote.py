@@ -34,16 +34,19 @@ class Player:
     """Plays CartPole and writes its steps into its own lane.
 
     Args:
-        replay: the buffer to write to.
-        lane: of ``replay``.
+        lane: of the buffer.
         seed: of the environment and of exploration.
     """
 
-    def __init__(self, replay: ReplayBuffer, lane: int, seed: int) -> None:
+    def __init__(self, lane: int, seed: int) -> None:
         _quiet()
-        self._replay, self._lane, self._seed = replay, lane, seed
+        self._lane, self._seed = lane, seed
         self._agent, self.write_count = Agent(), 0
         self._steps = play(self, self._agent, seed)
+
+    def attach(self, replay: ReplayBuffer) -> None:
+        """Write to this buffer. Before :meth:`play`."""
+        self._replay = replay
 
     def play(self, policy: Tensor | None, written: int, steps: int) -> Played:
         """Take some steps.

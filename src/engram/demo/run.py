@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 
 def tell(text: str, color: str | None = None) -> None:
-    """Print a line, wherever other printed lines go."""
+    """Print a line, wherever what others print goes."""
     click.secho(text, fg=color, file=sys.__stdout__)
 
 
@@ -79,6 +79,8 @@ def run(*, steps: int, directory: Path | None, seed: int, sampler: str, actors: 
     where = f" on {nodes} nodes of a Ray cluster, which are processes of this machine" if nodes > 1 else ""
     click.echo(f"DQN on CartPole-v1{where}. Replay in {folder / 'replay'} ({sampler} sampling, seed {seed}).")
     settings = Settings(folder, steps, seed, sampler, actors, time.time(), nodes)
+    if nodes > 1:
+        settings.say("Ray starts two nodes.")
     code = _run_learner(settings)
     if code == -signal.SIGKILL:
         code = _run_learner(settings)
