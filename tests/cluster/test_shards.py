@@ -13,13 +13,16 @@ from tensordict import TensorDict
 
 from engram import (
     LazyMemmapStorage,
+    MinSize,
     NoSampleable,
     PrioritizedSampler,
+    RateLimited,
     RayReplayBuffer,
     ReplayBuffer,
     RowError,
     SamplerWithoutReplacement,
     SliceSampler,
+    StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
@@ -85,6 +88,28 @@ def test_clients_that_begin_at_once_take_different_shards(three):
     assert sorted(homes) == [0, 1, 2]
     for writer in writers:
         writer.close()
+
+
+def test_limits_and_versions_are_those_of_all_shards(nodes):
+    sampler = partial(StalenessAwareSampler, max_staleness=1, version_key="a")
+    with made([AWAY, HERE], sampler=sampler, shards=2) as rb:
+        for early in (lambda: rb.limit(MinSize(3)), lambda: rb.sampler.consumer_version):
+            with pytest.raises(RuntimeError, match="expected rows in .* nothing was ever written"):
+                early()
+        writers = rb.clients(2)
+        for writer in writers:
+            writer.extend(rows(5))  # of versions 0 to 4
+        rb.limit(MinSize(12))
+        with pytest.raises(RateLimited, match="MinSize"):
+            rb.sample(timeout=0)
+        assert rb.limits == (MinSize(12),)
+        until(lambda: writers[0].limits == rb.limits)  # which looks at them again from time to time
+        writers[0].extend(rows(5))
+        rb.sampler.consumer_version = 4
+        assert writers[1].sampler.consumer_version == 4
+        assert set(rb.sample(timeout=240)["a"].tolist()) <= {3, 4}
+        rb.limit(None)
+        [writer.close() for writer in writers]
 
 
 def test_draws_are_those_of_one_tree(three):

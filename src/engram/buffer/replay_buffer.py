@@ -14,7 +14,6 @@ from engram import _fork, inspect, storages, writers
 from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
-from engram.buffer import services
 from engram.buffer.appender import Appender
 from engram.buffer.compat import (
     NOT_YET,
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.transforms import Compose
-    from engram.types import Device, Size, Told, Wait
+    from engram.types import Device, Savers, Size, Told, Wait
 
 E = TypeVar("E")
 
@@ -1140,7 +1139,11 @@ class ReplayBuffer(Shown, Generic[Batch]):
     snapshot = alias("_saving.snapshot", "All that a checkpoint saves, as it is now: as ``Checkpointable`` has it.")
     prepare_load = alias("_saving.prepare_load", "Check a rank's shard of a checkpoint: as ``Checkpointable`` has it.")
     prepare_placed = alias("_saving.prepare_placed", "Check what a plan gives to a rank: as ``Checkpointable`` has it.")
-    savers = property(services.savers_of, doc="What saves it where its rows are, on Ray; None: this process does.")
+
+    @property
+    def savers(self) -> Savers | None:
+        """What saves it where its rows are, on Ray; None: this process does."""
+        return self._service.savers(self)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,6 @@ class Direct:
         """There is nothing to end."""
 
 
-def savers_of(buffer: Serviced) -> Savers | None:
-    """As :attr:`~engram.types.Checkpointable.savers`."""
-    return buffer._service.savers(buffer)  # noqa: SLF001 - of the facade
-
-
 def makes_client(doc: str) -> Callable[[B], B]:
     """A method that makes a client of the buffer."""
 

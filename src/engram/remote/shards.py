@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.limits import Rules
     from engram.persist.roles import Roles
     from engram.remote.commands import Served, State
     from engram.remote.served import Drawn
@@ -285,6 +286,21 @@ class AwaitedStorage(ServedStorage):
         if there is None:
             raise NoSampleable(EMPTY)
         return there
+
+    def _made(self, call: str) -> ServedStorage:
+        """The storage. Raises ``RuntimeError``: nothing was written."""
+        there = self.there
+        if there is None:
+            raise RuntimeError(
+                f"{call}: expected rows in {self._stores}, got none: nothing was ever written. Write some first."
+            )
+        return there
+
+    def limit(self, rules: Rules, unconsumed: int) -> None:
+        self._made("limit").limit(rules, unconsumed)
+
+    def consumer_version(self, at_least: int | None = None) -> int:
+        return self._made("consumer_version").consumer_version(at_least)
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
