@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from engram._core import priority_bytes
 from engram._memory import available_memory, missing_share
+from engram._sizes import priority_bytes
 from engram.cli.ending import Misuse, Refusal, table
 from engram.cli.show import plain, said_size, told
 from engram.format import control, layout, schema
