@@ -297,7 +297,7 @@ def test_metrics_and_a_terminal_show_a_fleet(connect, fleets):
         return registry.get_sample_value(f"engram_{name}", {"buffer": "a", **labels})
 
     assert (shown("stores", which="all"), shown("stores", which="missing"), shown("lost_stores_total")) == (3, 0, 0)
-    assert (shown("imbalance"), shown("requests_total"), shown("sampled_rows_total")) == (3, 1, 10)
+    assert (shown("imbalance"), shown("requests_total"), shown("limit_sampled_rows_total")) == (3, 1, 10)
     assert shown("request_wait_seconds_total") > 0
     out = io.StringIO()
     show(",".join(fleets["uniform"][1]), None, None, 0.01, 1, out)
