@@ -94,8 +94,8 @@ def test_inserts_and_samples_of_all_clients_keep_to_the_band(connect, name):
     with pytest.raises(
         RateLimited, match=r"sample: 10 rows .* SamplesPerInsert\(ratio=2.0.* level is 50, to stay from 50 to 150"
     ):
-        learner.sample(timeout=0.05)
-    assert learner.stats()["sample_waits"] >= 1
+        learner.sample(timeout=0.2)
+    assert learner.stats()["sample_waits"] == 2  # a call counts once, however often it asked; the one of no time, too
     assert learner.stats()["sample_waited_s"] > 0
     assert writer.stats()["sample_waits"] == 0
     writer.extend(rows_of(5))

@@ -85,7 +85,7 @@ class Prefetching:
 
     def _next(self, batch_size: int, timeout: float) -> Made:
         """The next batch of the prefetcher. What waits for the limits of the store holds no lock: writers of this buffer go on."""
-        deadline = monotonic() + timeout
+        deadline, waited = monotonic() + timeout, False
         gate, storage = self._wiring.gate, self._wiring.storage
         while True:
             store = gate.created(storage, batch_size, deadline)
@@ -93,7 +93,7 @@ class Prefetching:
                 made: Made = self.prefetcher.next(self, deadline)
             except NotAdmitted:
                 if store is not None:
-                    gate.wait(store, batch_size, deadline, samples=True)
+                    waited = gate.wait(store, batch_size, deadline, samples=True, counted=waited)
             else:
                 return made
 

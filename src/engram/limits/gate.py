@@ -75,13 +75,13 @@ class Gate:
         Raises:
             RateLimited: they were not within ``timeout`` seconds. RuntimeError: the buffer was closed or shut down meanwhile.
         """
-        deadline = monotonic() + timeout
+        deadline, waited = monotonic() + timeout, False
         while True:
             store = self.created(storage, rows, deadline)
             if store is None or not store.core.limited:
                 return draw(None)
             if not store.core.admit_samples(rows):
-                self.wait(store, rows, deadline, samples=True)
+                waited = self.wait(store, rows, deadline, samples=True, counted=waited)
                 continue
             written = store.core.write_count
             try:
@@ -96,7 +96,7 @@ class Gate:
                     _refuse(store, rows, samples=True)
                 store.core.await_insert(written, min(deadline - monotonic(), _SLICE_S))
             except NotAdmitted:  # by the server that drew
-                self.wait(store, rows, deadline, samples=True)
+                waited = self.wait(store, rows, deadline, samples=True, counted=waited)
             except BaseException:
                 store.core.give_back_samples(rows)
                 raise
@@ -121,10 +121,10 @@ class Gate:
 
     def written(self, write: Callable[[None], T], store: Store, refused: NotAdmitted, timeout: float) -> T:
         """What a write returns that was refused, once its rows are admitted. Raises as :meth:`sampled`."""
-        deadline = monotonic() + timeout
+        deadline, waited = monotonic() + timeout, False
         rows = refused.rows
         while True:
-            self.wait(store, rows, deadline, samples=False)
+            waited = self.wait(store, rows, deadline, samples=False, counted=waited)
             try:
                 return write(None)
             except NotAdmitted as again:
@@ -145,10 +145,14 @@ class Gate:
                 )
             time.sleep(_LOOK_S)
 
-    def wait(self, store: Store, rows: int, deadline: float, *, samples: bool) -> None:
-        """Until so many rows may be admitted, perhaps. Raises as :meth:`sampled`."""
+    def wait(self, store: Store, rows: int, deadline: float, *, samples: bool, counted: bool) -> bool:
+        """Until so many rows may be admitted, perhaps. Raises as :meth:`sampled`.
+
+        Returns True: the call is ``counted`` among those that had to wait, once, however often it looks again.
+        """
         core = store.core
-        core.count_limit_wait(samples)
+        if not counted:
+            core.count_limit_wait(samples)
         while True:
             event = core.limit_event(samples)
             self.check_open("sample" if samples else "extend")
@@ -156,7 +160,7 @@ class Gate:
             if left <= 0:
                 _refuse(store, rows, samples=samples)
             if core.await_limit(samples, rows, event, min(left, _SLICE_S)):
-                return
+                return True
 
     # ---- the buffer's end --------------------------------------------------------------------------------------------------
 
