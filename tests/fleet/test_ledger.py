@@ -278,3 +278,16 @@ def test_a_store_with_limits_of_its_own_is_named():
     stores[1].limit = (0.0, 0.0, 5, 0)
     with pytest.raises(RuntimeError, match="limits of its own"):
         ledger.admit(1, samples=True)
+
+
+def test_a_store_that_was_gone_before_it_was_ever_asked_is_one_that_is_not_known(clock):
+    stores = [Store(), Store()]
+    Ledger(Shards(stores)).set(Rules(1.0, 1.0, 10))
+    shards = Shards(stores)
+    shards.shards[1].lost = True
+    late = Ledger(shards)
+    assert late.limit == (1.0, 1.0, 10, 0)
+    assert late.limit_counts()["limit_stores_unknown"] == 1
+    assert not late.admit(1, samples=False)
+    shards.shards[1].lost = False
+    assert late.admit(1, samples=False)

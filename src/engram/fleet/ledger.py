@@ -227,12 +227,8 @@ class Ledger(Limits):
 
     def _gone(self, fleet: int) -> list[State]:
         """What stores that are gone had counted, as far as it is known."""
-        return [
-            state
-            for number, missed_at in self._missed_at.items()
-            for state, at in (self._said[number],) * (number in self._said)
-            if state.fleet[0] == fleet and missed_at - at <= _KNOWN_S
-        ]
+        known = [(*self._said[number], at) for number, at in self._missed_at.items() if number in self._said]
+        return [state for state, at, missed_at in known if state.fleet[0] == fleet and missed_at - at <= _KNOWN_S]
 
     def _together(self, states: dict[Shard, State]) -> Counts | None:
         """What states say together; None: the limits do not hold in all stores, or one has begun again without the others."""
