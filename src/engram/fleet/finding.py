@@ -59,9 +59,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
             one = access._replace(addresses=tuple(addresses), patience_s=patience_s)
             storages.append(RemoteStorage(Connection(one)))
         for storage in storages:
-            state = storage.state()
-            if any(state.limit) and not state.fleet[0]:
-                raise ValueError(_LIMITED.format(storage))
+            check_limits(storage)
     except BaseException:
         for storage in storages:
             storage.close()
@@ -92,17 +90,27 @@ class Silent:
                 if said.store in stores:  # another server of a known one
                     continue
                 check_stores([first, said], self._access.full)
-                storage = RemoteStorage(Connection(self._access._replace(addresses=(address,))))
-                state = storage.state()
-                if any(state.limit) and not state.fleet[0]:
-                    storage.close()
-                    raise ValueError(_LIMITED.format(storage))
+                storage = self._connected(address)
+            except ConnectionError:  # gone again
+                if address not in self._addresses:
+                    self._addresses.append(address)
+                continue
             except (OSError, ValueError, RuntimeError) as error:
                 if address not in self._addresses:
                     warn(f"the store at {address} does not join: {error}")
                 continue
             stores.add(said.store)
             yield storage
+
+    def _connected(self, address: Address) -> RemoteStorage:
+        """Raises ``ConnectionError``. ``ValueError``: it has limits of its own."""
+        storage = RemoteStorage(Connection(self._access._replace(addresses=(address,))))
+        try:
+            check_limits(storage)
+        except BaseException:
+            storage.close()
+            raise
+        return storage
 
 
 def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
@@ -147,6 +155,13 @@ def check_stratum(stratum: int | None, stores: int) -> None:
     """Raise ``ValueError``, ``TypeError``: no number of one of so many stores. None is no stratum."""
     if stratum is not None and check_count("connect: stratum", stratum, "stores", least=0) >= stores:
         raise ValueError(f"connect: stratum: expected the number of one of {stores} stores, got {stratum}.")
+
+
+def check_limits(storage: RemoteStorage) -> None:
+    """Raise ``ValueError``: it has limits of its own. As ``storage.state``."""
+    state = storage.state()
+    if any(state.limit) and not state.fleet[0]:
+        raise ValueError(_LIMITED.format(storage))
 
 
 def check_stores(served: list[Served], full: Full | None) -> None:

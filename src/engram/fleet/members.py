@@ -171,13 +171,17 @@ class Members:
         if self.joining is None:
             return
         for storage in self.joining.find([shard.storage for shard in self.shards]):
-            if self.version is not None:
-                storage.consumer_version(self.version)
+            shard = Shard(len(self.shards), storage)
+            try:
+                if self.version is not None:
+                    storage.consumer_version(self.version)
+            except (OSError, ValueError, RuntimeError):
+                shard.lost = True  # it is looked for, as others are
             with self._lock:
                 if self._closed:
                     storage.close()
                     return
-                self.shards.append(Shard(len(self.shards), storage))
+                self.shards.append(shard)
             _log.info("the store %r has joined", storage)
 
     def counters(self) -> dict[str, float]:
