@@ -108,9 +108,11 @@ def test_one_waits_until_another_has_gone_on(connect):
     got = []
     waiting = threading.Thread(target=lambda: got.append(learner.sample(timeout=None)))
     waiting.start()
+    wait_for(lambda: learner.stats()["sample_waited_s"] > 0.1)  # it has asked several times
     writer.extend(rows_of(20), timeout=0)
     waiting.join()
     assert len(got[0]) == 10
+    assert learner.stats()["sample_waits"] == 1  # of calls
     for _ in range(20):  # whoever asks first, one of both may go on
         writer.extend(rows_of(10), timeout=60)
         assert len(learner.sample(timeout=60)) == 10
