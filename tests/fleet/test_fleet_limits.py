@@ -133,9 +133,8 @@ def test_batches_that_are_ahead_count_when_they_are_drawn(connect, fleets):
     writer.limit(SamplesPerInsert(1, min_size=40, tolerance=0.5))
     writer.extend(rows_of(60))
     learner.sample(timeout=0)
-    wait_for(
-        lambda: writer.stats()["limit_samples"] == 40
-    )  # of three messages of eight batches as many as are admitted
+    # A message of eight batches. Of the next ones as many as are admitted: before the first has come, perhaps none.
+    wait_for(lambda: writer.stats()["limit_samples"] >= 32)
     assert admitted(lambda: learner.sample(timeout=0)) == 9
     assert sum(store.stats()["limit_samples"] for store in fleets["uniform"][0]) == 40
 
