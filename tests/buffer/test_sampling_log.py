@@ -25,6 +25,9 @@ from engram import (
     replay_draws,
 )
 from engram.format import disk
+from engram.format.draws import FORM, Batch, Form, Records
+from engram.format.files import Descriptor
+from engram.format.strict import decode
 from tests.buffer.logged import CAPACITY, SAMPLERS, Newest, following, made, play, same, steps
 
 PLAIN = [name for name, (_, around) in SAMPLERS.items() if not around]
@@ -520,3 +523,47 @@ def test_a_forked_child_does_not_write_to_its_parents_log(path, tmp_path):
         rb.sample()
     assert [again.state for again in replay_draws(path, rb)] == ["same"] * 2
     assert [again.state for again in replay_draws(tmp_path / "child.log", rb)] == ["same"]
+
+
+def test_the_file_is_free_when_it_is_closed_though_a_forked_child_goes_on(path):
+    rb = made("uniform")
+    rb.extend(steps(0, 40))
+    ends, end = os.pipe()
+    with SamplingLog(path, rb):
+        rb.sample()
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(ends, 1)  # until the parent has ended it
+            os._exit(0)
+    try:
+        with SamplingLog(path, rb):
+            rb.sample()
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(ends)
+    assert [again.state for again in replay_draws(path, rb)] == ["same"] * 2
+
+
+def test_samplers_that_are_taken_by_turns(path):
+    """Python gives the address of one that is gone to another."""
+    rb = made("uniform")
+    rb.extend(steps(0, 60))
+    names = ["uniform", "n-step", "epoch", "frames"]
+    turns = [names[k] for k in torch.randint(4, (100,), generator=torch.Generator().manual_seed(1))]
+    with SamplingLog(path, rb):
+        for name in turns:
+            rb.set_sampler(SAMPLERS[name][0]())
+            rb.sample()
+    forms = {}
+    with Descriptor.open(path, os.O_RDONLY) as fd:
+        found = []
+        for record in Records(path, fd):
+            if record.kind == FORM:
+                forms[record.begin] = decode(bytes(record.raw), path, Form)
+            else:
+                found.append(forms[Batch.unpacked(record.raw, "test")[0].form])
+    inner, around = {"epoch": "SamplerWithoutReplacement"}, {"n-step": ("NStep",), "frames": ("FrameStack",)}
+    assert [form.sampler for form in found] == [inner.get(name, "RandomSampler") for name in turns]
+    assert [form.around for form in found] == [around.get(name, ()) for name in turns]

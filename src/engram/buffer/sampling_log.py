@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
@@ -74,8 +75,10 @@ class SamplingLog:
         self.inherited = False
         """Whether this process was forked from the one that writes the file."""
         self._told = False
-        #: By what they follow from: forms, and where their records begin.
+        #: By what they follow from: forms, and where their records begin. Of these parts of the buffer: the addresses of parts that it
+        #: had before may be those of others.
         self._forms: dict[tuple[object, ...], tuple[int, Form]] = {}
+        self._parts: tuple[object, ...] = ()
         self.batches = 0
         """How many this log has written down since it was opened."""
         self._file = Appending(Path(path).absolute())
@@ -129,6 +132,7 @@ class SamplingLog:
     def after_fork(self) -> None:
         """In a child: the file is its parent's."""
         self.inherited = True
+        self._file.let_go()
 
     # ---- writing down ----------------------------------------------------------------------------------------------------
 
@@ -195,7 +199,10 @@ class SamplingLog:
     def _form(self, drawn: Drawn, rows: Tensor, said: tuple[Entry, ...]) -> tuple[int, Form]:
         """Where the form of such batches begins in the file, and what it says."""
         memory, source = self._wiring.storage.memory, self._wiring.source
-        made_of = id(memory), memory.replaced, id(source), rows.shape[1:], said
+        parts = memory, source
+        if not all(map(operator.is_, parts, self._parts)) or not self._parts:
+            self._forms, self._parts = {}, parts
+        made_of = memory.replaced, rows.shape[1:], said
         if made_of not in self._forms:
             form = form_of(self._wiring, drawn, rows, said)
             self._forms[made_of] = self._file.append(FORM, encode(form)), form

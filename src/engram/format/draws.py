@@ -182,6 +182,11 @@ class Appending:
         self._end = begin + len(raw)
         return begin
 
+    def let_go(self) -> None:
+        """In a forked child: its copy of the descriptor would keep the file locked when the parent has closed it."""
+        self.closed = True
+        self._file.close()
+
     def close(self) -> None:
         """Wait until all is on disk, and close the file. Repeatable."""
         if not self.closed:
