@@ -20,10 +20,22 @@ from tests import fresh
 from tests.serving.servers import SERVER, Served, serving
 from tests.waiting import until
 
-#: A server that has room for two answers of 8 MiB and for one dump, and waits for neither.
+#: A server that has room for two answers of 8 MiB and for one dump, and waits for neither. It says which it keeps, and has sent.
 SMALL = """
+import contextlib
 from engram.serving import bounds
 bounds.ANSWER_BYTES, bounds._WAIT_S, bounds.MAX_DUMPS = 17 << 20, 0.0, 1
+counted, numbers = bounds.Answers.counted, iter(range(1000))
+
+@contextlib.contextmanager
+def told(answers, nbytes):
+    with counted(answers, nbytes):
+        number = next(numbers)
+        print("keeps", number, flush=True)
+        yield
+    print("sent", number, flush=True)
+
+bounds.Answers.counted = told
 """
 CLIENTS = 60
 
@@ -60,11 +72,14 @@ def test_clients_that_read_nothing_do_not_fill_the_memory_of_a_server(small, tmp
     """60 of them ask for 8 MiB each."""
     with ReplayBuffer.connect(small.address) as remote, contextlib.ExitStack() as stack:
         remote.sample()
+        small.program.until("sent 0\n")
         before, streams, refused = own_bytes(small.program.pid), [], 0
         for number in range(CLIENTS):
             client = stack.enter_context(flight.connect(f"grpc+unix://{tmp_path}/sock"))
             streams.append(learning(client, {"do": "sample", "rows": 8, "keys": [1]}))
-            if number >= 2:  # the first two hold what there is
+            if number < 2:  # they hold what there is
+                small.program.until(f"keeps {number + 1}\n")
+            else:
                 refused += "did not read within 0 s" in said(streams[-1][1])["message"]
         grown = own_bytes(small.program.pid) - before
         assert refused == CLIENTS - 2

@@ -191,16 +191,18 @@ def test_the_command_line_serves_until_it_is_interrupted(store, tmp_path):
     gone = fresh.start(code, arguments=["health", address])
     assert gone.wait() == 1
     assert "no server answered" in gone.err
-    for arguments, said in (
-        (["serve", str(store), "--listen", "127.0.0.1:0"], "expected a token"),
-        (["serve", str(tmp_path)], "expected a store"),
+    (tmp_path / "empty").mkdir()
+    for arguments, status, said in (
+        (["serve", str(store), "--listen", "127.0.0.1:0"], 1, "expected a token"),
+        (["serve", str(tmp_path / "empty")], 2, "expected a store"),
     ):
         refused = fresh.start(code, arguments=arguments)
-        assert refused.wait() == 1
+        assert refused.wait() == status
         assert re.search(said, refused.err), refused.err
 
 
 def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, monkeypatch):
+    monkeypatch.setattr("engram.serving.server._LEAVE_S", 60.0)
     begun, go, ended = (threading.Event() for _ in range(3))
     rb = ReplayBuffer.open(store)
     service = Service(rb)

@@ -35,6 +35,8 @@ def write(number):
             ids = torch.arange(counts[number], counts[number] + n)
             rows = {"who": torch.full((n,), number), "step": ids, "data": ids.unsqueeze(1).expand(n, 256).contiguous()}
             rb.extend(rows, lane=number // 2 % lanes, timeout=120)
+            if not counts[number]:
+                print("begun", flush=True)
             counts[number] += n
         dropped = rb.stats().get("rows_dropped", 0)
         assert dropped == 0, dropped
@@ -64,6 +66,8 @@ def learn(number):
                     continue
                 assert (batch["data"] == batch["step"].unsqueeze(1)).all()
                 rb.update_priority(info["index"], torch.rand(len(batch["step"])))
+                if not drawn[number]:
+                    print("begun", flush=True)
                 drawn[number] += len(batch["step"])
     except BaseException as error:
         errors.append(repr(error))
@@ -109,6 +113,7 @@ def test_many_writers_and_learners_for_long(tmp_path):
     programs |= {f"server {number}": server.program for number, server in enumerate(servers)}
     try:
         until(lambda: stores[0].stats()["limit_samples"] > 100 and stores[1].write_count > 1000, 200)
+        until(lambda: (writers.out.count("begun"), learners.out.count("begun")) == (WRITERS, 4), 200)
         begin, sizes = time.monotonic(), []
         while time.monotonic() - begin < SECONDS:
             sizes.append({name: own_mib(program) for name, program in programs.items()})
@@ -121,7 +126,7 @@ def test_many_writers_and_learners_for_long(tmp_path):
         for program in programs.values():
             program.kill()
     assert "not known to be written" not in writers.err
-    written, learned = json.loads(writers.out), json.loads(learners.out)
+    written, learned = (json.loads(program.out.split("begun")[-1]) for program in (writers, learners))
     assert written["errors"] == learned["errors"] == []
     assert min(written["counts"]) > 0
     assert min(learned["drawn"]) > 0
