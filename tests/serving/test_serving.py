@@ -194,7 +194,7 @@ def test_the_command_line_serves_until_it_is_interrupted(store, tmp_path):
     (tmp_path / "empty").mkdir()
     for arguments, status, said in (
         (["serve", str(store), "--listen", "127.0.0.1:0"], 1, "expected a token"),
-        (["serve", str(tmp_path / "empty")], 2, "expected a store"),
+        (["serve", str(tmp_path / "empty")], 2, "or a store, found none"),
     ):
         refused = fresh.start(code, arguments=arguments)
         assert refused.wait() == status

@@ -183,7 +183,7 @@ class Appending:
         return begin
 
     def let_go(self) -> None:
-        """In a forked child: its copy of the descriptor would keep the file locked when the parent has closed it."""
+        """In a forked child: its copy of the descriptor would keep the file locked when the parent has died."""
         self.closed = True
         self._file.close()
 
@@ -194,6 +194,7 @@ class Appending:
             try:
                 os.fsync(self._file)
             finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # which a child that was just forked would hold on
                 self._file.close()
 
 
