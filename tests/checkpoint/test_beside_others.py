@@ -486,6 +486,18 @@ def test_a_save_of_an_earlier_step_says_what_a_restore_takes(ram, caplog):
     assert f"is there, but restore() takes {later}, which is of a later step" in caplog.text
 
 
+def test_a_save_of_an_earlier_step_stays_until_the_next_save(ram):
+    checkpointer = Checkpointer(ram, buffer(10), keep=2)
+    for step in (10, 20, 30):
+        checkpointer.save(step)
+    report = checkpointer.save(5)
+    assert report.path.is_dir()
+    assert [it.step for it in checkpointer.list()] == [30, 20, 5]
+    assert Checkpointer(ram, buffer()).restore(step=5).step == 5
+    checkpointer.save(6)
+    assert [it.step for it in checkpointer.list()] == [30, 20, 6]
+
+
 @pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 def test_several_ranks_are_not_loaded_as_one(ram):
     done(job(2, lambda ranks, rank: Checkpointer(ram, buffer(10), ranks=ranks).save(1)))

@@ -264,7 +264,7 @@ class SaveAttempt(SaveHandle):
                     _log.warning(
                         "save: %s is there, but restore() takes %s, which is of a later step", name, newest.name
                     )
-            forget_reports(root, series.retire(root, job.options.keep, epoch, job.known))
+            forget_reports(root, series.retire(root, job.options.keep, epoch, job.known, saved=name))
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
         else:

@@ -681,18 +681,19 @@ def prune(root: Path, keep: int, epoch: int, known: Known | None = None) -> list
     return removed
 
 
-def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> list[str]:
+def retire(root: Path, keep: int, epoch: int, known: Known | None = None, saved: str | None = None) -> list[str]:
     """Rename old checkpoints and failed attempts, so that no process finds half a one: :func:`sweep` removes them.
 
     Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
     the newest good one; the newest crash attempt; undecided attempts of this epoch, which may be under way; good ones of steps
-    that are pinned; and what other processes read, as their leases say.
+    that are pinned; the one that was just ``saved``; and what other processes read, as their leases say.
 
     Args:
         root: of the series.
         keep: at least 1.
         epoch: of this incarnation.
         known: what this process knows of the series.
+        saved: the name of a checkpoint that stays even if it is of an earlier step than all that are kept.
 
     Returns:
         Their names.
@@ -708,6 +709,8 @@ def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> lis
     known = Known() if known is None else known
     retired = []
     for name in _superfluous(root, keep, epoch, known):
+        if str(name) == saved:
+            continue
         disk.rename(root / str(name), root / f"trash-{name}")
         retired.append(str(name))
         known.forget(str(name))
