@@ -125,8 +125,8 @@ def test_a_picture_of_a_checkpoint_as_lines(run, tmp_path):
 @pytest.mark.parametrize(
     ("what", "out", "code", "said"),
     [
-        ("usage", "a.png", 1, "Error: plot.usage: expected a sampler that counts draws"),
-        ("age", "a.mp3", 1, "Error: Format 'mp3' is not supported"),
+        ("usage", "a.png", 1, "Error: plot.usage: expected draws to be counted, got PrioritizedSampler"),
+        ("age", "a.mp3", 2, "a.mp3: expected a name that ends with .png or .svg or .pdf, got '.mp3'"),
         ("age", "none/a.png", 2, "a.png: expected a path in a folder that is there"),
         ("other", "a.png", 2, "'other' is not one of 'priority'"),
     ],
@@ -145,6 +145,21 @@ def test_a_folder_of_something_else(command, tmp_path):
     assert done.exit_code == 2
     assert "expected a checkpoint, a folder of checkpoints, a dump or a store, found none" in done.output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_a_run_names_what_is_in_it(run, tmp_path):
+    done = call("inspect", run)
+    assert done.exit_code == 2
+    assert f"found none. Name what is in it: {run / 'checkpoints'}, {run / 'replay'}.\n" in done.output
+    (tmp_path / "empty").mkdir()
+    assert "If there was one, the files that describe it are gone.\n" in call("verify", tmp_path).output
+
+
+def test_a_page_has_the_name_of_one(run, tmp_path):
+    done = call("report", run, "--out", tmp_path / "page.pdf")
+    assert done.exit_code == 2
+    assert "page.pdf: expected a name that ends with .html or .htm, got '.pdf'." in done.output
+    assert not (tmp_path / "page.pdf").exists()
 
 
 def test_a_picture_of_an_empty_store_and_of_one_checkpoint(run, tmp_path):

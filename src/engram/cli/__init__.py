@@ -214,7 +214,8 @@ def plot(path: Path, out: Path, what: tuple[str, ...]) -> None:
     with refusing("plot"):
         from engram.cli.report import picture
 
-        _write(out, picture(_folder(path), what, out.suffix[1:] or "png"))
+        _check_out(out, ".png", ".svg", ".pdf")
+        out.write_bytes(picture(_folder(path), what, out.suffix[1:].lower() or "png"))
 
 
 @main.command()
@@ -231,7 +232,8 @@ def report(path: Path, out: Path) -> None:
     with refusing("plot"):
         from engram.cli.report import page
 
-        _write(out, page(_folder(path)).encode())
+        _check_out(out, ".html", ".htm")
+        out.write_bytes(page(_folder(path)).encode())
 
 
 @main.command()
@@ -524,8 +526,9 @@ def _ours(path: Path) -> None:
         kind_of(_folder(path))
 
 
-def _write(out: Path, made: bytes) -> None:
-    """Write a file, whole or not at all."""
+def _check_out(out: Path, *suffixes: str) -> None:
+    """Before anything is read or drawn. Raises ``Misuse``: no such folder, or another suffix than these or none."""
     if not out.parent.is_dir():
         raise Misuse(f"{out}: expected a path in a folder that is there, found no folder {out.parent}.")
-    out.write_bytes(made)
+    if out.suffix.lower() not in ("", *suffixes):
+        raise Misuse(f"{out}: expected a name that ends with {' or '.join(suffixes)}, got {out.suffix!r}.")

@@ -98,6 +98,9 @@ def compare(one: Path, other: Path) -> Comparison:
         else:
             rows = Rows()
             common = [*_common(a.fields, b.fields)]
+            if not common:
+                what = "expected a field of the same name, dtype and shape on both sides, got none: only tickets were compared"
+                notes.append({"file": b.path, "offset": None, "what": what})
             for left, right in zip(a.ranks, b.ranks, strict=True):
                 _compare_rows(left, right, common, rows)
         problems = [it.entry() for path in (one, other) for it in verify(path, "meta").problems]

@@ -162,9 +162,12 @@ def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
 
 
 def _of_ours(path: Path) -> Iterator[Field]:
+    from engram.format import series
     from engram.format.describe import describe
 
     found = describe(path)
+    if found["kind"] == "series" and (newest := series.latest(path)[0]) is not None:
+        found = describe(newest)
     for problem in told(found, "problems"):
         raise Refusal(str(problem))
     if found["kind"] == "store":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]
 
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
+
+#: Where a folder holds nothing itself: how many folders in it are looked at, and how many of them are named.
+_LOOKED_AT, _NAMED = 100, 3
 
 
 class Report(NamedTuple):
@@ -43,9 +48,28 @@ def kind_of(path: Path) -> Kind:
     """What is in a folder, or was before one of its files was lost.
 
     Raises:
-        FileNotFoundError: nothing of ours.
+        FileNotFoundError: nothing of ours; of folders directly in it that hold something, it names some.
         OSError: no folder, or no permission.
     """
+    kind = _kind_of(path)
+    if kind is not None:
+        return kind
+    inside = [*itertools.islice(_inside(path), _NAMED)]
+    hint = f"Name what is in it: {', '.join(inside)}" if inside else "If there was one, the files that describe it are gone"
+    raise FileNotFoundError(
+        f"{path}: expected a checkpoint, a folder of checkpoints, a dump or a store, found none. {hint}."
+    )
+
+
+def _inside(path: Path) -> Iterator[str]:
+    """Folders directly in it that hold something of ours, as far as they may be read."""
+    for name in sorted(os.listdir(path))[:_LOOKED_AT]:
+        with contextlib.suppress(OSError):
+            if (path / name).is_dir() and _kind_of(path / name):
+                yield str(path / name)
+
+
+def _kind_of(path: Path) -> Kind | None:
     disk.look_again(path)
     lies = set(os.listdir(path))
     hidden = set(os.listdir(path / layout.FOLDER)) if layout.FOLDER in lies else set()
@@ -59,10 +83,7 @@ def kind_of(path: Path) -> Kind:
         return "store"
     if series.is_series(path):
         return "series"
-    raise FileNotFoundError(
-        f"{path}: expected a checkpoint, a folder of checkpoints, a dump or a store, found none. "
-        "If one was meant to be there, all that says so is gone."
-    )
+    return None
 
 
 def verify(path: Path, level: Level = "full") -> Report:

@@ -76,7 +76,8 @@ def addresses_of(text: object, call: str) -> list[Address]:
     """
     texts = text.split(",") if isinstance(text, str) else text
     if not isinstance(texts, list | tuple) or not texts:
-        raise TypeError(f"{call}: address: expected a str or a list of them, got {type(text).__name__}.")
+        got = type(text).__name__ if texts else "an empty list"
+        raise TypeError(f"{call}: address: expected a str or a list of them, got {got}.")
     first = address_of(texts[0], call)
     scheme = "grpc" if first.scheme == "unix" else first.scheme
     return [first, *(address_of(one, call, scheme=scheme) for one in texts[1:])]
