@@ -226,6 +226,7 @@ def test_other_fields_and_sizes(tmp_path):
     assert told["sizes"] == {"capacity": [10, 12]}
     assert told["rows"]["differ"] == 0
     assert not told["same"]
+    assert [note["what"].partition(",")[0] for note in told["notes"]] == ["expected a field of the same name"]
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -243,6 +244,7 @@ def test_a_plan_is_that_of_the_library(tmp_path, run):
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "store"))
     rb.add(row)
     rb.dumps(tmp_path / "dump")
+    Checkpointer(tmp_path / "saved", rb).save(1)
     rb.close()
     fields = ["--field", "obs=uint8[4,84,84]", "--field", "next.reward=float32[1]"]
     for words in (
@@ -251,6 +253,7 @@ def test_a_plan_is_that_of_the_library(tmp_path, run):
         [tmp_path / "b.npz", "--batch"],
         [tmp_path / "store"],
         [tmp_path / "dump"],
+        [tmp_path / "saved"],
         fields,
     ):
         told = found("plan", *words, "--capacity", 100_000, "--memory", "1GB")

@@ -105,7 +105,7 @@ def test_it_reads_as_a_sentence():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend({"done": torch.tensor([0, 1, 0, 0]).bool()})
     assert str(rb.explain(2)) == (
-        "row 2: ticket 3, 1 writes ago; lane 0, 1 steps ago; step 0 of its trajectory, 1 behind it, not ended; drawn with "
+        "row 2: ticket 3, 1 write ago; lane 0, 1 step ago; step 0 of its trajectory, 1 behind it, not ended; drawn with "
         "probability 0.25; not counted how often sampled: rb.count_usage()"
     )
 

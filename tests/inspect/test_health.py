@@ -130,6 +130,7 @@ def test_of_a_list_there_is_less_to_say():
     rb = ReplayBuffer(storage=ListStorage(10))
     rb.extend([1, 2, 3])
     assert rb.health() == ()
+    assert str(rb.health()).startswith("nothing to judge")
 
 
 def test_an_empty_buffer_says_so():

@@ -68,7 +68,7 @@ def findings(directory: Path | None = None) -> list[Finding]:
         _package("tensordict"),
         _core(),
         Finding("cores", _cores()),
-        Finding("memory", f"{said_bytes(available_memory())} available to this process"),
+        Finding("memory", f"{available_memory() / 1e9:.1f} GB available to this process"),
         _shared_memory(Path(_SHARED)),
         _huge_pages(Path(_HUGE)),
         _memory_locks(*resource.getrlimit(resource.RLIMIT_MEMLOCK)),

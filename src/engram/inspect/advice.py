@@ -65,7 +65,7 @@ class Health(tuple[Finding, ...]):
         return [finding.text for finding in self if not finding.good]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        return "\n".join(map(str, self)) or "nothing to judge: rows of a list have no counts and no priorities"
 
     def __repr__(self) -> str:
         return f"Health(good={self.good}, {len(self)} findings, {len(self.advice)} with advice)"

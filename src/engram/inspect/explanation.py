@@ -58,9 +58,8 @@ class Explanation(NamedTuple):
     """Since it was written; None: that is not counted, which ``rb.count_usage()`` begins."""
 
     def __str__(self) -> str:
-        said = [
-            f"row {self.row}: ticket {self.ticket}, {self.age:,} writes ago; lane {self.lane}, {self.steps_ago:,} steps ago"
-        ]
+        age, steps = _many(self.age, "write"), _many(self.steps_ago, "step")
+        said = [f"row {self.row}: ticket {self.ticket}, {age} ago; lane {self.lane}, {steps} ago"]
         if self.trajectory is not None:
             before, after, begun, ended = self.trajectory
             least = "" if begun else "at least "
@@ -71,8 +70,12 @@ class Explanation(NamedTuple):
         if self.probability is not None:
             said.append(f"drawn with probability {self.probability:.3g}")
         often = "not counted how often sampled: rb.count_usage()"
-        said.append(often if self.times_sampled is None else f"sampled {self.times_sampled:,} times")
+        said.append(often if self.times_sampled is None else f"sampled {_many(self.times_sampled, 'time')}")
         return "; ".join(said)
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:

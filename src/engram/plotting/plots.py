@@ -259,7 +259,9 @@ class Plots:
         since = [stats for stats in moments if stats["write_count"] >= 0]  # it was emptied last
         inserts, samples = (np.array([stats[name] for stats in since]) for name in ("write_count", "sample_count"))
         if not samples.any():
-            raise RuntimeError("plot.ratio: no row was sampled since the buffer was emptied or loaded. Sample before drawing it.")
+            raise RuntimeError(
+                "plot.ratio: no row was sampled since the buffer was emptied or loaded. Sample before drawing it."
+            )
         axes = _axes(ax)
         axes.plot(inserts, samples, color="0.3")
         axes.plot(inserts[-1:], samples[-1:], "o", color=_LIMIT, clip_on=False, label="now")

@@ -105,11 +105,13 @@ class Scan:
         self._storage, self._call = buffer.storage, call
         if self._storage.traits.is_remote:
             raise RuntimeError(
-                f"{call}: expected the rows in this process, the buffer is a connection. Draw it where the store is: engram plot DIR."
+                f"{call}: expected the rows in this process, the buffer is a connection. Call it where the store is"
+                f"{': engram plot DIR.' if call.startswith('plot.') else '.'}"
             )
         extent = self._storage.extent()
         if not extent.size:
-            raise RuntimeError(f"{call}: the buffer is empty. Add data before drawing it.")
+            before = "drawing it" if call.startswith("plot.") else "asking"
+            raise RuntimeError(f"{call}: the buffer is empty. Add data before {before}.")
         self._sampler, self.extent = buffer.sampler, extent
         self.rows, self._tickets = looked_at(self._storage, extent, most)
         #: Live rows for each that is looked at.

@@ -47,9 +47,9 @@ def listening(
     secret = token_in(token, "serve")
     if not insecure and at.scheme != "unix":
         if not secret:
+            who = "every user of the machine reaches it" if at.is_loopback else "other machines reach it"
             raise ValueError(
-                f"serve: expected a token on {at}: every user of the machine reaches it. Pass the path of a file of mode 0600, or use a "
-                "Unix socket."
+                f"serve: expected a token on {at}: {who}. Pass the path of a file of mode 0600, or use a Unix socket."
             )
         if not at.is_loopback and tls_cert is None:
             raise ValueError(
