@@ -61,6 +61,14 @@ def test_rows_of_one_tensor():
         assert ours[:].tolist() == theirs[:].tolist()
 
 
+def test_no_field_is_lost_by_its_name():
+    theirs = rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(8))
+    theirs.extend(rows(0, 6).set("__own", torch.arange(6)))
+    with TensorDictReplayBuffer(storage=LazyTensorStorage(8)) as ours:
+        ours.load_state_dict(theirs.state_dict())
+        assert ours[:]["__own"].tolist() == [*range(6)]
+
+
 class Tree:
     """As TorchRL's trees are read: by row. They are of a C++ extension that is not at hand with each torch."""
 

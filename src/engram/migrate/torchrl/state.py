@@ -99,7 +99,7 @@ def _leaves(rows: object) -> dict[tuple[str, ...], Tensor]:
     """The tensors of a storage, by key. In a state, the parts of a key are joined by points, as TorchRL reads them."""
     if not isinstance(rows, dict):
         return {(SINGLE,): _checked(rows, "rows")}
-    names = [name for name in rows if not name.startswith("__")]  # batch size and device of the TensorDict
+    names = [name for name in rows if name not in ("__batch_size", "__device")]  # of the TensorDict
     return {tuple(name.split(".")): _checked(rows[name], name) for name in names}
 
 
