@@ -64,6 +64,7 @@ def trajectories_of(root, shards):
     return found
 
 
+@pytest.mark.timeout(stress.LIMIT_S)
 def test_every_step_of_some_shards_is_in_others_once(nodes, tmp_path):
     with sharded(tmp_path / "from", SAVED) as rb:
         writers = rb.clients(SAVED)
