@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
+    ConsumingSampler,
     LazyTensorStorage,
     NoSampleable,
     OfflineToOnlineReplayBuffer,
@@ -123,3 +124,16 @@ def test_what_is_refused():
         rb.sample(4)
     with pytest.raises(NoSampleable):
         OfflineToOnlineReplayBuffer(ReplayBuffer(storage=LazyTensorStorage(3)), online_capacity=3).sample(2)
+
+
+def test_all_rows_are_copied_of_queues_and_of_slots():
+    queue = ReplayBuffer(storage=LazyTensorStorage(12), sampler=ConsumingSampler(1), batch_size=4)
+    queue.extend(torch.arange(8))
+    queue.sample()  # four are used up
+    copied = prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(20)), queue, chunk_size=3)
+    assert copied[:].tolist() == [*range(8)]
+    slots = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    slots.extend(torch.arange(12).reshape(3, 4))
+    copied = prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(20)), slots, chunk_size=2)
+    assert torch.equal(copied[:], slots[:])
+    assert len(prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(20)), slots, n_samples=2)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -175,7 +176,7 @@ def prefill_replay_buffer(
     Args:
         rb: the buffer. Its transforms see the rows as those of any write.
         dataset: a buffer, or a dataset with ``sample(n)`` and ``len``.
-        n_samples: rows; at most and by default as many as the dataset has.
+        n_samples: rows, or slots of a buffer with ``ndim > 1``; at most and by default as many as the dataset has.
         chunk_size: rows that are copied at a time.
 
     Returns:
@@ -195,7 +196,10 @@ def prefill_replay_buffer(
     who = "prefill_replay_buffer"
     _check_dataset(f"{who}: dataset", dataset)
     chunk = check_count(f"{who}: chunk_size", chunk_size)
-    rows = len(dataset) if n_samples is None else min(check_count(f"{who}: n_samples", n_samples), len(dataset))
+    # Not those that a queue has left; with ndim > 1 slots, as they are read and written by number.
+    storage = dataset.storage if isinstance(dataset, ReplayBuffer) else None
+    most = len(dataset) if storage is None else len(storage) // math.prod(storage.columns)
+    rows = most if n_samples is None else min(check_count(f"{who}: n_samples", n_samples), most)
     for first in range(0, rows, chunk):
         end = min(first + chunk, rows)
         some = dataset[first:end] if isinstance(dataset, ReplayBuffer) else dataset.sample(end - first)
