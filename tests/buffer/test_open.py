@@ -210,6 +210,20 @@ def test_a_prioritized_class_opens_no_uniform_buffer(folder, buffer):
     rb.close()
 
 
+@pytest.mark.parametrize("buffer", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+@pytest.mark.parametrize("sampler", [RandomSampler(), RandomSampler, SamplerWithoutReplacement()])
+def test_what_a_prioritized_class_wrote_is_read_with_any_sampler(folder, buffer, sampler):
+    written(folder, buffer=buffer, alpha=0.6, beta=0.4, batch_size=3)
+    with ReplayBuffer.open(folder, readonly=True, sampler=sampler) as rb:
+        assert type(rb) is buffer.__bases__[0]
+        assert set(rb.sample()["a"].tolist()) <= {0, 1, 2}
+    for given in ({}, {"sampler": PrioritizedSampler(5, 1.0, 0.5)}):
+        with ReplayBuffer.open(folder, readonly=True, **given) as rb:
+            assert type(rb) is buffer
+    with pytest.raises(TypeError, match="its sampler is a PrioritizedSampler"):
+        buffer.open(folder, readonly=True, sampler=sampler)
+
+
 # ---- arguments -----------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from tensordict import TensorDict
 
 import engram.metrics
 from engram import (
@@ -27,6 +28,7 @@ from engram import (
     ReplayBuffer,
     SamplesPerInsert,
     StalenessAwareSampler,
+    TensorDictPrioritizedReplayBuffer,
 )
 from engram.metrics import collector
 from engram.metrics import server as http_server
@@ -325,6 +327,15 @@ def test_top_of_a_directory_that_is_written_to(directory):
     assert top.out.count("20 of 100 (20.0%)") == 2
     assert "0 rows/s, 0.2 per insert since it was empty" in top.out
     assert "insert waits 0 calls now" in top.out
+
+
+def test_top_of_a_store_of_a_prioritized_class(tmp_path):
+    storage = LazyMemmapStorage(100, scratch_dir=tmp_path / "store")
+    with TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage) as rb:
+        rb.extend(TensorDict({"obs": torch.zeros(20, 3)}, [20]))
+    top = start(COMMAND, arguments=["top", str(tmp_path / "store"), "--every", "0.1", "--count", "1"])
+    assert top.wait() == 0, top.err
+    assert "20 of 100 (20.0%)" in top.out
 
 
 def test_stats_of_a_directory_in_three_forms(directory):

@@ -8,12 +8,11 @@ import torch
 
 from engram import samplers, storages
 from engram._unsupported import Later, meant, reject_unsupported
-from engram.buffer.recipe import register
+from engram.buffer.recipe import draws_by_priority, register
 from engram.buffer.remote import RemoteTensorDictReplayBuffer
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
-from engram.types import Declared
 
 if TYPE_CHECKING:
     from engram.buffer.compat import BufferArguments
@@ -130,8 +129,7 @@ def _sampler(
     """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
     given: Any = kwargs.get("sampler")
     if given is not None:
-        drawn = isinstance(given, Declared) and given.traits.reads_natively and given.traits.prioritized
-        if not drawn or given.traits.draws_windows or alpha is not None or beta is not None:
+        if not draws_by_priority(given) or alpha is not None or beta is not None:
             raise TypeError(
                 f"{name}: sampler: its sampler is a PrioritizedSampler made of alpha and beta. Use a ReplayBuffer."
             )

@@ -12,6 +12,7 @@ from engram._checks import check_path
 from engram.buffer.settings import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
+from engram.types import Declared
 
 if TYPE_CHECKING:
     import os
@@ -148,6 +149,8 @@ def open_buffer(
         finals = expanders.finals_of(arguments["sampler"])
         if finals is not None and not {"transform", "transform_factory"} & arguments.keys():
             arguments["transform"] = finals
+        if kind._prioritized and not (prioritized or draws_by_priority(arguments["sampler"])):  # noqa: SLF001 - of the family
+            kind = kind.__mro__[1]  # that takes any sampler
         rb = kind(storage=storage, **(noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
             raise TypeError(
@@ -159,6 +162,14 @@ def open_buffer(
         for one in opened:
             one.close()
         raise
+
+
+def draws_by_priority(sampler: object) -> bool:
+    """Whether buffers that always have priorities take the sampler: it draws rows by them, natively."""
+    if not isinstance(sampler, Declared):
+        return False
+    traits = sampler.traits
+    return traits.reads_natively and traits.prioritized and not traits.draws_windows
 
 
 def open_or_create(
