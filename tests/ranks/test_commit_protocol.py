@@ -23,7 +23,7 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
         ranks.gather(b"", 60.0)
         return [*names, ck.save(3).name]
 
-    def fails(*_):
+    def fails(*_, **__):
         raise error
 
     first, second = done(job(2, act))
