@@ -34,3 +34,9 @@ def assert_proportional(counts, weights):
     if len(pairs) > 1:
         statistic = chi_square(*zip(*pairs, strict=True))
         assert statistic < chi_square_limit(len(pairs) - 1), counts
+
+
+def counted(rb):
+    """What a buffer counts: its statistics without rates and waits, which depend on the clock."""
+    timed = ("_per_s", "_wait_ms_p50", "_wait_ms_p99")
+    return {name: value for name, value in rb.stats().items() if not name.endswith(timed)}

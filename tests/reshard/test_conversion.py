@@ -192,7 +192,7 @@ def test_alpha_and_eps_are_converted(tmp_path):
     rb.update_priority(torch.arange(5), torch.arange(5.0))
     rb.dumps(tmp_path / "x")
     other = buffer(10, sampler=PrioritizedSampler(10, 0.8, 0.5, eps=0.2))
-    with pytest.raises(IncompatibleCheckpoint, match="alpha"):
+    with pytest.raises(IncompatibleCheckpoint, match="eps"):
         other.loads(tmp_path / "x")
     other.loads(tmp_path / "x", convert=True)
     assert other.sampler.state_dict()["leaves"][:5].tolist() == pytest.approx([(p + 0.2) ** 0.8 for p in range(5)])

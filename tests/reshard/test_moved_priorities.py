@@ -112,17 +112,17 @@ def test_windows_begin_by_priority_wherever_there_is_room_in_their_trajectory(tm
         assert_proportional(counts, np.where(legal, leaves, 0))
 
 
-def test_other_exponents_are_refused_before_anything_changes(tmp_path):
+def test_other_summands_are_refused_before_anything_changes(tmp_path):
     done(job(2, save, tmp_path))
 
     def act(ranks, _):
         storage = LazyTensorStorage(100, lanes=1)
-        sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5, index="critic")
+        sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5, eps=0.25, index="critic")
         rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
         rows = rb.extend(episode(50, 0, 0, 6), lane=0)
         rb.update_priority(rows, torch.arange(6.0))
         before = bits_of(rb)
-        with pytest.raises(IncompatibleCheckpoint, match="alpha"):
+        with pytest.raises(IncompatibleCheckpoint, match="eps"):
             checkpointer(tmp_path, rb, ranks).restore()
         assert bits_of(rb) == before
 

@@ -19,6 +19,7 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from tests.samplers.prioritized import ALPHA, BETA, kinds, leaves, made
+from tests.statistics_of import counted
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ def along(storage, filled=2, alpha=2.0, **kwargs):
             rb.storage.settled(),
             leaves(rb).tolist(),
             sampler.default_priority,
-            rb.stats(),
+            counted(rb),
         ]
 
     return rb, state
