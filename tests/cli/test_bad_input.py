@@ -1,5 +1,6 @@
 """What commands answer to bad input: one sentence, the right exit code, and nothing changed. One table for all of them."""
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -261,8 +262,11 @@ def test_ctrl_c_while_it_looks(tmp_path):
     command = [sys.executable, "-c", code, "top", str(tmp_path / "store"), "--every", "0.1", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         first = json.loads(child.stdout.readline())
-        child.send_signal(signal.SIGINT)
-        _, complained = child.communicate(timeout=LIMIT_S)
+        for _ in range(5):  # one that comes while an object is finalized is lost: Python ignores what is raised there
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, complained = child.communicate(timeout=LIMIT_S / 4)
+                break
     assert (first["size"], first["problems"]) == (30, [])
     assert {"seconds", "inserts_per_s", "write_count"} <= first.keys()
     assert (child.returncode, complained) == (130, b"Interrupted.\n")
