@@ -115,6 +115,7 @@ struct Counters {
 /// did not count.
 struct MeterPage {
   static constexpr std::uint64_t kBuckets = 64;
+  static constexpr std::uint64_t kNoCurve = ~std::uint64_t{0};  // as interval: no points are noted
   alignas(64) Word inserted_before;  // rows written before the write count began again; may wrap
   Word inserted_mark, sampled_mark;  // rows inserted and sampled when the store was emptied last
   Word saved_ms;                     // when a checkpoint of the rows was saved last, on the clock of the day; 0: never

@@ -79,7 +79,7 @@ std::uint64_t Meter::sampled() const {
 void Meter::tick() const {
   const std::uint64_t ms = now_ms(), interval = ms / kIntervalMs;
   std::uint64_t seen = page_.interval.load(std::memory_order_relaxed);
-  if (seen == interval) [[likely]] return;
+  if (seen == interval || seen == MeterPage::kNoCurve) [[likely]] return;
   if (!page_.interval.compare_exchange_strong(seen, interval, std::memory_order_acq_rel)) return;
   const Waits waits(page_);
   CurvePoint& point = control_.curve()[page_.points.fetch_add(1, std::memory_order_acq_rel) % kCurvePoints];

@@ -35,6 +35,12 @@ inline engram::Geometry geometry(std::uint64_t lanes, std::uint64_t lane_length)
   return {lanes * lane_length, lanes, lane_length};
 }
 
+/// A store whose operations take the same instructions each time: at which of them a point of the curve falls, the clock says.
+inline void format_without_curve(const Blocks& blocks) {
+  engram::Control::format(blocks.control, blocks.geometry, 0);
+  blocks.view().meter_page().interval.store(engram::MeterPage::kNoCurve);
+}
+
 /// Every block an allocation of its own, exactly as large as it must be: the address sanitizer guards its ends. A field
 /// without bytes has no memory, as an empty tensor has none.
 class Heap : public Blocks {

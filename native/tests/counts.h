@@ -17,7 +17,7 @@ class Counted {
  public:
   Counted(std::uint64_t rows, std::uint64_t most)
       : pages_((8 << 20) + engram::Consumption::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8}) {
-    engram::Control::format(layout_.control, layout_.geometry, 0);
+    format_without_curve(layout_);
     counts_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Consumption::bytes(rows)};
     engram::Consumption::format(counts_, rows, most);
   }

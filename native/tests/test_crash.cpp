@@ -262,7 +262,7 @@ struct Stage {
 
   Stage(Geometry g, const Prepare& prepare, Operation what)
       : operation(std::move(what)), pages(1 << 18), blocks(pages.data(), g, row_bytes) {
-    Control::format(blocks.control, g, 0);
+    format_without_curve(blocks);
     Store store = blocks.open();
     prepare(store, blocks);
     before.assign(blocks.all.begin(), blocks.all.end());

@@ -56,7 +56,7 @@ struct World {
         tree(pages.data() + (1 << 20), Priorities::bytes(kGeometry.capacity, false)),
         alive(std::tmpfile()),
         board(*new (board_pages.data()) Board) {
-    Control::format(blocks.control, kGeometry, 0);
+    format_without_curve(blocks);
     blocks.view().lock_page().pid_namespace = pid_namespace();
     Priorities::format(tree, kGeometry.capacity, {0.5, 1.0, 1e-6, false});
   }

@@ -68,7 +68,7 @@ struct World {
   explicit World(std::uint64_t before)
       : pages(1 << 18), told_pages(sizeof(Told::Counts)), blocks(pages.data(), geometry(kLanes, kLength), kRowBytes),
         told(*reinterpret_cast<Told::Counts*>(told_pages.data())) {
-    Control::format(blocks.control, blocks.geometry, 0);
+    format_without_curve(blocks);
     Process first(*this, 3);
     for (std::uint64_t position = 0; position < before; position += 3) {
       const Request request{position, std::min<std::uint64_t>(3, before - position)};

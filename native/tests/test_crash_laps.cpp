@@ -43,7 +43,7 @@ struct Reader {
 
 struct Ring {
   Ring() : pages(1 << 20), blocks(pages.data(), geometry(kLanes, kLength), kRowBytes) {
-    Control::format(blocks.control, blocks.geometry, 0);
+    format_without_curve(blocks);
     store.emplace(blocks.open(0));
     for (const std::uint64_t lane : {0, 1}) {
       for (std::uint64_t k = 0; k < 6 - lane; ++k) append(lane, id_of_row(0, lane, k));

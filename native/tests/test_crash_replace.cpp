@@ -55,7 +55,7 @@ struct Copy {
 TEST(a_death_leaves_the_old_rows_none_or_the_new_ones) {
   SharedPages pages(1 << 16);
   const Layout blocks(pages.data(), g, row_bytes);
-  Control::format(blocks.control, g, 0);
+  format_without_curve(blocks);
   Store store = blocks.open(1);
   append_ids(store, blocks, 0, 5, 0x100);
   append_ids(store, blocks, 1, 2, 0x110);

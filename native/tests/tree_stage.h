@@ -117,7 +117,7 @@ void take_entry(const Control& control) { control.participant(0).state = 1; }
 
 struct Stage {
   explicit Stage(Operation what) : operation(std::move(what)), pages(kBytes), memory(pages.data()) {
-    Control::format(memory.blocks.control, sizes.geometry(), 0);
+    format_without_curve(memory.blocks);
     Priorities::format(memory.tree, sizes.capacity(), kConfig);
     Handle handle(memory, 0);
     append_ids(handle.store, memory.blocks, 0, sizes.length + 2, 0x1000);
