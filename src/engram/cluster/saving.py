@@ -40,10 +40,13 @@ class Board:
         #: Why nothing is told any more.
         self.broken = ""
 
-    def do(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
-        """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
+    def _check(self, key: str) -> None:
         if key != self.key or self.broken:
             raise RankFailed(self.broken or _AGAIN)
+
+    def do(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
+        """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
+        self._check(key)
         values, counters = self._values, self._counters
         match what, value:
             case "set", bytes():
@@ -62,8 +65,7 @@ class Board:
 
     def look(self, key: str, names: Sequence[str]) -> dict[str, bytes]:
         """What is set of some names. Raises as :meth:`do`."""
-        if key != self.key or self.broken:
-            raise RankFailed(self.broken or _AGAIN)
+        self._check(key)
         return {name: self._values[name] for name in names if name in self._values}
 
     def break_off(self, key: str, why: str) -> None:
