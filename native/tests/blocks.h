@@ -35,7 +35,8 @@ inline engram::Geometry geometry(std::uint64_t lanes, std::uint64_t lane_length)
   return {lanes * lane_length, lanes, lane_length};
 }
 
-/// A store whose operations take the same instructions each time: at which of them a point of the curve falls, the clock says.
+/// A store whose operations leave the same bytes by the same instructions each time: the clock says when a point of the curve is
+/// noted, so none is.
 inline void format_without_curve(const Blocks& blocks) {
   engram::Control::format(blocks.control, blocks.geometry, 0);
   blocks.view().meter_page().interval.store(engram::MeterPage::kNoCurve);
@@ -52,7 +53,7 @@ class Heap : public Blocks {
     for (const std::uint64_t bytes : row_bytes) {
       fields.push_back({bytes == 0 ? nullptr : allocate(g.capacity * bytes).data(), bytes});
     }
-    engram::Control::format(control, g, 0);
+    format_without_curve(*this);
   }
 
  private:

@@ -39,7 +39,7 @@ struct World {
     const std::uint64_t at = (blocks.all.size() + 63) / 64 * 64, bytes = Writers::bytes(kWriters);
     all = {pages.data(), at + bytes};
     table = {pages.data() + at, bytes};
-    Control::format(blocks.control, blocks.geometry, 0);
+    format_without_curve(blocks);
     Writers::format(table, kWriters);
   }
   void keep() { state.assign(all.begin(), all.end()); }

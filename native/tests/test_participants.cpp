@@ -27,7 +27,7 @@ namespace {
 /// What the processes of a test share.
 struct Place {
   Place() : pages(1 << 18), blocks(pages.data(), geometry(1, 4), {8}), file(std::tmpfile()) {
-    Control::format(blocks.control, blocks.geometry, 0);
+    format_without_curve(blocks);
     control().lock_page().pid_namespace = pid_namespace();
     words = reinterpret_cast<Word*>(pages.data() + (1 << 17));
   }

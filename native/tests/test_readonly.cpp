@@ -52,7 +52,7 @@ class Twice {
 struct World {
   World(Geometry g, const std::vector<std::uint64_t>& row_bytes)
       : theirs(pages.written, g, row_bytes), ours(pages.read, g, row_bytes) {
-    Control::format(theirs.control, g, 0);
+    format_without_curve(theirs);
   }
   Store reader(bool abandoned = false) const {
     Control control = ours.view();

@@ -234,7 +234,9 @@ TEST(appends_to_tiny_rings_never_show_a_torn_row) {
     crew.add([&] { d.append_by_lane(d.dice.in(1, 6)); });
     crew.add([&] { r.read_some(); });
     crew.add([&] { s.read_some(); });
+    crew.add([&] { store.control().meter_page().interval.store(0); });  // and points of the curve are noted all the time
     crew.work_for(700ms, [&] { return r.read + s.read > 1000; });
+    EXPECT(store.control().meter_page().points.load() > 0);
     check_history(heap, store, {&a, &b, &c, &d}, {&r, &s});
     EXPECT_EQ(store.control().size(), store.control().capacity());
     EXPECT(store.holes().empty());

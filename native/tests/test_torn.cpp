@@ -112,7 +112,7 @@ TEST(no_read_that_is_accepted_is_torn) {
     constexpr std::uint64_t kWriters = 3, kReaders = 2;
     SharedPages pages(1 << 20), tally_pages(sizeof(Tally));
     const Layout blocks(pages.data(), geometry(ring.lanes, ring.length), ring.row_bytes);
-    Control::format(blocks.control, blocks.geometry, 0);
+    format_without_curve(blocks);
     auto& tally = *new (tally_pages.data()) Tally;
     {
       Store store = blocks.open();
