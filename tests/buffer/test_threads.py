@@ -295,8 +295,9 @@ class Interrupted(threading.Thread):
     def interrupt(self):
         while not self._armed and not self.errors:
             time.sleep(0)
-        self._armed, before, calls = False, self.interrupts, self.calls
+        self._armed, before = False, self.interrupts
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
+        calls = self.calls  # of two calls that begin from now on, one gets it
         while self.interrupts == before and not self.errors:
             if self.calls > calls + 1:  # it was lost
                 self._armed = True
