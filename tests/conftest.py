@@ -17,8 +17,9 @@ settings.load_profile("engram")
 
 
 def pytest_configure(config):
-    """Ctrl-C reaches tests that send it, also where pytest runs in the background of a shell, which lets it ignore that."""
+    """Ctrl-C reaches tests that send it, also where pytest runs in the background of a shell, which lets it ignore or block that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         interpreter.share()
 

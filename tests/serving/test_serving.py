@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ import engram
 from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.remote import commands
 from engram.remote.addresses import address_of, addresses_of, token_in
-from engram.serving.listening import listening
+from engram.serving.listening import Listening, listening
+from engram.serving.run import run
 from engram.serving.server import Server
 from engram.serving.service import Service
 from tests import fresh
@@ -192,13 +194,53 @@ def test_the_command_line_serves_until_it_is_interrupted(store, tmp_path):
     assert gone.wait() == 1
     assert "no server answered" in gone.err
     (tmp_path / "empty").mkdir()
+    other = socket.create_server(("127.0.0.1", 0))
+    taken = f"127.0.0.1:{other.getsockname()[1]}"
     for arguments, status, said in (
         (["serve", str(store), "--listen", "127.0.0.1:0"], 1, "expected a token"),
+        (
+            ["serve", str(store), "--listen", taken, "--insecure"],
+            1,
+            rf"\nError: serve: grpc://{taken}: cannot listen there",
+        ),
+        (["serve", str(store), "--metrics", taken], 1, rf"^Error: {taken}: address already in use\.$"),
         (["serve", str(tmp_path / "empty")], 2, "or a store, found none"),
     ):
         refused = fresh.start(code, arguments=arguments)
         assert refused.wait() == status
         assert re.search(said, refused.err), refused.err
+    other.close()
+
+
+@pytest.mark.parametrize("fails", ["opening", "showing", "listening", "telling"])
+def test_serving_that_fails_leaves_the_process_as_it_was(store, tmp_path, monkeypatch, fails):
+    """Programs that it starts later would inherit blocked signals, and never hear of Ctrl-C."""
+    closed = []
+    monkeypatch.setattr(ReplayBuffer, "close", lambda self, close=ReplayBuffer.close: closed.append(close(self)))
+
+    def act(name):
+        if name == fails:
+            raise OSError(f"while {name}")
+
+    place = tmp_path / "none" / "socket" if fails == "listening" else tmp_path / "socket"
+    at = Listening(address_of(f"unix:{place}", "test"), b"", None)
+    signals, files = signal.pthread_sigmask(signal.SIG_BLOCK, []), os.umask(0o22)
+    try:
+        with pytest.raises(
+            OSError, match={"opening": "expected", "listening": "cannot listen there"}.get(fails, fails)
+        ):
+            run(
+                tmp_path / "nothing" if fails == "opening" else store,
+                at,
+                lambda address: act("telling"),
+                lambda rb: act("showing"),
+            )
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == signals
+        assert not signals & {signal.SIGINT, signal.SIGTERM}
+        assert len(closed) == (fails != "opening")
+    finally:
+        left = os.umask(files)
+    assert left == 0o22
 
 
 def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, monkeypatch):

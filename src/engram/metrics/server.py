@@ -34,7 +34,10 @@ class MetricsServer:
     def __init__(self, buffers: Mapping[str, HasStats], at: Address) -> None:
         registry = CollectorRegistry()
         registry.register(Collector(buffers))
-        self._http = _Http(at, registry)
+        try:
+            self._http = _Http(at, registry)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, at.place) from error
         self._at = at._replace(port=self._http.server_port)
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(_LOOK_S,), name="engram-metrics", daemon=True
