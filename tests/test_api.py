@@ -30,6 +30,8 @@ MODULES = sorted(
 )
 
 NAMES = [
+    "ActionChunkTransform",
+    "CatFrames",
     "Changes",
     "Checkpointer",
     "Compose",

@@ -38,6 +38,7 @@ from engram.errors import RowError as RowError
 from engram.errors import StoreInUse as StoreInUse
 from engram.errors import UncleanStore as UncleanStore
 from engram.errors import WriterStalled as WriterStalled
+from engram.expanders import CatFrames as CatFrames
 from engram.expanders import FinalObservations as FinalObservations
 from engram.expanders import FrameStack as FrameStack
 from engram.expanders import NextFromFollowing as NextFromFollowing
@@ -75,6 +76,7 @@ from engram.storages import Storage as Storage
 from engram.storages import TensorStorage as TensorStorage
 from engram.trajectories import DEFAULT_DONE_KEYS as DEFAULT_DONE_KEYS
 from engram.trajectories import find_start_stop_traj as find_start_stop_traj
+from engram.transforms import ActionChunkTransform as ActionChunkTransform
 from engram.transforms import Compose as Compose
 from engram.transforms import DeviceCastTransform as DeviceCastTransform
 from engram.transforms import DoubleToFloat as DoubleToFloat

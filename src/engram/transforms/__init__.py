@@ -11,8 +11,10 @@ from engram.transforms.compose import Compose
 from engram.transforms.keys import ExcludeTransform, RenameTransform, SelectTransform
 from engram.transforms.scaling import ObservationNorm, RewardScaling
 from engram.transforms.vecnorm import VecNorm
+from engram.transforms.windows import ActionChunkTransform
 
 __all__ = [
+    "ActionChunkTransform",
     "Compose",
     "DTypeCastTransform",
     "DeviceCastTransform",

@@ -1,0 +1,140 @@
+"""What transforms of windows share: the steps around each step. Chunks of actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engram._checks import check_count
+from engram.transforms._base import Transform, entry, find, path_of, put, shallow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.transforms._base import Key
+
+
+class Windows(NamedTuple):
+    """Of each step ``[*batch, T]`` the ``n`` steps around it, oldest first."""
+
+    #: ``[*batch, T, n]``: numbers of steps. Steps outside the trajectory are replaced by its nearest one.
+    steps: Tensor
+    #: ``[*batch, T, n]``: how far a step lies outside the trajectory; 0 inside.
+    beyond: Tensor
+
+    @classmethod
+    def of(cls, ends: Tensor, n: int, future: bool) -> Windows:
+        """``ends``: bool ``[*batch, T]``. The windows end with their step, or begin with it."""
+        at = torch.arange(ends.shape[-1], device=ends.device)
+        around = at.unsqueeze(-1) + torch.arange(n, device=ends.device)
+        if future:
+            is_last = ends.clone()
+            is_last[..., -1:] = True
+            last = torch.where(is_last, at, len(at)).flip(-1).cummin(-1).values.flip(-1).unsqueeze(-1)
+            return cls(torch.minimum(around, last), (around - last).clamp_min(0))
+        is_first = torch.ones_like(ends)
+        is_first[..., 1:] = ends[..., :-1]
+        first = torch.where(is_first, at, 0).cummax(-1).values.unsqueeze(-1)
+        around = around - (n - 1)
+        return cls(torch.maximum(around, first), (first - around).clamp_min(0))
+
+    def read(self, value: Tensor) -> Tensor:
+        """``[*batch, T, *shape]`` as ``[*batch, T, n, *shape]``."""
+        return _of_steps(value, self.steps)
+
+
+def _of_steps(value: Tensor, steps: Tensor) -> Tensor:
+    """``value`` ``[*batch, T, *shape]`` at steps ``[*batch, T, n]``."""
+    dims = steps.ndim - 1
+    rows = value.reshape(-1, *value.shape[dims - 1 :])
+    lane = torch.arange(len(rows), device=steps.device).reshape(-1, 1, 1)
+    return rows[lane, steps.reshape(len(rows), *steps.shape[-2:])].reshape(*steps.shape, *value.shape[dims:])
+
+
+def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | None:
+    """The end flags under ``("next", key)``, one per step; None if there are none. Raises ``ValueError``: they do not fit."""
+    found = None if key is None else find(data, ("next", *path_of(key)))
+    if found is None:
+        return None
+    flags = torch.as_tensor(found).to(torch.bool)
+    if flags.ndim < dims:
+        raise ValueError(
+            f"{name}: ('next', {key!r}): expected a flag for each of the {dims} dimensions of the batch, got {list(flags.shape)}."
+        )
+    return flags.reshape(*flags.shape[:dims], -1).any(-1)
+
+
+class ActionChunkTransform(Transform):
+    """Gives each step of a window its action and the ``chunk_size - 1`` actions after it: what a policy of chunks learns. TorchRL's.
+
+    Actions ``[*batch, T, A]`` become ``[*batch, T, chunk_size, A]`` under ``chunk_key``. After the window and after an end
+    ``("next", done_key)`` the last action is repeated; ``pad_key``, bool ``[*batch, T, chunk_size]``, says where.
+
+    Args:
+        chunk_size: number of actions, at least 1.
+        action_key, chunk_key, pad_key: the entries.
+        time_dim: the dimension of time in the actions, negative: -2 for ``[…, T, A]``.
+        done_key: the end flag beside the next observation. None, or where there is none: a window is one trajectory.
+
+    Raises:
+        ValueError: ``chunk_size`` is less than 1 or ``time_dim`` not negative; on use: actions without that dimension.
+        KeyError: on use: there are no actions.
+
+    (Zhao et al. 2023, "Learning fine-grained bimanual manipulation with low-cost hardware".)
+
+    >>> import torch
+    >>> from engram import ActionChunkTransform
+    >>> batch = ActionChunkTransform(3)({"action": torch.arange(4.0).reshape(1, 4, 1)})
+    >>> batch["vla_action"]["chunk"][0, :, :, 0].tolist()
+    [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
+    >>> batch["action_is_pad"][0, 2].tolist()
+    [False, False, True]
+    """
+
+    writes = False
+
+    def __init__(
+        self,
+        chunk_size: int,
+        *,
+        action_key: Key = "action",
+        chunk_key: Key = ("vla_action", "chunk"),
+        pad_key: Key = "action_is_pad",
+        time_dim: int = -2,
+        done_key: Key | None = "done",
+    ) -> None:
+        self.chunk_size = check_count("ActionChunkTransform: chunk_size", chunk_size)
+        if time_dim >= 0:
+            raise ValueError(
+                f"ActionChunkTransform: time_dim: expected a negative number, counted from the last dimension, got {time_dim}."
+            )
+        self.action_key, self.chunk_key, self.pad_key = action_key, chunk_key, pad_key
+        self.time_dim, self.done_key = time_dim, done_key
+
+    def forward(self, data: object) -> object:
+        """Add the chunks and the mask to a batch of windows. What it is given stays as it is; other entries are not copied.
+
+        >>> import torch
+        >>> from engram import ActionChunkTransform
+        >>> window = {"action": torch.arange(3.0).reshape(1, 3, 1), "next": {"done": torch.tensor([[True, False, False]])}}
+        >>> ActionChunkTransform(2).forward(window)["vla_action"]["chunk"][0, :, :, 0].tolist()
+        [[0.0, 0.0], [1.0, 2.0], [2.0, 2.0]]
+        """
+        made = shallow(data, "ActionChunkTransform")
+        actions = torch.as_tensor(entry(data, self.action_key, "ActionChunkTransform"))
+        dims = actions.ndim + self.time_dim + 1
+        if dims < 1:
+            raise ValueError(
+                f"ActionChunkTransform: expected actions with a dimension {self.time_dim} of time, got shape {list(actions.shape)}."
+            )
+        ends = ends_of(data, self.done_key, dims, "ActionChunkTransform")
+        if ends is None:
+            ends = torch.zeros(actions.shape[:dims], dtype=torch.bool, device=actions.device)
+        windows = Windows.of(ends, self.chunk_size, future=True)
+        put(made, self.chunk_key, windows.read(actions))
+        put(made, self.pad_key, windows.beyond > 0)
+        return made
+
+    def __repr__(self) -> str:
+        return f"ActionChunkTransform({self.chunk_size})"
