@@ -125,3 +125,25 @@ def test_a_collector_that_writes_a_fake_row():
     assert rb.write_count == 40
     assert "_reset" not in rb[:].keys()
     rb.close()
+
+
+@pytest.mark.parametrize("whole_batches", [True, False])
+@pytest.mark.parametrize("buffer", [uniform, prioritized])
+def test_a_collector_of_one_process(buffer, whole_batches):
+    rb = buffer(LazyTensorStorage(1000))
+    collector = collectors.Collector(
+        Counting(),
+        RandomPolicy(Counting().action_spec),
+        frames_per_batch=20,
+        total_frames=60,
+        replay_buffer=rb,
+        extend_buffer=whole_batches,
+    )
+    try:
+        assert list(collector) == [None] * 3  # rows are in the buffer
+    finally:
+        collector.shutdown()
+    rows = rb[:]
+    assert rb.write_count == len(rb) == 60
+    assert (rows["next", "observation"] == rows["observation"] + 1).all()
+    assert rb.sample().batch_size == (16,)
