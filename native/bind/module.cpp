@@ -20,6 +20,7 @@
 #include "consumption.h"
 #include "epoch.h"
 #include "expand.h"
+#include "groups.h"
 #include "hold.h"
 #include "intake.h"
 #include "memory.h"
@@ -140,6 +141,7 @@ NB_MODULE(_core, m) {
   engram::bind_store(m);
   engram::bind_epoch(m);
   engram::bind_consumption(m);
+  engram::bind_groups(m);
   engram::bind_usage(m);
   engram::bind_versions(m);
   engram::bind_priorities(m);

@@ -54,6 +54,7 @@ from engram.ranks import Ranks as Ranks
 from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler
 from engram.samplers import PrioritizedSliceSampler as PrioritizedSliceSampler
+from engram.samplers import PromptGroupSampler as PromptGroupSampler
 from engram.samplers import RandomSampler as RandomSampler
 from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
 from engram.samplers import SliceSampler as SliceSampler

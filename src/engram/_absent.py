@@ -35,7 +35,6 @@ _INSTEAD = {
         ),
         _LAYOUTS,
     ),
-    "PromptGroupSampler": "A sampler of your own draws groups of rows: docs/guide.md shows one in five methods.",
     "StreamingSliceSampler": "SliceSampler(window=…, online=True) begins each batch with the newest windows.",
     "RemoteTensorDictReplayBuffer": "RayReplayBuffer and ReplayBuffer.connect reach rows on other machines.",
     "StoreStorage": "engram serve hands a directory store to other machines.",

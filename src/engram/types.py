@@ -340,6 +340,10 @@ class SampledStorage(Protocol):
         """Rows at most."""
 
     @property
+    def ndim(self) -> int:
+        """Dimensions of the data that make one row each."""
+
+    @property
     def initialized(self) -> bool:
         """Whether anything was ever written."""
 

@@ -249,8 +249,9 @@ class ReadPath:
                 expected = storage.tickets_of(fresh.rows) if expected is None else expected
                 tickets[places] = expected
             values, still = storage.read(fresh.rows, expected)
-            storage.patch(columns, moved, values)
-            moved = [moved[i] for i in still]
+            again = places.tolist()
+            storage.patch(columns, again, values)
+            moved = [again[i] for i in still]
         return Draw(redraw.rows, tickets, redraw.info)
 
 

@@ -134,7 +134,7 @@ class Expansion:
                     raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
                 places, fresh = redraw.again(moved)
                 read, still, waiting = self.read(fresh)
-                moved = _patch(tensors, places, read, moved, still)
+                moved = _patch(tensors, places, read, places.tolist(), still)
             rows, info = redraw.rows, redraw.info
         self.stack(tensors)
         return tensors, rows, info

@@ -5,6 +5,7 @@ from engram.samplers.consuming import ConsumingSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prioritized_slices import PrioritizedSliceSampler
+from engram.samplers.prompt_groups import PromptGroupSampler
 from engram.samplers.slices import SliceSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.staleness import StalenessAwareSampler
@@ -16,6 +17,7 @@ __all__ = [
     "ConsumingSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "PromptGroupSampler",
     "RandomSampler",
     "SamplerWithoutReplacement",
     "SliceSampler",
@@ -35,6 +37,7 @@ KNOWN = {
         SamplerWithoutReplacement,
         PrioritizedSampler,
         PrioritizedSliceSampler,
+        PromptGroupSampler,
         SliceSampler,
         SliceSamplerWithoutReplacement,
         StalenessAwareSampler,

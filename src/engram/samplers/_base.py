@@ -54,6 +54,14 @@ class DeclaredSampler(Component):
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
 
+    def places_again(self, moved: list[int], n: int) -> list[int]:
+        """Which of the ``n`` places of a draw are drawn again where the rows of some moved: they alone."""
+        return moved
+
+    def draw_again(self, extent: Extent, rows: Tensor, places: Tensor, key: int) -> Draw:
+        """Others for some places of a draw, which had these rows."""
+        return self.draw(extent, len(places), key)
+
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn; raises to refuse it."""
 

@@ -14,7 +14,8 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.types import Info, SampledStorage, Sampler
+    from engram.samplers._base import DeclaredSampler
+    from engram.types import Info, SampledStorage
 
 
 class Redraw:
@@ -33,7 +34,7 @@ class Redraw:
         self,
         storage: SampledStorage,
         draw: Draw,
-        source: Sampler | None,
+        source: DeclaredSampler | None,
         key: int | None,
         call: str = "sample",
         detail: str = "",
@@ -47,7 +48,7 @@ class Redraw:
         self._call, self._detail = call, detail
 
     def again(self, moved: list[int]) -> tuple[Tensor, Draw]:
-        """The places of rows that moved, and what to read there.
+        """The places of rows that moved, and of those that are drawn together with them; and what to read there.
 
         Raises:
             RowError: a row that was named holds nothing any more.
@@ -59,16 +60,17 @@ class Redraw:
         if extent.size == 0:
             raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
         retries.again(self.rows, moved, self._detail, call)
-        places = torch.tensor(moved, device="cpu")
         key = None if self._key is None else retries.key_of(self._key)
         if self._source is not None and key is not None:
-            fresh = self._source.draw(extent, len(moved), key)
+            places = torch.tensor(self._source.places_again(moved, len(self.rows)), device="cpu")
+            fresh = self._source.draw_again(extent, self.rows, places, key)
             self.rows[places] = fresh.rows
             for name, value in fresh.info.items():
                 known = self.info.get(name)
                 if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
                     known[places.to(known.device)] = value
             return places, fresh
+        places = torch.tensor(moved, device="cpu")
         gone = places[storage.hold_nothing(self.rows[places])]
         if len(gone):  # their writer died meanwhile
             if key is None:

@@ -1,0 +1,305 @@
+"""Groups of rows that share a key, such as the answers to one prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+
+from engram._checks import check_count
+from engram._words import warn
+from engram.errors import EMPTY, NoSampleable
+from engram.field_paths import checked_path, public
+from engram.groups import GroupIndex
+from engram.retries import Retries
+from engram.samplers._base import NativeSampler, check_drawable
+from engram.samplers.by_reward import chosen_rows
+from engram.store import check_index_name
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.field_paths import FieldPath
+    from engram.groups import Members
+    from engram.types import Extent, SampledStorage
+
+_STRATEGIES = ("random", "recency", "reward", "variance")
+
+
+class PromptGroupSampler(NativeSampler):
+    """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
+
+    A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice. Where
+    there are fewer groups than that, or a group has too few rows, all come, the others are drawn among them again, and there is one
+    warning.
+
+    Which rows a group has, every write keeps, of all threads and processes and whatever its sampler: in memory of the storage, under
+    the name ``index``. Edits of the key, overwritten rows and rows that were lost with their writer are out of their group at once. No
+    draw looks through the rows.
+
+    Args:
+        num_groups: different groups of a batch. The rows of each follow from the batch size.
+        samples_per_group: rows of each group; their number follows. Give exactly one of the two.
+        group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``.
+        strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
+            edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;
+            ``"variance"``, the rows whose rewards have the largest variance, and of equal ones the largest sum, in ascending order.
+        reward_key: the field with the rewards that the last two compare: the mean of its entries.
+        cache_groups: without effect: groups are never out of date.
+        index: samplers by different keys need different names.
+
+    Raises:
+        TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage. ValueError: a count below 1, another strategy;
+            when a batch is drawn: its size is no multiple of the count.
+        NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
+        KeyError (when drawing): no such field. TypeError: its content is no key, or rewards are no real numbers.
+        ValueError (when drawing): rewards that are not finite.
+        IncompatibleStore (when drawing): the storage's index of that name has groups by another field.
+        NoSampleable (when drawing): no row (a ``RuntimeError``).
+
+    Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
+    read and sorted. Each row written costs O(log rows). Memory: 36 bytes and the key per row of the storage.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
+    >>> from tensordict import TensorDict
+    >>> rb = TensorDictReplayBuffer(
+    ...     storage=LazyTensorStorage(100), sampler=PromptGroupSampler(num_groups=2, strategy="reward"), batch_size=4
+    ... )
+    >>> _ = rb.extend(
+    ...     TensorDict(
+    ...         {"query": torch.arange(12) // 4, ("next", "reward"): torch.arange(12.0)}, batch_size=[12]
+    ...     )
+    ... )
+    >>> batch = rb.sample()
+    >>> (batch["next", "reward"] % 4).reshape(2, 2).tolist()  # the two best of each group
+    [[3.0, 2.0], [3.0, 2.0]]
+    """
+
+    noted = ("num_groups", "samples_per_group", "group_key", "strategy", "reward_key", "cache_groups")
+
+    def __init__(
+        self,
+        *,
+        num_groups: int | None = None,
+        samples_per_group: int | None = None,
+        group_key: str | FieldPath = "query",
+        strategy: Literal["random", "recency", "reward", "variance"] = "random",
+        reward_key: str | FieldPath = ("next", "reward"),
+        cache_groups: bool = True,
+        index: str = "main",
+    ) -> None:
+        name = "PromptGroupSampler"
+        if (num_groups is None) == (samples_per_group is None):
+            raise TypeError(
+                f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
+                f"samples_per_group={samples_per_group}. The other one follows from the batch size."
+            )
+        if strategy not in _STRATEGIES:
+            raise ValueError(f"{name}: strategy: expected one of {_STRATEGIES}, got {strategy!r}.")
+        check_index_name(index, f"{name}: index")
+        self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
+        self.samples_per_group = (
+            None if samples_per_group is None else check_count(f"{name}: samples_per_group", samples_per_group)
+        )
+        self._key = checked_path(group_key, f"{name}: group_key")
+        self._reward = checked_path(reward_key, f"{name}: reward_key")
+        self.strategy = strategy
+        self.cache_groups = cache_groups
+        self.index_name = index
+        self._warned = False
+        self._storage: SampledStorage | None = None
+        self._index: GroupIndex | None = None
+
+    @property
+    def group_key(self) -> str | FieldPath:
+        """The field that says which group a row is in."""
+        return public(self._key)
+
+    @property
+    def reward_key(self) -> str | FieldPath:
+        """The field with the rewards."""
+        return public(self._reward)
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are now; 0 before a buffer has it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> sampler = PromptGroupSampler(num_groups=1, group_key="prompt")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler, batch_size=2)
+        >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9]), "x": torch.zeros(3)})
+        >>> sampler.groups
+        2
+        """
+        index = self._current()
+        return 0 if index is None else index.core.groups
+
+    # ---- where the groups are ------------------------------------------------------------------------------------------
+
+    def bind(self, storage: SampledStorage) -> None:
+        """Meet the storage whose rows are drawn. Raises as the class says."""
+        if storage is not self._storage:
+            self._check(storage)
+            self._storage, self._index = storage, None
+
+    @staticmethod
+    def _check(storage: SampledStorage) -> None:
+        kind = type(storage).__name__
+        if not storage.traits.has_fields:
+            raise TypeError(
+                f"PromptGroupSampler: expected a tensor storage, whose rows have a field that says their group, got a {kind}. Use "
+                "LazyTensorStorage or LazyMemmapStorage."
+            )
+        if storage.ndim > 1:
+            raise NotImplementedError(
+                f"PromptGroupSampler: expected a storage with ndim=1, whose rows are in groups one by one, got ndim={storage.ndim}."
+            )
+
+    def _attached(self) -> GroupIndex | None:
+        """The groups; None while nothing was ever written."""
+        storage = self._storage
+        if self._index is None and storage is not None and not storage.closed and storage.memory is not None:
+            store = storage.memory
+            if not store.is_native:
+                raise TypeError(
+                    f'PromptGroupSampler: expected rows on the CPU, got rows on {store.device}. Use a storage with device="cpu", and a '
+                    "DeviceLoader for batches on an accelerator."
+                )
+            self._index = GroupIndex.of_store(store, self.index_name, self._key)
+        return self._index
+
+    def _current(self) -> GroupIndex | None:
+        """The groups as they are now, also of a store that this process only reads."""
+        index = self._attached()
+        if index is not None:
+            assert self._storage is not None  # it has groups
+            assert self._storage.memory is not None
+            if self._storage.memory.readonly:
+                index.core.catch_up()
+        return index
+
+    def moved(self) -> None:
+        self._index = None
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        check_drawable(extent.size)
+        groups, each = self._shape(batch_size)
+        return self._drawn(groups, each, key, _NO_ROWS)
+
+    def places_again(self, moved: list[int], n: int) -> list[int]:
+        """All places of the groups that have lost a row: a group is drawn as a whole."""
+        each = self._shape(n)[1]
+        return [first + i for first in sorted({place // each * each for place in moved}) for i in range(each)]
+
+    def draw_again(self, extent: Extent, rows: Tensor, places: Tensor, key: int) -> Draw:
+        check_drawable(extent.size)
+        each = self._shape(len(rows))[1]
+        left = torch.ones(len(rows), dtype=torch.bool, device="cpu")
+        left[places] = False
+        return self._drawn(len(places) // each, each, key, rows[left].contiguous())
+
+    def _shape(self, batch_size: int) -> tuple[int, int]:
+        """Groups of a batch, and rows of each. Raises ``ValueError``: the size is no multiple of what is given."""
+        name, given = (
+            ("num_groups", self.num_groups) if self.num_groups else ("samples_per_group", self.samples_per_group)
+        )
+        assert given is not None  # one of them is
+        if batch_size % given:
+            raise ValueError(
+                f"sample: expected a batch size that is a multiple of {name}={given}, so that all groups are equally large, got "
+                f"{batch_size}. Use {max(batch_size // given, 1) * given}, or another {name}."
+            )
+        return (given, batch_size // given) if self.num_groups else (batch_size // given, given)
+
+    def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> Draw:
+        """Rows of some groups. ``without``: rows whose groups the batch has already."""
+        index = self._current()
+        if self.strategy in ("random", "recency"):
+            found = (
+                None
+                if index is None
+                else index.draw(key, groups, each, newest=self.strategy == "recency", without=without)
+            )
+        else:
+            found = None if index is None else self._by_reward(index, key, groups, each, without)
+        if found is None:
+            raise NoSampleable(EMPTY)
+        rows, tickets, repeated = found
+        if repeated and not self._warned:
+            self._warned = True
+            warn(
+                f"PromptGroupSampler: expected {groups} groups of {each} rows or more, got fewer groups, or smaller ones: some rows come "
+                "more than once in a batch. Add data, or lower num_groups or samples_per_group."
+            )
+        return Draw(rows, tickets)
+
+    def _by_reward(
+        self, index: GroupIndex, key: int, groups: int, each: int, without: Tensor
+    ) -> tuple[Tensor, Tensor, bool] | None:
+        """The rows of some groups whose rewards are wanted, as :meth:`GroupIndex.draw`. What moves meanwhile is not compared."""
+        retries = Retries()
+        while True:
+            found = index.members(retries.key_of(key), groups, without)
+            if found is None:
+                return None
+            rewards, moved = self._rewards(found)
+            if moved:
+                found, rewards = _without(found, rewards, moved)
+            if bool((found.sizes > 0).all()):
+                break
+            retries.again(found.rows, [0] if len(found.rows) else [])
+        places, repeated = chosen_rows(rewards, found.sizes, each, spread=self.strategy == "variance", key=key)
+        return found.rows[places], found.tickets[places], repeated or found.repeated
+
+    def _rewards(self, found: Members) -> tuple[Tensor, list[int]]:
+        """float64 ``[n]``: of each row, and which of them moved."""
+        assert self._storage is not None  # it has groups
+        try:
+            values, moved = self._storage.field(self._reward, found.rows, found.tickets)
+        except KeyError as error:
+            raise KeyError(
+                f"sample: expected rows with the field {self.reward_key!r}, by which strategy={self.strategy!r} compares them: "
+                f"{error.args[0]} Store it with every row, or name another field: reward_key=…."
+            ) from error
+        given = cast("Tensor", values)
+        if given.is_complex() or not given[:1].numel():
+            raise TypeError(
+                f"sample: {self.reward_key!r}: expected rewards that are real numbers, got {given.dtype} {list(given.shape[1:])}."
+            )
+        rewards = given.to("cpu", torch.float64).reshape(len(found.rows), -1).mean(-1)
+        if moved:
+            rewards[moved] = 0
+        wrong = rewards.isfinite().logical_not_().nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"sample: {self.reward_key!r}: expected finite rewards, got {float(rewards[row])} in row {int(found.rows[row])}. Store "
+                'another number there, or use strategy="random".'
+            )
+        return rewards, moved
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, object]:
+        return {**super().config(), "index": self.index_name}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_storage": None, "_index": None}
+
+
+def _without(found: Members, rewards: Tensor, moved: list[int]) -> tuple[Members, Tensor]:
+    """The same without some places."""
+    whole = torch.ones(len(found.rows), dtype=torch.bool, device="cpu")
+    whole[moved] = False
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), whole.cumsum(0)])
+    stops = found.sizes.cumsum(0)
+    sizes = ends[stops] - ends[stops - found.sizes]
+    return found._replace(rows=found.rows[whole], tickets=found.tickets[whole], sizes=sizes), rewards[whole]
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
