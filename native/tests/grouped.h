@@ -1,0 +1,88 @@
+// Groups beside a store, in memory that children share.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "blocks.h"
+#include "core/groups.h"
+#include "core/store.h"
+#include "expect.h"
+
+/// Rows by their key.
+using Parts = std::map<std::uint64_t, std::set<std::int64_t>>;
+
+/// A store of one lane with rows of a word and a key, and the groups of these keys.
+class Grouped {
+ public:
+  explicit Grouped(std::uint64_t rows)
+      : pages_((8 << 20) + engram::Groups::bytes(rows, 8)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
+    format_without_curve(layout_);
+    groups_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Groups::bytes(rows, 8)};
+    engram::Groups::format(groups_, rows, 1, 8);
+  }
+  const Blocks& blocks() const { return layout_; }
+  std::span<std::byte> groups() const { return groups_; }
+
+ private:
+  SharedPages pages_;
+  Layout layout_;
+  std::span<std::byte> groups_;
+};
+
+/// A process that uses both.
+struct Grouping {
+  explicit Grouping(const Grouped& shared, std::uint64_t participant = 0)
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, store.field(1)) {
+    store.attach(index);
+  }
+  void append(const std::vector<std::uint64_t>& keys) {
+    const std::byte* columns[] = {reinterpret_cast<const std::byte*>(keys.data()), reinterpret_cast<const std::byte*>(keys.data())};
+    store.append(0, keys.size(), columns, nullptr);
+  }
+  /// Another key for live rows.
+  void edit(const std::vector<std::int64_t>& rows, const std::vector<std::uint64_t>& keys) {
+    const std::uint64_t which = 1;
+    const auto* column = reinterpret_cast<const std::byte*>(keys.data());
+    store.scatter(rows.data(), rows.size(), {&which, 1}, {&column, 1}, false);
+  }
+  /// What the store's rows say.
+  Parts stored() const {
+    Parts parts;
+    for (std::uint64_t row = 0; row < control.capacity(); ++row) {
+      if (!engram::is_committed(control.word(row).load())) continue;
+      std::uint64_t key = 0;
+      std::memcpy(&key, store.field(1).row(row), 8);
+      parts[key].insert(static_cast<std::int64_t>(row));
+    }
+    return parts;
+  }
+  /// What the index says, all groups once.
+  Parts noted(std::uint64_t draw = 1) {
+    const auto all = index.draw_members(draw, index.groups(), {});
+    Parts parts;
+    std::size_t at = 0;
+    for (const std::int64_t size : all.sizes) {
+      std::set<std::int64_t> rows;
+      std::uint64_t key = 0;
+      for (std::int64_t i = 0; i < size; ++i, ++at) {
+        if (i > 0) EXPECT(all.numbers[at] > all.numbers[at - 1]);
+        rows.insert(all.rows[at]);
+        std::memcpy(&key, store.field(1).row(static_cast<std::uint64_t>(all.rows[at])), 8);
+      }
+      EXPECT_EQ(rows.size(), static_cast<std::size_t>(size));
+      EXPECT(!parts.contains(key));
+      parts[key] = rows;
+    }
+    return parts;
+  }
+
+  engram::Store store;
+  engram::Control control;
+  engram::Groups index;
+};
