@@ -74,6 +74,7 @@ NAMES = [
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PriorityError",
+    "PromptGroupSampler",
     "RandomSampler",
     "RankFailed",
     "Ranks",

@@ -66,7 +66,7 @@ class Groups::Lock {
     const bool redo = self.header_->redo.load(std::memory_order_relaxed) != 0;
     if (!missed && !redo) [[likely]] return;
     let_go();
-    redo ? self.make_anew() : self.look_at_all();
+    redo ? self.rebuild() : self.look_at_all();
   } catch (const Stalled&) {
     self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
   }
@@ -304,7 +304,7 @@ void Groups::look_at_all() {
   change.done();
 }
 
-void Groups::make_anew() {
+void Groups::rebuild() {
   header_->redo.store(1, std::memory_order_relaxed);  // until it is done, if this process dies, too
   std::atomic_signal_fence(std::memory_order_seq_cst);
   std::fill_n(numbers_, rows_, 0);
@@ -316,7 +316,7 @@ void Groups::make_anew() {
 
 void Groups::put_in_order() {
   const Lock guard(*this);
-  make_anew();
+  rebuild();
 }
 
 void Groups::scan(std::uint64_t begin, std::uint64_t end) {
@@ -466,7 +466,7 @@ void Groups::lost(const std::int64_t* rows, std::uint64_t n) { written(rows, n, 
 
 void Groups::emptied() {
   const Lock guard(*this, 1);
-  make_anew();
+  rebuild();
 }
 
 void Groups::after_fork() {

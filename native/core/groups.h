@@ -6,7 +6,7 @@
 // The rows of a group are a search tree by ticket number, the oldest first; its shape follows from which rows are in it, as the
 // priority of a node is a hash of its row (Seidel and Aragon, "Randomized search trees", 1996). The row at the root stands for the
 // group in the set of all groups. So what is drawn follows from the rows, their numbers and keys alone, however they came there.
-// Groups are found by a hash of their key. All of it follows from the rows: what a process that died left half done is made anew.
+// Groups are found by a hash of their key. All of it follows from the rows: what a process that died left half done is rebuilt.
 #pragma once
 
 #include <cstddef>
@@ -95,7 +95,7 @@ class Groups : public Index {
   void after_fork();
 
  private:
-  /// Held for every look; makes anew what a dead holder left half done.
+  /// Held for every look; rebuilds what a dead holder left half done.
   class Lock;
   /// Around every change, noted in the memory.
   class Change;
@@ -129,7 +129,7 @@ class Groups : public Index {
   void look_at(std::uint64_t row);
   void forget(std::uint64_t row);
   void look_at_all();
-  void make_anew();
+  void rebuild();
   template <class Rows>
   void look_at_these(const Rows* rows, std::uint64_t n);
 

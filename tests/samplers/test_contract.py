@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 
 from engram import (
@@ -12,6 +13,7 @@ from engram import (
     NStep,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    PromptGroupSampler,
     RandomSampler,
     RewardToGo,
     SamplerWithoutReplacement,
@@ -46,6 +48,18 @@ class TestConsumingSampler(Contract):
 class TestStalenessAwareSampler(Contract):
     def make(self, capacity):
         return StalenessAwareSampler(version_key="episode")
+
+
+@pytest.mark.filterwarnings("ignore:PromptGroupSampler")
+class TestPromptGroupSampler(Contract):
+    def make(self, capacity):
+        return PromptGroupSampler(samples_per_group=2, group_key="episode")
+
+
+@pytest.mark.filterwarnings("ignore:PromptGroupSampler")
+class TestPromptGroupSamplerByReward(Contract):
+    def make(self, capacity):
+        return PromptGroupSampler(samples_per_group=2, group_key="episode", strategy="variance", reward_key="step")
 
 
 class TestPrioritizedSampler(Contract):

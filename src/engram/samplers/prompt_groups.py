@@ -27,115 +27,18 @@ if TYPE_CHECKING:
 _STRATEGIES = ("random", "recency", "reward", "variance")
 
 
-class PromptGroupSampler(NativeSampler):
-    """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
+class GroupSampler(NativeSampler):
+    """What draws whole groups. :class:`PromptGroupSampler` has the arguments."""
 
-    A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice. Where
-    there are fewer groups than that, or a group has too few rows, all come, the others are drawn among them again, and there is one
-    warning.
-
-    Which rows a group has, every write keeps, of all threads and processes and whatever its sampler: in memory of the storage, under
-    the name ``index``. Edits of the key, overwritten rows and rows that were lost with their writer are out of their group at once. No
-    draw looks through the rows.
-
-    Args:
-        num_groups: different groups of a batch. The rows of each follow from the batch size.
-        samples_per_group: rows of each group; their number follows. Give exactly one of the two.
-        group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``.
-        strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
-            edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;
-            ``"variance"``, the rows whose rewards have the largest variance, and of equal ones the largest sum, in ascending order.
-        reward_key: the field with the rewards that the last two compare: the mean of its entries.
-        cache_groups: without effect: groups are never out of date.
-        index: samplers by different keys need different names.
-
-    Raises:
-        TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage. ValueError: a count below 1, another strategy;
-            when a batch is drawn: its size is no multiple of the count.
-        NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
-        KeyError (when drawing): no such field. TypeError: its content is no key, or rewards are no real numbers.
-        ValueError (when drawing): rewards that are not finite.
-        IncompatibleStore (when drawing): the storage's index of that name has groups by another field.
-        NoSampleable (when drawing): no row (a ``RuntimeError``).
-
-    Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
-    read and sorted. Each row written costs O(log rows). Memory: 36 bytes and the key per row of the storage.
-
-    >>> import torch
-    >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
-    >>> from tensordict import TensorDict
-    >>> rb = TensorDictReplayBuffer(
-    ...     storage=LazyTensorStorage(100), sampler=PromptGroupSampler(num_groups=2, strategy="reward"), batch_size=4
-    ... )
-    >>> _ = rb.extend(
-    ...     TensorDict(
-    ...         {"query": torch.arange(12) // 4, ("next", "reward"): torch.arange(12.0)}, batch_size=[12]
-    ...     )
-    ... )
-    >>> batch = rb.sample()
-    >>> (batch["next", "reward"] % 4).reshape(2, 2).tolist()  # the two best of each group
-    [[3.0, 2.0], [3.0, 2.0]]
-    """
-
-    noted = ("num_groups", "samples_per_group", "group_key", "strategy", "reward_key", "cache_groups")
-
-    def __init__(
-        self,
-        *,
-        num_groups: int | None = None,
-        samples_per_group: int | None = None,
-        group_key: str | FieldPath = "query",
-        strategy: Literal["random", "recency", "reward", "variance"] = "random",
-        reward_key: str | FieldPath = ("next", "reward"),
-        cache_groups: bool = True,
-        index: str = "main",
-    ) -> None:
-        name = "PromptGroupSampler"
-        if (num_groups is None) == (samples_per_group is None):
-            raise TypeError(
-                f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
-                f"samples_per_group={samples_per_group}. The other one follows from the batch size."
-            )
-        if strategy not in _STRATEGIES:
-            raise ValueError(f"{name}: strategy: expected one of {_STRATEGIES}, got {strategy!r}.")
-        check_index_name(index, f"{name}: index")
-        self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
-        self.samples_per_group = (
-            None if samples_per_group is None else check_count(f"{name}: samples_per_group", samples_per_group)
-        )
-        self._key = checked_path(group_key, f"{name}: group_key")
-        self._reward = checked_path(reward_key, f"{name}: reward_key")
-        self.strategy = strategy
-        self.cache_groups = cache_groups
-        self.index_name = index
-        self._warned = False
-        self._storage: SampledStorage | None = None
-        self._index: GroupIndex | None = None
-
-    @property
-    def group_key(self) -> str | FieldPath:
-        """The field that says which group a row is in."""
-        return public(self._key)
-
-    @property
-    def reward_key(self) -> str | FieldPath:
-        """The field with the rewards."""
-        return public(self._reward)
-
-    @property
-    def groups(self) -> int:
-        """How many groups there are now; 0 before a buffer has it.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
-        >>> sampler = PromptGroupSampler(num_groups=1, group_key="prompt")
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler, batch_size=2)
-        >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9]), "x": torch.zeros(3)})
-        >>> sampler.groups
-        2
-        """
-        index = self._current()
-        return 0 if index is None else index.core.groups
+    num_groups: int | None
+    samples_per_group: int | None
+    strategy: str
+    index_name: str
+    _key: FieldPath
+    _reward: FieldPath
+    _warned = False
+    _storage: SampledStorage | None = None
+    _index: GroupIndex | None = None
 
     # ---- where the groups are ------------------------------------------------------------------------------------------
 
@@ -263,13 +166,13 @@ class PromptGroupSampler(NativeSampler):
             values, moved = self._storage.field(self._reward, found.rows, found.tickets)
         except KeyError as error:
             raise KeyError(
-                f"sample: expected rows with the field {self.reward_key!r}, by which strategy={self.strategy!r} compares them: "
+                f"sample: expected rows with the field {public(self._reward)!r}, by which strategy={self.strategy!r} compares them: "
                 f"{error.args[0]} Store it with every row, or name another field: reward_key=…."
             ) from error
         given = cast("Tensor", values)
         if given.is_complex() or not given[:1].numel():
             raise TypeError(
-                f"sample: {self.reward_key!r}: expected rewards that are real numbers, got {given.dtype} {list(given.shape[1:])}."
+                f"sample: {public(self._reward)!r}: expected rewards that are real numbers, got {given.dtype} {list(given.shape[1:])}."
             )
         rewards = given.to("cpu", torch.float64).reshape(len(found.rows), -1).mean(-1)
         if moved:
@@ -278,8 +181,8 @@ class PromptGroupSampler(NativeSampler):
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"sample: {self.reward_key!r}: expected finite rewards, got {float(rewards[row])} in row {int(found.rows[row])}. Store "
-                'another number there, or use strategy="random".'
+                f"sample: {public(self._reward)!r}: expected finite rewards, got {float(rewards[row])} in row {int(found.rows[row])}. "
+                'Store another number there, or use strategy="random".'
             )
         return rewards, moved
 
@@ -290,6 +193,114 @@ class PromptGroupSampler(NativeSampler):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_storage": None, "_index": None}
+
+
+class PromptGroupSampler(GroupSampler):
+    """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
+
+    A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice. Where
+    there are fewer groups than that, or a group has too few rows, all come, the others are drawn among them again, and there is one
+    warning.
+
+    Which rows a group has, every write keeps, of all threads and processes and whatever its sampler: in memory of the storage, under
+    the name ``index``. Edits of the key, overwritten rows and rows that were lost with their writer are out of their group at once. No
+    draw looks through the rows.
+
+    Args:
+        num_groups: different groups of a batch. The rows of each follow from the batch size.
+        samples_per_group: rows of each group; their number follows. Give exactly one of the two.
+        group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``.
+        strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
+            edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;
+            ``"variance"``, the rows whose rewards have the largest variance, and of equal ones the largest sum, in ascending order.
+        reward_key: the field with the rewards that the last two compare: the mean of its entries.
+        cache_groups: without effect: groups are never out of date.
+        index: samplers by different keys need different names.
+
+    Raises:
+        TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage. ValueError: a count below 1, another strategy;
+            when a batch is drawn: its size is no multiple of the count.
+        NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
+        KeyError (when drawing): no such field. TypeError: its content is no key, or rewards are no real numbers.
+        ValueError (when drawing): rewards that are not finite.
+        IncompatibleStore (when drawing): the storage's index of that name has groups by another field.
+        NoSampleable (when drawing): no row (a ``RuntimeError``).
+
+    Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
+    read and sorted. Each row written costs O(log rows). Memory: 36 bytes and the key per row of the storage.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
+    >>> from tensordict import TensorDict
+    >>> rb = TensorDictReplayBuffer(
+    ...     storage=LazyTensorStorage(100), sampler=PromptGroupSampler(num_groups=2, strategy="reward"), batch_size=4
+    ... )
+    >>> _ = rb.extend(
+    ...     TensorDict(
+    ...         {"query": torch.arange(12) // 4, ("next", "reward"): torch.arange(12.0)}, batch_size=[12]
+    ...     )
+    ... )
+    >>> batch = rb.sample()
+    >>> (batch["next", "reward"] % 4).reshape(2, 2).tolist()  # the two best of each group
+    [[3.0, 2.0], [3.0, 2.0]]
+    """
+
+    noted = ("num_groups", "samples_per_group", "group_key", "strategy", "reward_key", "cache_groups")
+
+    def __init__(
+        self,
+        *,
+        num_groups: int | None = None,
+        samples_per_group: int | None = None,
+        group_key: str | FieldPath = "query",
+        strategy: Literal["random", "recency", "reward", "variance"] = "random",
+        reward_key: str | FieldPath = ("next", "reward"),
+        cache_groups: bool = True,
+        index: str = "main",
+    ) -> None:
+        name = "PromptGroupSampler"
+        if (num_groups is None) == (samples_per_group is None):
+            raise TypeError(
+                f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
+                f"samples_per_group={samples_per_group}. The other one follows from the batch size."
+            )
+        if strategy not in _STRATEGIES:
+            raise ValueError(f"{name}: strategy: expected one of {_STRATEGIES}, got {strategy!r}.")
+        check_index_name(index, f"{name}: index")
+        self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
+        self.samples_per_group = (
+            None if samples_per_group is None else check_count(f"{name}: samples_per_group", samples_per_group)
+        )
+        self._key = checked_path(group_key, f"{name}: group_key")
+        self._reward = checked_path(reward_key, f"{name}: reward_key")
+        self.strategy: str = strategy
+        self.cache_groups = cache_groups
+        self.index_name = index
+
+    @property
+    def group_key(self) -> str | FieldPath:
+        """The field that says which group a row is in."""
+        return public(self._key)
+
+    @property
+    def reward_key(self) -> str | FieldPath:
+        """The field with the rewards."""
+        return public(self._reward)
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are now; 0 before a buffer has it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> sampler = PromptGroupSampler(num_groups=1, group_key="prompt")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler, batch_size=2)
+        >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9]), "x": torch.zeros(3)})
+        >>> sampler.groups
+        2
+        """
+        index = self._current()
+        return 0 if index is None else index.core.groups
 
 
 def _without(found: Members, rewards: Tensor, moved: list[int]) -> tuple[Members, Tensor]:

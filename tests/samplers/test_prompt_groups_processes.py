@@ -1,0 +1,107 @@
+"""Groups of one store while several processes write, and some of them die."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from engram import LazyMemmapStorage, LazyTensorStorage, PromptGroupSampler, RandomSampler, ReplayBuffer
+from tests import stress
+from tests.samplers.groupers import rows, write, write_for_ever
+from tests.store.processes import Child
+
+pytestmark = pytest.mark.filterwarnings("ignore:PromptGroupSampler", "ignore:this process was forked")
+
+
+def store(folder, capacity, strategy="random"):
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(capacity, scratch_dir=folder),
+        sampler=PromptGroupSampler(num_groups=4, strategy=strategy),
+        batch_size=12,
+    )
+    rb.extend(rows(9, 0, 30))
+    return rb
+
+
+def check(batch):
+    """All rows are whole, and of one group each."""
+    assert (batch["check"] == batch["query"] * 1_000_003 + batch["row"]).all()
+    keys = batch["query"].reshape(4, 3)
+    assert (keys == keys[:, :1]).all()
+    assert len(set(keys[:, 0].tolist())) == 4
+
+
+def check_all(rb):
+    """Groups are those of the rows that are there."""
+    live = rb[:]
+    assert (live["check"] == live["query"] * 1_000_003 + live["row"]).all()
+    assert rb.sampler.groups == len(set(live["query"].tolist()))
+
+
+@pytest.mark.parametrize("strategy", ["random", "recency", "reward"])
+def test_batches_are_groups_while_others_write(tmp_path, strategy):
+    """The writers overwrite all rows several times; one of them has another sampler."""
+    rb = store(tmp_path / "s", 200, strategy)
+    writers = [
+        Child(write, tmp_path / "s", 1, stress.size(60, 2_000), 20),
+        Child(write, tmp_path / "s", 2, stress.size(60, 2_000), 20, RandomSampler()),
+    ]
+    for _ in range(stress.size(200, 10_000)):
+        check(rb.sample())
+    for child in writers:
+        child.join()
+    check_all(rb)
+    assert not (rb[:]["query"] >= 9_000).any()
+    rb.close()
+
+
+@pytest.mark.stress
+def test_writers_that_are_killed_leave_groups_whole(tmp_path):
+    rb = store(tmp_path / "s", 150)
+    reader = ReplayBuffer.open(tmp_path / "s", readonly=True, batch_size=12)
+    for kill in range(stress.size(4, 100)):
+        ready = multiprocessing.get_context("fork").Event()
+        child = Child(write_for_ever, tmp_path / "s", kill % 3, 15, ready)
+        assert ready.wait(60)
+        for _ in range(20 + 7 * kill % 30):
+            check(rb.sample())
+            check(reader.sample())
+        child.kill()
+        rb.extend(rows(8, 0, 10))
+        for _ in range(20):
+            check(rb.sample())
+            check(reader.sample())
+        check_all(rb)
+    reader.close()
+    rb.close()
+
+
+def test_groups_survive_the_death_of_all(tmp_path):
+    def begin(ready):
+        rb = store(tmp_path / "s", 90)
+        rb.sample()
+        write_for_ever(tmp_path / "s", 3, 7, ready)
+
+    ready = multiprocessing.get_context("fork").Event()
+    child = Child(begin, ready)
+    assert ready.wait(60)
+    child.kill()
+    rb = ReplayBuffer.open(tmp_path / "s", batch_size=12)
+    check_all(rb)
+    for _ in range(20):
+        check(rb.sample())
+    rb.close()
+
+
+def test_a_forked_child_of_a_private_buffer_has_groups_of_its_own():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PromptGroupSampler(num_groups=2), batch_size=4)
+    rb.extend({"query": torch.tensor([1, 1, 2, 2])})
+    rb.sample()
+
+    def child():
+        rb.extend({"query": torch.tensor([3, 3])})
+        assert rb.sampler.groups == 3
+        rb.sample()
+
+    Child(child).join()
+    assert rb.sampler.groups == 2
