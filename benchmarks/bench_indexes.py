@@ -35,6 +35,9 @@ NO_EXTENSION = "TorchRL: its prioritized samplers need its C++ extension, which 
 NO_SLICES = "cpprb: no slices of trajectories."
 TREE_ROWS = (10**4, 10**5, 10**6, 10**7, 10**8)
 SLICE_ROWS = (10**4, 10**5, 10**6, 10**7)
+GROUPED, GROUPS = 10**6, 32
+GROUP_DRAW = Effort(calls=4, blocks=40)
+GROUP_ROWS = (10**5, 10**6, 10**7)
 
 
 def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
@@ -45,6 +48,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     yield _without_replacement(libraries, data, share)
     yield from _slices(libraries, data, share)
     yield _best(libraries, data, share)
+    yield from _groups(libraries, share)
     if libraries["engram"].module is not None:
         yield _returns(libraries, data, share)
         yield from _scaling(libraries["engram"].module, share)
@@ -216,6 +220,36 @@ def _best(libraries: rivals.Libraries, data: TensorDict, share: float) -> Row:
     return timed("indexes/max-value", "extend 64 · the best 100,000 rows", timing, times=("TorchRL",))
 
 
+# ---- by group --------------------------------------------------------------------------------------------------------
+
+
+def _groups(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
+    """Batches of 32 groups; TorchRL finds the groups of all rows before the clock runs, and again after each write."""
+    data = grouped(GROUPED)
+    for strategy in ("random", "recency", "reward", "variance"):
+        sides = []
+        for library in _torch_likes(libraries):
+            sampler = library.module.PromptGroupSampler if library.name == "engram" else _torchrl_groups()
+            sides.append(
+                Side(library.name, _buffer(library, data, sampler(num_groups=GROUPS, strategy=strategy)).sample)
+            )
+        timing = alternate(sides, GROUP_DRAW.scaled(share))
+        yield timed(f"groups/{strategy}", f"sample {GROUPS} x 8 · groups, {strategy}", timing, times=("TorchRL",))
+
+
+def grouped(rows: int) -> TensorDict:
+    """16 rows of each key, one after another."""
+    keys = torch.randperm(rows // 16, generator=torch.Generator().manual_seed(0)).repeat_interleave(16)
+    fields = {"query": keys, "obs": torch.rand(rows, 8), "next": {"reward": torch.rand(rows, 1)}}
+    return TensorDict(fields, batch_size=[rows])
+
+
+def _torchrl_groups() -> Any:
+    from torchrl.data.replay_buffers.samplers import PromptGroupSampler
+
+    return PromptGroupSampler
+
+
 def _returns(libraries: rivals.Libraries, data: TensorDict, share: float) -> Row:
     """TorchRL has nothing to sum here: it is timed for what a user waits for when sampling, not for its writes."""
     engram = libraries["engram"]
@@ -282,3 +316,14 @@ def _scaling(engram: Any, share: float) -> Iterator[Row]:
         sides.append(Side(f"{rows:.0e} rows", replay.sample))
     timing = alternate(sides, DRAW.scaled(share))
     yield timed("scaling/slices", "slices 8 x 32", timing, ours="1e+07 rows", share=[side.name for side in sides[:-1]])
+    sides = []
+    for rows in GROUP_ROWS:
+        replay = engram.TensorDictReplayBuffer(
+            storage=engram.LazyTensorStorage(rows),
+            sampler=engram.PromptGroupSampler(num_groups=GROUPS),
+            batch_size=BATCH,
+        )
+        replay.extend(grouped(rows))
+        sides.append(Side(f"{rows:.0e} rows", replay.sample))
+    timing = alternate(sides, DRAW.scaled(share))
+    yield timed("scaling/groups", "groups 32 x 8", timing, ours="1e+07 rows", share=[side.name for side in sides[:-1]])

@@ -35,24 +35,32 @@ GroupsHeader* header_in(std::span<std::byte> memory) {
 /// Different numbers below n, in random order. Cost: O(1) each.
 class Shuffled {
  public:
-  Shuffled(const Random& random, std::uint64_t n, std::uint64_t stream) : random_(random), n_(n), stream_(stream) {}
+  Shuffled(const Random& random, std::uint64_t n, std::uint64_t stream) : random_(random), n_(n), stream_(stream) {
+    if (n <= kFew) std::iota(few_, few_ + n, std::uint64_t{0});
+  }
 
   bool done() const { return drawn_ == n_; }
   std::uint64_t next() {
     const std::uint64_t i = drawn_++, j = i + random_.below(n_ - i, i, stream_);
+    if (n_ <= kFew) {
+      std::swap(few_[i], few_[j]);
+      return few_[i];
+    }
     const std::uint64_t mine = at(i), chosen = at(j);
     if (i != j) moved_[j] = mine;
     return chosen;
   }
 
  private:
+  static constexpr std::uint64_t kFew = 64;
+
   std::uint64_t at(std::uint64_t i) const {
     const auto found = moved_.find(i);
     return found == moved_.end() ? i : found->second;
   }
 
   const Random& random_;
-  std::uint64_t n_, stream_, drawn_ = 0;
+  std::uint64_t n_, stream_, drawn_ = 0, few_[kFew];
   std::unordered_map<std::uint64_t, std::uint64_t> moved_;
 };
 
@@ -194,16 +202,32 @@ Groups::Id Groups::without_row(Id tree, Id row, unsigned depth) const {
   return tree;
 }
 
-Groups::Id Groups::at(Id tree, std::uint64_t rank) const {
-  for (unsigned depth = 0; depth < kMostDepth; ++depth) {
-    const Node& root = node(tree);
-    const std::uint64_t before = size_of(root.left);
-    if (rank == before) return tree;
-    tree = rank < before ? root.left : root.right;
-    if (rank > before) rank -= before + 1;
+// All of them step by step together, so that the waits for memory lie beside each other.
+void Groups::find_all(std::vector<Place>& places) const {
+  for (Place& place : places) __builtin_prefetch(&node(place.id));
+  bool going = true;
+  for (unsigned depth = 0; going; ++depth) {
+    intact(depth < kMostDepth, kTree);
+    for (const Place& place : places) {
+      if (const Id left = node(place.id).left; !place.found && left != 0) __builtin_prefetch(&node(left));
+    }
+    going = false;
+    for (Place& place : places) {
+      if (place.found) continue;
+      const Node& root = node(place.id);
+      const std::uint64_t before = size_of(root.left);
+      if (place.rank == before) {
+        place.found = true;
+        __builtin_prefetch(&numbers_[place.id - 1]);
+        __builtin_prefetch(&tickets_.word(place.id - 1));
+        continue;
+      }
+      going = true;
+      place.id = place.rank < before ? root.left : root.right;
+      if (place.rank > before) place.rank -= before + 1;
+      __builtin_prefetch(&node(place.id));
+    }
   }
-  intact(false, kTree);
-  return 0;
 }
 
 void Groups::set_root(Group& group, Id root) {
@@ -387,19 +411,17 @@ Groups::Drawn Groups::draw(std::uint64_t key, std::uint64_t n, std::uint64_t eac
                            std::span<const std::int64_t> without, std::int64_t* rows, std::int64_t* numbers) {
   const Lock guard(*this);
   std::vector<std::uint64_t> stale;
+  std::vector<Place> places;
+  places.reserve(n * each);
   for (int look = 0;; ++look) {
     const Random random(key + static_cast<std::uint64_t>(look) * 0xD1342543DE82EF95ull);
     bool repeated = false;
+    places.clear();
     const std::vector<Id> roots = choose(random, n, without, repeated);
     if (roots.empty()) return {false, false};
     stale.clear();
-    std::uint64_t i = 0;
-    const auto take = [&](Id root, std::uint64_t rank) {
-      const std::uint64_t row = at(root, rank) - 1;
-      rows[i] = static_cast<std::int64_t>(row);
-      numbers[i++] = static_cast<std::int64_t>(numbers_[row]);
-      if (!is_known(row)) stale.push_back(row);
-    };
+    const auto take = [&](Id root, std::uint64_t rank) { places.push_back({root, false, rank}); };
+    for (const Id root : roots) __builtin_prefetch(&node(root));
     for (std::uint64_t g = 0; g < n; ++g) {
       const std::uint64_t size = node(roots[g]).size, once = std::min(size, each);
       intact(size > 0, kTree);
@@ -411,6 +433,13 @@ Groups::Drawn Groups::draw(std::uint64_t key, std::uint64_t n, std::uint64_t eac
       }
       repeated |= once < each;
       for (std::uint64_t j = once; j < each; ++j) take(roots[g], random.below(size, j, 3 + 2 * g));
+    }
+    find_all(places);
+    for (std::uint64_t i = 0; i < places.size(); ++i) {
+      const std::uint64_t row = places[i].id - 1;
+      rows[i] = static_cast<std::int64_t>(row);
+      numbers[i] = static_cast<std::int64_t>(numbers_[row]);
+      if (!is_known(row)) stale.push_back(row);
     }
     if (stale.empty() || look == kLooks) return {true, repeated};  // in the end reading finds out
     look_at_these(stale.data(), stale.size());

@@ -118,7 +118,13 @@ class Groups : public Index {
   Id merge(Id a, Id b, unsigned depth = 0) const;
   void split(Id tree, std::uint64_t number, Id& below, Id& above, unsigned depth = 0) const;
   Id without_row(Id tree, Id row, unsigned depth = 0) const;
-  Id at(Id tree, std::uint64_t rank) const;
+  /// Of a row in a tree: where it was looked for until now, and its rank there.
+  struct Place {
+    Id id;
+    bool found;
+    std::uint64_t rank;
+  };
+  void find_all(std::vector<Place>& places) const;
   void set_root(Group& group, Id root);
 
   std::uint64_t bucket_of(const std::byte* key) const;
