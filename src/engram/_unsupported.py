@@ -27,7 +27,7 @@ class Later(NamedTuple):
 class TracingArguments(TypedDict, total=False):
     """Keywords of TorchRL's storages and writers that must change nothing here."""
 
-    compilable: Annotated[object, Later("tracing through torch.compile")]
+    compilable: Annotated[object, Later("no other value", (True,))]
 
 
 def carriers(arguments: type) -> dict[str, Later]:

@@ -31,7 +31,6 @@ class LaterArguments(TypedDict, total=False):
     checkpointer: Annotated[
         object, Later("a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)")
     ]
-    compilable: Annotated[object, Later("tracing through torch.compile")]
     service_backend: Annotated[object, Later("no call but the constructor", ("direct",))]
     service_backend_options: Annotated[object, Later("service_backend='ray'")]
     transport: Annotated[object, Later("service_backend='ray'", ("auto", "direct"))]
@@ -41,6 +40,7 @@ class LaterArguments(TypedDict, total=False):
 class TorchRLArguments(LaterArguments, total=False):
     """Keywords of TorchRL's buffers, of the constructor and of ``open``."""
 
+    compilable: bool | None
     consume_after_n_samples: int | None
     delayed_init: bool | None
 

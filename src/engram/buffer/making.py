@@ -7,6 +7,7 @@ from types import new_class
 from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex
 
 from engram import _fork, samplers
+from engram.buffer.tracing import empty_of
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.pinning import pinning_for
 from engram.transforms import Compose
@@ -142,5 +143,6 @@ def _unmade(cls: type[object]) -> type[object]:
 
 
 def _reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
+    cls: type[object] = type(buffer)
     of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
-    return of_service or (object.__new__, (type(buffer).__base__,), buffer.__getstate__())
+    return of_service or (*empty_of(cls.__bases__[0]), buffer.__getstate__())

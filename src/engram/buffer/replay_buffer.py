@@ -39,6 +39,7 @@ from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.settings import Settings
+from engram.buffer.tracing import leave_untraced
 from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
@@ -87,6 +88,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         shared: as :meth:`share`.
         delayed_init: make storage, sampler, writer and transform at the first use of the buffer, in the process that uses it: for those
             that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
+        compilable: for a buffer that a function under ``torch.compile`` uses: each :meth:`add`, :meth:`extend`, :meth:`sample` and update
+            of priorities or fields is one graph break, runs as it does elsewhere, and is compiled never again.
         consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
         service_backend: ``"ray"``: an actor of Ray keeps the rows, as for :class:`RayReplayBuffer`, which has the other arguments of it:
             ``transport``, ``shards``, ``placement``, ``name``; ``ray_init_config`` and ``remote_config`` in a dict
@@ -138,6 +141,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         **torchrl: Unpack[Arguments],
     ) -> None:
         call, service, given = type(self).__name__, service_in(torchrl), taken_from(torchrl)
+        if torchrl.pop("compilable", None):
+            leave_untraced(self)
         reject_unsupported(call, torchrl, NOT_YET, type(self))
         kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
         making = Making(call, *kinds, pin_memory, generator, batch_size, *given)

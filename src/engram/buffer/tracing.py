@@ -1,0 +1,57 @@
+"""Buffers that ``torch.compile`` does not look into."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import new_class
+from typing import TYPE_CHECKING, SupportsIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.buffer.replay_buffer import ReplayBuffer
+
+#: What a compiled function calls of a buffer.
+_CALLS = ("add", "extend", "sample", "update_if_present", "update_priority", "update_tensordict_priority")
+
+#: Of each class that :func:`_untraced` made: the class of which it is.
+_TRACED: dict[type[object], type[object]] = {}
+
+
+def leave_untraced(buffer: ReplayBuffer) -> None:
+    """Make each call of a buffer in a compiled function one graph break, after which it runs as it is."""
+    cls: object = type(buffer)
+    object.__setattr__(buffer, "__class__", _untraced(cls))
+
+
+@cache
+def _untraced(cls: type[object]) -> type[object]:
+    """The class of the buffers of a class which torch does not trace. Others shall not pay for that."""
+    import torch.compiler
+
+    disable: Callable[[object], object] = torch.compiler.disable
+    own = {
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduced,
+        **{name: disable(getattr(cls, name)) for name in _CALLS if name in dir(cls)},
+    }
+    made = new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
+    _TRACED[made] = cls
+    return made
+
+
+def empty_of(cls: type[object]) -> tuple[Callable[..., object], tuple[type[object]]]:
+    """What makes an object of a buffer's class that has no attributes yet, for pickles: a function, and its arguments."""
+    return (_new_untraced, (_TRACED[cls],)) if cls in _TRACED else (object.__new__, (cls,))
+
+
+def _new_untraced(cls: object) -> object:
+    return object.__new__(_untraced(cls))
+
+
+def _reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
+    of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
+    return of_service or (*empty_of(type(buffer)), buffer.__getstate__())
