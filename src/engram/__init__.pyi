@@ -23,6 +23,10 @@ from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
 from engram.checkpoint.checkpointer import SaveReport as SaveReport
 from engram.checkpoint.stateful import StatefulReplay as StatefulReplay
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
+from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
+from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble
+from engram.ensembles.storages import StorageEnsemble as StorageEnsemble
+from engram.ensembles.writers import WriterEnsemble as WriterEnsemble
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
 from engram.errors import EngramError as EngramError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _LAYOUTS = "dumps and Checkpointer have one layout, which they write and read by themselves."
-_ONE_BY_ONE = "Sample from each buffer, and join the batches."
 _QUERIES = "rb[:] has all rows, lane by lane; a SliceSampler draws windows of trajectories."
 _UNITS = "SliceSampler(window=WindowSpec(…)) draws windows with burn-in, padding and masks."
 _LISTS = "A ListStorage keeps rows of any shape and type."
@@ -15,7 +14,6 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("SampleUnit", "Sequence", "Transition"), _UNITS),
     **dict.fromkeys(("CompressedListStorage", "LazyStackStorage"), _LISTS),
-    **dict.fromkeys(("ReplayBufferEnsemble", "SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"), _ONE_BY_ONE),
     **dict.fromkeys(
         (
             "CompressedListStorageCheckpointer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -10,13 +10,19 @@ from torch import Tensor
 
 from engram import _native
 from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type, wrap
+from engram.field_paths import public
+from engram.nested import find_field, is_tensordict, map_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tensordict import TensorDict
 
-__all__ = ["stack"]
+    from engram.nested import Path
+
+Batch = TypeVar("Batch")
+
+__all__ = ["join", "stack"]
 
 
 def stack(items: list[Any]) -> object:
@@ -51,6 +57,61 @@ def stack(items: list[Any]) -> object:
     raise TypeError(
         f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. {advice}"
     )
+
+
+def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Tensor]], Tensor]) -> Batch:
+    """Several batches of the same fields as one: of TensorDicts, dicts, tuples, dataclasses or tensors.
+
+    Args:
+        batches: one at least.
+        owners: what each is of, as messages say it.
+        how: puts the tensors of a field together, such as ``torch.cat``. TensorDicts are put together by it as they are.
+
+    Raises:
+        KeyError: one has other fields than the first. RuntimeError: another dtype, or what ``how`` raises.
+    """
+    own = _leaves(batches[0])
+    for batch, owner in zip(batches[1:], owners[1:], strict=True):
+        others = _leaves(batch)
+        if own.keys() != others.keys():
+            raise KeyError(
+                f"sample: expected rows with the same fields in both buffers, got {list(map(public, own))} {owners[0]} and "
+                f"{list(map(public, others))} {owner}. Give them transforms that leave the same fields."
+            )
+        for key, leaf in own.items():
+            other = others[key]
+            if isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.dtype != other.dtype:
+                raise RuntimeError(
+                    f"sample: field {public(key)!r}: expected one dtype in both buffers, got {leaf.dtype} {owners[0]} and "
+                    f"{other.dtype} {owner}. Cast one with DTypeCastTransform."
+                )
+    joined: Batch = map_with_paths(batches[0], lambda _, path: how([_at(batch, path) for batch in batches]))
+    return joined
+
+
+def _leaves(batch: object) -> dict[Path, object]:
+    """The tensors of a batch, by path."""
+    found: dict[Path, object] = {}
+
+    def note(leaf: object, path: Path) -> None:
+        if is_tensordict(leaf):
+            found.update({(*path, *_path(key)): value for key, value in leaf.items(True, True)})
+        else:
+            found[path] = leaf
+
+    map_with_paths(batch, note)
+    return found
+
+
+def _path(key: object) -> Path:
+    return key if isinstance(key, tuple) else (str(key),)
+
+
+def _at(batch: object, path: Path) -> Tensor:
+    """The leaf of a batch under a path of names and places."""
+    for name in path:
+        batch = batch[int(name)] if isinstance(batch, list) else find_field(batch, (name,))
+    return cast("Tensor", batch)
 
 
 def _stack_tensors(items: list[Tensor]) -> Tensor:

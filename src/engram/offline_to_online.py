@@ -11,7 +11,7 @@ from engram._checks import check_count
 from engram._tensordict import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
-from engram.nested import map_with_paths
+from engram.collate import join
 from engram.storages import LazyTensorStorage
 
 if TYPE_CHECKING:
@@ -146,9 +146,11 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         elif offline == 0:
             batch = _anonymous(self.online_buffer.sample(size))
         else:
-            batch = _joined(
-                _anonymous(self.offline_buffer.sample(offline)), _anonymous(self.online_buffer.sample(size - offline))
+            both = (
+                _anonymous(self.offline_buffer.sample(offline)),
+                _anonymous(self.online_buffer.sample(size - offline)),
             )
+            batch = join(both, ("of the dataset", "of the online buffer"), torch.cat)
         return batch if self._transform is None else self._transform(batch)
 
     def __len__(self) -> int:
@@ -221,17 +223,3 @@ def _anonymous(batch: Batch) -> Batch:
         return batch
     kept: Batch = batch.exclude(*_OF_ONE_BUFFER)
     return kept
-
-
-def _joined(first: Batch, second: Batch) -> Batch:
-    """Two batches one after the other. Raises ``KeyError``: they have other fields."""
-    others: dict[object, object] = {}
-    map_with_paths(second, lambda leaf, path: others.setdefault(path, leaf))
-    own: list[object] = []
-    map_with_paths(first, lambda _, path: own.append(path))
-    if set(own) != others.keys():
-        raise KeyError(
-            f"sample: expected rows with the same fields in both buffers, got {own} of the dataset and {list(others)} of the online buffer."
-        )
-    joined: Batch = map_with_paths(first, lambda leaf, path: torch.cat([leaf, others[path]]))  # type: ignore[list-item] # tensors
-    return joined

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from engram import storages
 from engram._checks import as_numbers
+from engram.errors import RowError
 from engram.field_paths import FieldPath, checked_path
 from engram.nested import flatten, has_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -64,13 +65,8 @@ class FieldUpdates:
         """What ``ReplayBuffer.update_if_present`` does, once the buffer may be edited."""
         storage = self._storage()
         rows, expected = self._named(index, generation)
-        entries = dict(_entries(patch))
-        structure, batch = storage.written(), expected.shape
-        try:
-            which, columns = structure.columns(entries, batch, single=False, call=CALL)
-            versions = self._versions(storage, version_key, version, entries, batch)
-        except RuntimeError as error:  # TorchRL's class
-            raise ValueError(str(error)) from None
+        batch = expected.shape
+        which, columns, versions = self._checked(storage, patch, version_key, version, batch)
         expected, rejected = expected.reshape(-1), None
         if versions is not None:
             field, incoming = versions
@@ -86,6 +82,25 @@ class FieldUpdates:
             version_rejected=None if rejected is None else place(rejected.reshape(batch)),
             generation=place(numbers.reshape(batch)),
         )
+
+    def check(self, rows: Tensor, patch: object, version_key: object, version: object) -> None:
+        """Raise what :meth:`apply` would of these rows, ``[n]``. Nothing is written."""
+        storage = self._storage()
+        outside = rows[(rows < -1) | (rows >= storage.max_size)]
+        if len(outside):
+            raise RowError(f"{CALL}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
+        self._checked(storage, patch, version_key, version, rows.shape)
+
+    def _checked(
+        self, storage: storages.TensorStorage, patch: object, version_key: object, version: object, batch: torch.Size
+    ) -> tuple[Sequence[int], list[Tensor], tuple[int, Tensor] | None]:
+        """The fields of a patch and their columns, and what :meth:`_versions` returns."""
+        entries = dict(_entries(patch))
+        try:
+            which, columns = storage.written().columns(entries, batch, single=False, call=CALL)
+            return which, columns, self._versions(storage, version_key, version, entries, batch)
+        except RuntimeError as error:  # TorchRL's class
+            raise ValueError(str(error)) from None
 
     def _storage(self) -> storages.TensorStorage:
         wiring = self._wiring

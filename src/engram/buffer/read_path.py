@@ -126,7 +126,7 @@ class ReadPath:
         computed = wiring.source.computed_keys
         if computed:
             made = cast("dict[Entry, Tensor]", info)
-            _add_fields(data, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
+            add_fields(data, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
         if wiring.collates:
             data = self.collated(data)
         device = None
@@ -255,13 +255,13 @@ class ReadPath:
         return Draw(redraw.rows, tickets, redraw.info)
 
 
-def _add_fields(data: object, fields: Mapping[Entry, Tensor]) -> None:
+def add_fields(data: object, fields: Mapping[Entry, Tensor]) -> None:
     """Add fields to a new batch. What is neither a dict nor a TensorDict has no place for them, and stays as it is."""
     if isinstance(data, dict):
         for key, value in fields.items():
             name, *below = (key,) if isinstance(key, str) else key
             if below:
-                _add_fields(data.setdefault(name, {}), {public(below): value})
+                add_fields(data.setdefault(name, {}), {public(below): value})
             else:
                 data[name] = value
     elif is_plain_tensordict(data):

@@ -30,7 +30,8 @@ from engram.state import Loads, check_keys, prepare_load, read_from, saved, tens
 from engram.storages import announcing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
+    from contextlib import AbstractContextManager
 
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.persist.components import SavedPart
     from engram.persist.foreign import ForeignDump
+    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
+    from engram.storages import Storage
     from engram.types import BufferLoad, Commit, Form, StorageLoad
 
 State = dict[str, Any]
@@ -101,19 +104,27 @@ class Saving:
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
         """As :meth:`ReplayBuffer.dumps`."""
+        check_path("dumps: path", path)
+        begun = self.prepare_dump(prefetch)
+        with replacing(Path(path)) as folder, disk.batched_fsync():
+            begun.prepare()
+            with begun.paused:
+                dump = begun.take()
+            dump.save(folder)
+
+    def prepare_dump(self, prefetch: str) -> DumpPreparation:
+        """Begin what :meth:`dumps` does. Raises ``ValueError``: ``prefetch`` is neither ``"save"`` nor ``"drop"``."""
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
         self._settle()
-        storage = self._wiring.storage
-        check_path("dumps: path", path)
-        with replacing(Path(path)) as folder, disk.batched_fsync():
-            prepared = storage.prepare_snapshot(without=self._own_indexes(), whole=True)
-            with storage.paused:
-                snapshot = prepared.take()
-                parts = self._parts((), drop_prefetched=prefetch == "drop")
-            rows = snapshot.save(folder / saved_parts.STORAGE)
-            infos = [rows.info, *saved_parts.write_parts(folder, parts)]
-            finish_dump(folder, infos, rows.shard)
+
+        def prepare() -> StoragePreparation:
+            return self._wiring.storage.prepare_snapshot(without=self._own_indexes(), whole=True)  # type: ignore[no-any-return]
+
+        def parts() -> Parts:
+            return self._parts((), drop_prefetched=prefetch == "drop")
+
+        return DumpPreparation(self._wiring.storage, prepare, parts)
 
     def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
         """As :meth:`~engram.types.Checkpointable.snapshot`."""
@@ -445,8 +456,8 @@ class Saving:
         draws = state["_consume_after_n_samples"]
         if not isinstance(draws, int | None):  # the sampler says how many, too
             raise TypeError(f"{kind}: _consume_after_n_samples: expected an int or None, got a {type(draws).__name__}.")
-        rng = _checked_rng(state["_rng"], f"{kind}: _rng")
-        default = _checked_generator(state["_default_rng"], f"{kind}: _default_rng")
+        rng = checked_rng(state["_rng"], f"{kind}: _rng")
+        default = checked_generator_state(state["_default_rng"], f"{kind}: _default_rng")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
         try:
@@ -472,6 +483,41 @@ class Saving:
             default if default_rng else None,
             "" if made is None else made.converted,
         )
+
+
+class DumpPreparation:
+    """What a dump of a buffer needs, gathered before writers wait for it."""
+
+    def __init__(self, storage: Storage, rows: Callable[[], StoragePreparation], parts: Callable[[], Parts]) -> None:
+        self._storage, self._rows, self._parts = storage, rows, parts
+        self._prepared: StoragePreparation | None = None
+
+    def prepare(self) -> None:
+        """Gather what writers need not wait for."""
+        self._prepared = self._rows()
+
+    @property
+    def paused(self) -> AbstractContextManager[object]:
+        """No process writes inside."""
+        return self._storage.paused
+
+    def take(self) -> Dump:
+        """What is saved, as it is now. Call it while writers are :attr:`paused`, after :meth:`prepare`."""
+        assert self._prepared is not None
+        return Dump(self._prepared.take(), self._parts())
+
+
+class Dump(NamedTuple):
+    """All that a dump has of a buffer, at one moment."""
+
+    rows: StorageSnapshot
+    parts: Parts
+
+    def save(self, folder: Path) -> None:
+        """Write it into a new folder. Raises as :meth:`ReplayBuffer.dumps`."""
+        rows = self.rows.save(folder / saved_parts.STORAGE)
+        infos = [rows.info, *saved_parts.write_parts(folder, self.parts)]
+        finish_dump(folder, infos, rows.shard)
 
 
 class _BufferLoad(NamedTuple):
@@ -520,17 +566,18 @@ def _free_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _checked_rng(rng: object, where: str) -> torch.Generator | None:
+def checked_rng(rng: object, where: str) -> torch.Generator | None:
+    """A generator of ``[state, device]``; None stays None. Raises ``TypeError``, ``ValueError``: it is none, or not on the CPU."""
     if rng is None:
         return None
     if not isinstance(rng, list | tuple) or len(rng) != 2:
         raise TypeError(f"{where}: expected None or [state, device], got a {type(rng).__name__}.")
     if rng[1] != "cpu":
         raise ValueError(f"{where}: expected the state of a CPU generator, got one of {rng[1]!r}.")
-    return _checked_generator(rng[0], where)
+    return checked_generator_state(rng[0], where)
 
 
-def _checked_generator(state: object, where: str) -> torch.Generator:
+def checked_generator_state(state: object, where: str) -> torch.Generator:
     """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
     generator = torch.Generator()
     try:

@@ -45,7 +45,7 @@ class TensorDictReadPath(ReadPath):
         if type(data) is tensordict_type() and data.batch_size == batch and not data.is_locked:
             put(data, entries)
         else:
-            _attach(data, batch, entries)
+            attach(data, batch, entries)
         return data
 
 
@@ -310,8 +310,8 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
-def _attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> None:
-    """Add entries ``[*batch, ...]`` to a batch of another form than ours."""
+def attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> None:
+    """Add entries ``[*batch, ...]`` to a batch of another form than ours. Raises ``RuntimeError``: it has another size, or no entries."""
     if not is_tensor_collection(data):
         raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
     ours = len(batch)

@@ -1,0 +1,246 @@
+"""Rows of an ensemble on their way to members: who gets which, and writes and updates that change all of them or none."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from engram._checks import as_numbers
+from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
+from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
+from engram.ensembles.selection import check_ids, routed
+from engram.field_paths import FieldPath, as_path
+from engram.nested import find, has_entries, map_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensordict import TensorDict
+
+    from engram.ensembles.members import Member
+    from engram.ensembles.writers import WriterEnsemble
+    from engram.transforms import Compose
+
+
+class Routing:
+    """Says which member each row of a write goes to.
+
+    Args:
+        key: the field that has the number of the member of each row, or None.
+        dim: the dimension of the data whose entries are of one member each, or None.
+
+    Raises:
+        ValueError: both. TypeError: no key, or no int.
+    """
+
+    def __init__(self, key: object, dim: object) -> None:
+        who = "ReplayBufferEnsemble"
+        if key is not None and dim is not None:
+            raise ValueError(f"{who}: expected one of routing_key and routing_dim, got both.")
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise TypeError(f"{who}: routing_dim: expected an int, got {type(dim).__name__}.")
+        self.key: FieldPath | None = as_path(key, f"{who}: routing_key")
+        self.dim: int | None = dim
+
+    def members_of(self, data: TensorDict, members: int) -> Tensor:
+        """The member of each row of ``data.reshape(-1)``, int64 ``[n]``.
+
+        Raises:
+            RuntimeError: nothing says it. KeyError: no such field. TypeError: it has no ints. ValueError: no such member; not one number
+            for each row; no such dimension, or one of another size.
+        """
+        batch = data.batch_size
+        if self.key is not None:
+            found = find(data, self.key)
+            if found is None:
+                raise KeyError(
+                    f"extend: routing_key: expected the field {self.key}, got {sorted(map(str, data.keys(True, True)))}."
+                )
+            ids = check_ids(found, members, f"extend: routing_key {self.key}")
+            if ids.numel() != batch.numel() or ids.shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"extend: routing_key {self.key}: expected the number of a member for each row, {list(batch)}, got {list(ids.shape)}."
+                )
+            return ids.reshape(-1)
+        if self.dim is None:
+            raise RuntimeError(
+                "extend: expected an ensemble that was made with routing_key or routing_dim. Without, write to a member: "
+                "ensemble[i].extend(data)."
+            )
+        if not -len(batch) <= self.dim < len(batch):
+            raise ValueError(
+                f"extend: routing_dim={self.dim}: expected data with that dimension, got batch size {list(batch)}."
+            )
+        dim = self.dim % len(batch)
+        if batch[dim] != members:
+            raise ValueError(
+                f"extend: routing_dim={self.dim}: expected {members} entries, one for each member, got {batch[dim]} of {list(batch)}."
+            )
+        shape = [1] * len(batch)
+        shape[dim] = members
+        return torch.arange(members, device="cpu").reshape(shape).expand(batch).reshape(-1)
+
+
+class RoutedWrites:
+    """Writes, updates and priorities of an ensemble. It keeps nothing of its own.
+
+    Args:
+        members: the buffers.
+        writer: of the ensemble.
+        transform: of the ensemble, which sees rows before they are divided.
+        routing: which member each row goes to.
+    """
+
+    def __init__(self, members: Sequence[Member], writer: WriterEnsemble, transform: Compose, routing: Routing) -> None:
+        self._members, self._writer, self._transform, self._routing = members, writer, transform, routing
+
+    # ---- rows ----------------------------------------------------------------------------------------------------------
+
+    def extend(self, data: object, call: str = "extend") -> TensorDict:
+        """What ``ReplayBufferEnsemble.extend`` returns."""
+        if not is_tensor_collection(data) or is_tensorclass(data):
+            raise TypeError(f"{call}: expected a TensorDict, as its rows are divided, got {type(data).__name__}.")
+        if self._transform.writes:
+            data = cast("TensorDict | None", self._transform.inv(data.copy()))
+        if data is None or not data.batch_size.numel():
+            return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
+        ids = self._routing.members_of(data, len(self._members))
+        flat = data.reshape(-1)
+        parts = {number: (ids == number).nonzero().flatten() for number in sorted(set(ids.tolist()))}
+        rows = {number: flat[at.to(flat.device or "cpu")] for number, at in parts.items()}
+        for number, some in rows.items():
+            self._check(self._members[number], some, call, alone=len(parts) == 1)
+        written = {number: self._members[number].buffer.extend(some) for number, some in rows.items()}
+        return self._written(ids, parts, written)
+
+    def _check(self, member: Member, rows: TensorDict, call: str, *, alone: bool) -> None:
+        """Raise what writing the rows would, before any is written. What a transform of the member makes of them is not known yet."""
+        wiring = member.wiring
+        storage = wiring.storage
+        storage.check_writable()
+        if wiring.of_writer.read_only:
+            wiring.placer.place(storage.extent(), 0, 0, rows)  # refuses
+        if storage.ndim > 1:
+            raise RuntimeError(
+                f"{call}: member {member.number}: expected a storage with ndim=1, got ndim={storage.ndim}."
+            )
+        if alone or wiring.transform.writes:
+            return
+        try:
+            member.check_priorities(rows)
+            if not storage.initialized:
+                return
+            count = storage.unnamed_lanes(call, batched=True)[1]
+            storage.prepare(
+                rows, call, batched=True, ignored=(*member.ignored, "index", "index_generation"), count=count
+            )
+        except Exception as error:
+            error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was written.")
+            raise
+
+    def _written(self, ids: Tensor, parts: dict[int, Tensor], written: dict[int, Tensor]) -> TensorDict:
+        """The places of rows: -1 where a member's transforms made other rows of those that it was given."""
+        index = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
+        for number, at in parts.items():
+            found = written[number].to("cpu")
+            if len(found) == len(at):
+                index[at] = found
+        entries = {"buffer_ids": ids, "index": index}
+        if self._writer.tracks_generations:
+            numbers = self._writer.generations_of(entries) if len(ids) else torch.empty_like(ids)
+            entries["index_generation"] = numbers.where(_last_of_each(ids, index), -1)
+        return tensordict_type()(entries, batch_size=ids.shape)
+
+    # ---- updates -------------------------------------------------------------------------------------------------------
+
+    def update_if_present(
+        self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
+    ) -> ConditionalUpdateResult:
+        """What ``ReplayBufferEnsemble.update_if_present`` does."""
+        ids, rows = routed(index, len(self._members), CALL)
+        expected = as_numbers(f"{CALL}: generation", generation).to("cpu")
+        if expected.numel() != ids.numel():
+            raise ValueError(
+                f"{CALL}: expected one generation per row, got {list(ids.shape)} rows and {list(expected.shape)} generations."
+            )
+        if not has_entries(patch):
+            raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
+        entries = dict(cast("dict[str, object]", patch).items())
+        flat, n = ids.reshape(-1), ids.numel()
+        rows, expected = rows.reshape(n, *rows.shape[ids.ndim :]), expected.reshape(-1)
+        parts = {number: (flat == number).nonzero().flatten() for number in sorted(set(flat.tolist()))}
+        updates = []
+        for number, at in parts.items():
+            own = version
+            if isinstance(version, Tensor) and version.numel() == n > 1:
+                own = version.reshape(n, -1)[at.to(version.device)]
+            some = map_leaves(entries, partial(_of_rows, shape=ids.shape, at=at))
+            wiring = self._members[number].wiring
+            wiring.storage.check_writable()
+            if wiring.of_writer.read_only:
+                raise RuntimeError(f"{CALL}: member {number} is read-only ({type(wiring.writer).__name__}).")
+            updates.append((number, rows[at.to(rows.device)], expected[at], some, own))
+        for number, own_rows, _, some, own in updates:
+            FieldUpdates(self._members[number].wiring).check(own_rows, some, version_key, own)
+        updated, numbers = torch.zeros(n, dtype=torch.bool, device="cpu"), torch.full((n,), -1, device="cpu")
+        rejected = None if version_key is None else torch.zeros_like(updated)
+        for number, own_rows, own_expected, some, own in updates:
+            made = self._members[number].buffer.update_if_present(
+                index=own_rows,
+                generation=own_expected,
+                patch=some,
+                version_key=version_key,
+                version=own,
+                require_newer=newer,
+            )
+            updated[parts[number]], numbers[parts[number]] = made.updated.cpu(), made.generation.cpu()
+            if rejected is not None and made.version_rejected is not None:
+                rejected[parts[number]] = made.version_rejected.cpu()
+        return ConditionalUpdateResult(
+            updated=updated.reshape(ids.shape),
+            version_rejected=None if rejected is None else rejected.reshape(ids.shape),
+            generation=numbers.reshape(ids.shape),
+        )
+
+    def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
+        """What ``ReplayBufferEnsemble.update_priority`` does."""
+        call = "update_priority"
+        ids, rows = routed(index, len(self._members), call)
+        n = ids.numel()
+        given = as_numbers(f"{call}: priority", priority)
+        if given.numel() not in (1, n):
+            raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")
+        flat, rows = ids.reshape(-1), rows.reshape(n, *rows.shape[ids.ndim :])
+        values = given.reshape(-1).expand(n)
+        numbers = None if generation is None else generation.reshape(-1)
+        parts = {number: (flat == number).nonzero().flatten() for number in sorted(set(flat.tolist()))}
+        for number, at in parts.items():
+            source = self._members[number].wiring.bound_sampler()
+            source.check_priority(values[at.to(values.device)], len(at))
+        for number, at in parts.items():
+            member = self._members[number]
+            if not member.wiring.of_sampler.takes_priorities:
+                continue
+            own = None if numbers is None else numbers[at.to(numbers.device)]
+            member.buffer.update_priority(rows[at.to(rows.device)], values[at.to(values.device)], generation=own)
+
+
+def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
+    """Some rows of a leaf of a patch ``[*shape, ...]``. Raises ``ValueError``: it has another shape."""
+    value = as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
+    if value.shape[: len(shape)] != shape:
+        raise ValueError(
+            f"{CALL}: patch: expected entries that begin with shape {list(shape)}, got {list(value.shape)}."
+        )
+    return value.reshape(shape.numel(), *value.shape[len(shape) :])[at.to(value.device or "cpu")]
+
+
+def _last_of_each(ids: Tensor, index: Tensor) -> Tensor:
+    """Whether no later row was written to the same place: bool ``[n]``."""
+    last = {place: at for at, place in enumerate(zip(ids.tolist(), index.tolist(), strict=True))}
+    kept = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
+    kept[list(last.values())] = True
+    return kept

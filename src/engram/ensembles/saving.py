@@ -1,0 +1,181 @@
+"""The state of an ensemble: that of its members, and what is its own."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram._checks import check_count, check_path
+from engram.buffer.prefetching import prepare_batches
+from engram.buffer.saving import checked_generator_state, checked_rng
+from engram.errors import IncompatibleCheckpoint
+from engram.format import disk
+from engram.format.checkpoints import Checkpoint
+from engram.format.dumps import replacing, standing
+from engram.format.parts import PartReader
+from engram.persist.components import check_kind, read_state, write_part
+from engram.state import Loads, check_keys, integer, prepare_load, read_from, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.buffer.prefetching import Prefetching
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.ensembles.members import Member
+    from engram.types import Commit
+
+State = dict[str, object]
+
+#: Entries of a member's state that are in the ensemble's under the same names, by the number of the member.
+_COMPONENTS = ("_storage", "_sampler", "_writer")
+_OWN = ("_transforms", "_batch_size", "_iterating", "_rng", "_default_rng", "_prefetch_state")
+_PART = "ensemble"
+
+
+class EnsembleSaving:
+    """Saves an ensemble and loads it. It owns no state.
+
+    Args:
+        kind: the class of the ensemble.
+        members: its buffers.
+        wiring: its components.
+        settings: batch size and iteration.
+        prefetching: the prefetched batches; None: there are none.
+    """
+
+    def __init__(
+        self, kind: str, members: Sequence[Member], wiring: Wiring, settings: Settings, prefetching: Prefetching | None
+    ) -> None:
+        self._kind, self._members, self._wiring = kind, members, wiring
+        self._settings, self._prefetching = settings, prefetching
+
+    # ---- as a dict -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As ``ReplayBufferEnsemble.state_dict``."""
+        own = self._own_state()
+        states = [member.buffer.state_dict() for member in self._members]
+        components = {
+            name: {str(number): state.pop(name) for number, state in enumerate(states)} for name in _COMPONENTS
+        }
+        return {**components, "_members": {str(number): state for number, state in enumerate(states)}, **own}
+
+    def prepare_state(self, state: State, *, default_rng: bool) -> Commit:
+        """Check a :meth:`state_dict`. Raises as ``ReplayBuffer.load_state_dict``; nothing is changed."""
+        kind = self._kind
+        check_keys(state, (*_COMPONENTS, "_members", *_OWN), kind)
+        numbers = tuple(str(member.number) for member in self._members)
+        for name in (*_COMPONENTS, "_members"):
+            check_keys(typed(state, name, dict, kind), numbers, f"{kind}: {name}")
+        loads: list[Commit] = []
+        for number, member in zip(numbers, self._members, strict=True):
+            of_member = {name: typed(state, name, dict, kind)[number] for name in _COMPONENTS}
+            rest = typed(typed(state, "_members", dict, kind), number, dict, f"{kind}: _members")
+            loads.append(member.saving.prepare_state({**rest, **of_member}, default_rng=False))
+        return Loads([*loads, self._prepare_own(state, default_rng=default_rng)])
+
+    def _own_state(self, *, drop_prefetched: bool = False) -> State:
+        wiring, batches = self._wiring, None
+        if self._prefetching is not None:
+            batches = self._prefetching.saved(drop=drop_prefetched).state
+        return {
+            "_transforms": wiring.transform.state_dict(),
+            "_batch_size": self._settings.batch_size,
+            "_iterating": self._settings.iterating,
+            "_rng": None if wiring.generator is None else [wiring.generator.get_state(), "cpu"],
+            "_default_rng": torch.default_generator.get_state(),
+            "_prefetch_state": batches,
+        }
+
+    def _prepare_own(self, state: State, *, default_rng: bool) -> Commit:
+        kind = self._kind
+        batch_size = typed(state, "_batch_size", (int, type(None)), kind)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        elif self._settings.prefetch:
+            raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
+        own = _OwnLoad(self._wiring, self._settings, self._prefetching)
+        own.batch_size, own.iterating = batch_size, typed(state, "_iterating", bool, kind)
+        own.rng = checked_rng(state["_rng"], f"{kind}: _rng")
+        default = checked_generator_state(state["_default_rng"], f"{kind}: _default_rng")
+        own.default_rng = default if default_rng else None
+        transforms = prepare_load(self._wiring.transform, state["_transforms"], f"{kind}: _transforms")
+        batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
+        return Loads([own, transforms, batches])
+
+    # ---- as a folder ---------------------------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+        """As ``ReplayBufferEnsemble.dumps``: a dump per member, in ``members/<number>``, beside what is the ensemble's own."""
+        check_path("dumps: path", path)
+        begun = [member.saving.prepare_dump(prefetch) for member in self._members]
+        with replacing(Path(path)) as folder, disk.batched_fsync():
+            for one in begun:
+                one.prepare()
+            with ExitStack() as paused:
+                for one in begun:
+                    paused.enter_context(one.paused)
+                dumps = [one.take() for one in begun]
+                own = self._own_state(drop_prefetched=prefetch == "drop")
+            for number, dump in enumerate(dumps):
+                below = _folder_of(folder, number)
+                disk.make_folders(str(below))
+                dump.save(below)
+            disk.sync_folder(below.parent)
+            state = {name.removeprefix("_"): value for name, value in own.items()}
+            write_part(folder, _PART, self._kind, {"members": len(dumps), **state})
+
+    def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
+        """As ``ReplayBufferEnsemble.loads``."""
+        check_path("loads: path", path)
+        folder = standing(Path(path))
+        with ExitStack() as opened:
+            reader = opened.enter_context(PartReader.open(folder))
+            check_kind(reader, _PART, self._kind)
+            state = read_state(reader)
+            with read_from(str(folder)):
+                check_keys(state, ("members", *(name.removeprefix("_") for name in _OWN)), self._kind)
+                saved = integer(state, "members", 1, 1 << 31, self._kind)
+                if saved != len(self._members):
+                    raise IncompatibleCheckpoint(
+                        f"{path}: expected an ensemble of {len(self._members)} members, as here, got one of {saved}."
+                    )
+                own = self._prepare_own({name: state[name.removeprefix("_")] for name in _OWN}, default_rng=default_rng)
+            loads: list[Commit] = []
+            for member in self._members:
+                checkpoint = opened.enter_context(Checkpoint(_folder_of(folder, member.number)))
+                loads.append(
+                    member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
+                )
+            Loads([*loads, own]).commit()
+
+
+def _folder_of(folder: Path, member: int) -> Path:
+    return folder / "members" / str(member)
+
+
+class _OwnLoad:
+    """What was checked of an ensemble's own state."""
+
+    batch_size: int | None = None
+    iterating = False
+    rng: torch.Generator | None = None
+    default_rng: torch.Generator | None = None
+
+    def __init__(self, wiring: Wiring, settings: Settings, prefetching: Prefetching | None) -> None:
+        self._wiring, self._settings, self._prefetching = wiring, settings, prefetching
+
+    def commit(self) -> None:
+        if self._prefetching is not None:
+            self._prefetching.discard("load", keys=False)
+        self._settings.batch_size, self._settings.iterating = self.batch_size, self.iterating
+        if self.rng is not None:
+            self._wiring.generator = self._wiring.generator or torch.Generator()
+            self._wiring.generator.set_state(self.rng.get_state())
+        if self.default_rng is not None:
+            torch.default_generator.set_state(self.default_rng.get_state())

@@ -1,0 +1,223 @@
+"""The storages of an ensemble."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from engram.ensembles.selection import members_named, routed, split_index
+from engram.state import Loads, check_keys, typed
+from engram.storages import Storage
+from engram.types import Traits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+    from typing import TypeAlias
+
+    from engram.persist.components import Preparation, Snapshot
+    from engram.types import StorageLoad
+
+    #: A transform of rows.
+    Change: TypeAlias = Callable[[object], object]
+
+
+def _refusing(call: str) -> Callable[..., NoReturn]:
+    """A method of a storage that an ensemble of storages does not have."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"{call}: an ensemble of storages has no rows of its own. Ask one of them, storages[i], or the buffer, ensemble[i]."
+        )
+
+    return refuse
+
+
+class _Storages(Storage):
+    """What a buffer asks of the storages of an ensemble."""
+
+    traits = Traits()
+    _storages: tuple[Storage, ...]
+
+    @property
+    def initialized(self) -> bool:
+        return all(one.initialized for one in self._storages)
+
+    @property
+    def max_size(self) -> int:
+        return sum(one.max_size for one in self._storages)
+
+    @property
+    def device(self) -> torch.device | None:
+        devices = {one.device for one in self._storages}
+        return devices.pop() if len(devices) == 1 else None
+
+    @property
+    def write_count(self) -> int:
+        return sum(one.write_count for one in self._storages)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self._storages)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([len(self._storages)])
+
+    def counters(self) -> dict[str, float]:
+        found = [one.counters() for one in self._storages]
+        names = dict.fromkeys(name for counts in found for name in counts)
+        return {name: sum(counts.get(name, 0) for counts in found) for name in names}
+
+    def next_number(self) -> int:
+        """Each has tickets of its own."""
+        return 0
+
+    @property
+    def shared(self) -> bool:
+        return all(one.shared for one in self._storages)
+
+    def share(self, maker: str | None = None) -> None:
+        del maker  # each would take the other's place
+        for one in self._storages:
+            one.share()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._storages)
+
+    def __iter__(self) -> Iterator[Storage]:
+        return iter(self._storages)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        for one in self._storages:
+            one.empty(keep_write_count=keep_write_count)
+            one.notify(None, None)
+
+    add = extend = set = _refusing("write")
+    __setitem__ = _refusing("storage[index] = value")
+    extent = _refusing("extent")
+    contains = _refusing("contains")
+    tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = _refusing("storage[index]")
+    prepare = write = edit = prepare_at = _refusing("write")
+    settled = priorities = consumption = limit = _refusing("sampler")
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:
+        """The state of each, by its number."""
+        del without
+        return {str(number): one.state_dict() for number, one in enumerate(self._storages)}
+
+    def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
+        who = type(self).__name__
+        check_keys(state_dict, tuple(map(str, range(len(self)))), who)
+        states = [typed(state_dict, str(number), dict, who) for number in range(len(self))]
+        return _Loads([one.prepare_load(state) for one, state in zip(self._storages, states, strict=True)])
+
+    def prepare_snapshot(
+        self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
+    ) -> Preparation[Snapshot]:
+        del without, whole
+        return super(Storage, self).prepare_snapshot()
+
+    def close(self) -> None:
+        for one in self._storages:
+            one.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._storages))})"
+
+
+class StorageEnsemble(_Storages):
+    """The storages of an ensemble.
+
+    Args:
+        *storages: one of each member.
+        transforms: applied to what :meth:`get` returns, one for each storage, of which some may be None.
+
+    Raises:
+        TypeError: no storages, or another number of transforms.
+
+    >>> import torch
+    >>> from engram import ReplayBuffer, LazyTensorStorage, StorageEnsemble
+    >>> storage = StorageEnsemble(LazyTensorStorage(10), LazyTensorStorage(20))
+    >>> len(storage), storage.max_size
+    (2, 30)
+    """
+
+    def __init__(self, *storages: Storage, transforms: Sequence[Change | None] | None = None) -> None:
+        super().__init__()
+        who = type(self).__name__
+        if not storages or not all(isinstance(one, Storage) for one in storages):
+            raise TypeError(f"{who}: expected storages, got {[type(one).__name__ for one in storages] or 'none'}.")
+        if transforms is not None and len(transforms) != len(storages):
+            raise TypeError(
+                f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(transforms)}. None stands for no transform."
+            )
+        self._storages = storages
+        self._transforms = None if transforms is None else tuple(transforms)
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """One of each member."""
+        return self._storages
+
+    @property
+    def transforms(self) -> tuple[Change | None, ...] | None:
+        """What is applied to the rows of each; None: nothing."""
+        return self._transforms
+
+    # ---- rows ----------------------------------------------------------------------------------------------------------
+
+    def get(self, index: object) -> list[tuple[int, object]]:
+        """Rows by number: ``[(member, rows), …]``, where the rows went through its transform.
+
+        Args:
+            index: a TensorDict or dict with ``"buffer_ids"`` ``[n]`` and ``"index"`` ``[n, rows]``, as ``SamplerEnsemble.sample``
+                returns it.
+
+        Raises:
+            TypeError: something else. ValueError: no such member. RowError: no such row.
+
+        >>> import torch
+        >>> from engram import ListStorage, StorageEnsemble
+        >>> storage = StorageEnsemble(ListStorage(4), ListStorage(4))
+        >>> storage[1].set(range(2), ["a", "b"])
+        >>> storage.get({"buffer_ids": torch.tensor([1]), "index": torch.tensor([[1, 0]])})
+        [(1, ['b', 'a'])]
+        """
+        ids, rows = routed(index, len(self._storages), "get")
+        return [(member, self._read(member, one)) for member, one in zip(ids.tolist(), rows, strict=True)]
+
+    def _read(self, member: int, rows: object) -> object:
+        data = self._storages[member].get(rows)
+        change = None if self._transforms is None else self._transforms[member]
+        return data if change is None else change(data)
+
+    def __getitem__(self, index: object) -> object:
+        """``storage[i]``: one of the storages; ``storage[i, j]``: rows of it; ``storage[[i, k]]``: an ensemble of some;
+        ``storage[:, j]``: a list of the rows of each. Raises as ``ReplayBufferEnsemble[index]``.
+        """
+        of_members, rows = split_index(index, type(self).__name__)
+        named = members_named(of_members, len(self._storages), type(self).__name__)
+        if isinstance(named, int):
+            return self._storages[named] if rows is None else self._storages[named][rows]
+        if rows is not None:
+            return [self._storages[member][rows] for member in named]
+        some = None if self._transforms is None else [self._transforms[member] for member in named]
+        return StorageEnsemble(*(self._storages[member] for member in named), transforms=some)
+
+
+class _Loads(Loads):
+    """Those of all storages."""
+
+    @property
+    def capacity(self) -> int:
+        return 0
+
+    def allocate(self) -> None:
+        """Each does when it is committed."""

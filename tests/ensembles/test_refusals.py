@@ -1,0 +1,300 @@
+"""What ensembles refuse: in a sentence that names the member, and nothing is changed."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    NoSampleable,
+    PriorityError,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerEnsemble,
+    SliceSampler,
+    StorageEnsemble,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    WriterEnsemble,
+)
+from tests.ensembles.buffers import member, members, rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"p": [1.0]}, ValueError, "2 weights"),
+        ({"p": [1.0, -1.0]}, ValueError, "at least 0, got -1"),
+        ({"p": [0.0, 0.0]}, ValueError, "above 0"),
+        ({"p": [float("nan"), 1.0]}, ValueError, "finite"),
+        ({"p": "fair"}, ValueError, "'sampleable'"),
+        ({"p": ["a", "b"]}, TypeError, "p"),
+        ({"p": [1, 1], "sample_from_all": True}, RuntimeError, "got both"),
+        ({"num_buffer_sampled": 0}, ValueError, "num_buffer_sampled"),
+        ({"num_buffer_sampled": 2.5}, TypeError, "num_buffer_sampled"),
+        ({"routing_key": "a", "routing_dim": 0}, ValueError, "got both"),
+        ({"routing_dim": "a"}, TypeError, "routing_dim"),
+        ({"routing_key": 3}, TypeError, "routing_key"),
+        ({"collate_fn": 3}, TypeError, "collate_fn"),
+        ({"samplers": SamplerEnsemble(RandomSampler())}, RuntimeError, "got both"),
+        ({"collate_fns": [None, None]}, RuntimeError, "got both"),
+        ({"sample_units": 3}, TypeError, "sample_units"),
+        ({"prefetch": 2}, ValueError, "batch size"),
+        ({"generator": 3}, TypeError, "generator"),
+    ],
+)
+def test_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        ReplayBufferEnsemble(*members(5, 5), **arguments)
+
+
+def test_what_is_no_member():
+    with pytest.raises(TypeError, match="storages"):
+        ReplayBufferEnsemble()
+    with pytest.raises(TypeError, match="member 1: expected a ReplayBuffer"):
+        ReplayBufferEnsemble(member(), ListStorage(3))
+    with pytest.raises(TypeError, match="expected storages"):
+        StorageEnsemble(RandomSampler())
+    with pytest.raises(TypeError, match="expected samplers"):
+        SamplerEnsemble()
+    with pytest.raises(TypeError, match="expected writers"):
+        WriterEnsemble(ListStorage(3))
+    with pytest.raises(TypeError, match="transforms: expected 1"):
+        StorageEnsemble(ListStorage(3), transforms=[None, None])
+
+
+def test_components_of_another_number():
+    two = StorageEnsemble(ListStorage(3), ListStorage(3))
+    one = SamplerEnsemble(RandomSampler())
+    with pytest.raises(ValueError, match="2 samplers and writers"):
+        ReplayBufferEnsemble(storages=two, samplers=one, writers=WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()))
+    with pytest.raises(RuntimeError, match="SamplerEnsemble"):
+        ReplayBufferEnsemble(
+            storages=StorageEnsemble(ListStorage(3)), samplers=one, writers=WriterEnsemble(RoundRobinWriter()), p=[1]
+        )
+    with pytest.raises(ValueError, match="2 storages|1 storages"):
+        WriterEnsemble(RoundRobinWriter()).register_storage(two)
+    with pytest.raises(TypeError, match="StorageEnsemble"):
+        WriterEnsemble(RoundRobinWriter()).register_storage(ListStorage(3))
+    with pytest.raises(ValueError, match="1 storages"):
+        one.sample(two, 3)
+    with pytest.raises(TypeError, match="StorageEnsemble"):
+        one.sample(ListStorage(3), 3)
+
+
+def test_batch_sizes():
+    rb = ReplayBufferEnsemble(*members(5, 5, 5))
+    for size in (7, 1, 2):
+        with pytest.raises(ValueError, match=f"multiple of num_buffer_sampled=3, got {size}"):
+            rb.sample(size)
+    with pytest.raises(RuntimeError, match="batch size"):
+        rb.sample()
+    with pytest.raises(RuntimeError, match="batch size"):
+        iter(rb)
+    with pytest.raises(ValueError, match="at least 1"):
+        rb.sample(0)
+    assert not rb.can_sample(7)
+
+
+def test_an_empty_member_is_named():
+    rb = ReplayBufferEnsemble(member(0, 5), member(1, 0), sample_from_all=True)
+    assert not rb.can_sample(4)
+    with pytest.raises(NoSampleable) as raised:
+        rb.sample(4)
+    assert "member 1" in raised.value.__notes__[0]
+    assert ReplayBufferEnsemble(rb[0], rb[1], p=[1, 0]).can_sample(4)
+
+
+def other_fields(number=1, **fields):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20))
+    rb.extend(TensorDict(fields, [5]))
+    return rb
+
+
+def test_members_of_other_fields():
+    other = other_fields(a=torch.zeros(5), b=torch.zeros(5))
+    for arguments in ({}, {"transform": lambda td: td}):
+        some = TensorDictReplayBuffer(storage=other.storage, **arguments)
+        with pytest.raises(KeyError, match="of member 0 and .*'b'.* of member 1"):
+            ReplayBufferEnsemble(member(0, 5), some, sample_from_all=True).sample(4)
+    with pytest.raises(KeyError, match="same fields"):  # whichever members are chosen
+        ReplayBufferEnsemble(member(0, 5), other, p=[1, 0]).sample(4)
+    only = TensorDictReplayBuffer(storage=other.storage, transform=lambda td: td.select("a"))
+    keep = TensorDictReplayBuffer(storage=member(0, 5).storage, transform=lambda td: td.select("a").float())
+    assert ReplayBufferEnsemble(keep, only, sample_from_all=True).sample(4)["a"].shape == (2, 2)
+
+
+def test_members_of_other_dtypes_and_shapes():
+    own = other_fields(a=torch.zeros(5))
+    with pytest.raises(
+        RuntimeError, match=r"'a': expected one dtype.*float32 of member 0 and torch.float64 of member 1"
+    ):
+        ReplayBufferEnsemble(own, other_fields(a=torch.zeros(5, dtype=torch.float64)), sample_from_all=True).sample(4)
+    with pytest.raises(RuntimeError, match=r"same rows.*a \[\].*of member 0 and.*a \[3\]"):
+        ReplayBufferEnsemble(own, other_fields(a=torch.zeros(5, 3)), sample_from_all=True).sample(4)
+
+
+def test_parts_of_different_sizes():
+    short = member(0, 3, sampler=SliceSampler(slice_len=4, strict_length=False))
+    with pytest.raises(RuntimeError, match="windows of one length"):
+        ReplayBufferEnsemble(short, short).sample(8)
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (0.5, TypeError),
+        ("a", TypeError),
+        (None, TypeError),
+        ([0.5], TypeError),
+        (torch.tensor([True, False]), TypeError),
+        (torch.zeros(2, 2, dtype=torch.int64), RuntimeError),
+        (2, IndexError),
+        (-3, IndexError),
+        ([0, 5], IndexError),
+        ([], IndexError),
+        (slice(5, 7), IndexError),
+        ((), IndexError),
+        ((0, 50), IndexError),
+        ((slice(None), 50), IndexError),
+    ],
+)
+def test_indices(index, error):
+    rb = ReplayBufferEnsemble(*members(5, 5))
+    with pytest.raises(error):
+        rb[index]
+
+
+def test_components_refuse_an_index_of_rows():
+    rb = ReplayBufferEnsemble(*members(5, 5))
+    for one in (rb.sampler, rb.writer):
+        with pytest.raises(IndexError, match="members alone"):
+            one[0, 1]
+    for call in ("add", "extend"):
+        with pytest.raises(NotImplementedError, match="routing_key"):
+            getattr(rb.writer, call)(rows(0, 1))
+        with pytest.raises(RuntimeError, match="rows of its own"):
+            getattr(rb.storage, call)(rows(0, 1))
+    with pytest.raises(RuntimeError, match="rows of its own"):
+        rb.storage.set(0, rows(0, 1))
+
+
+def routed(*some, **arguments):
+    return ReplayBufferEnsemble(*some, **{"routing_key": "to", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "match"),
+    [
+        ({"a": torch.zeros(2)}, TypeError, "TensorDict"),
+        (rows(0, 2), KeyError, "routing_key"),
+        (rows(0, 2, to=torch.zeros(2)), TypeError, "ints"),
+        (rows(0, 2, to=torch.tensor([0, 2])), ValueError, r"\[0, 2\), got 2"),
+        (rows(0, 2, to=torch.tensor([0, -1])), ValueError, "got -1"),
+        (rows(0, 2, to=torch.zeros(2, 3, dtype=torch.int64)), ValueError, "for each row"),
+    ],
+)
+def test_rows_that_cannot_be_divided(data, error, match):
+    rb = routed(*members(5, 5))
+    with pytest.raises(error, match=match):
+        rb.extend(data)
+    assert [len(one) for one in rb._rbs] == [5, 5]
+
+
+def test_writes_without_routing_and_of_other_kinds():
+    rb = ReplayBufferEnsemble(*members(5, 5))
+    with pytest.raises(RuntimeError, match="routing_key or routing_dim"):
+        rb.extend(rows(0, 2))
+    rb = ReplayBufferEnsemble(*members(5, 5), routing_dim=0)
+    with pytest.raises(ValueError, match="2 entries"):
+        rb.extend(rows(0, 3))
+    with pytest.raises(ValueError, match="that dimension"):
+        ReplayBufferEnsemble(*members(5, 5), routing_dim=1).extend(rows(0, 2))
+    with pytest.raises(RuntimeError, match="Use extend"):
+        rb.add(rows(0, 1)[0])
+    rb = routed(*members(5, 5))
+    with pytest.raises(ValueError, match="Did you mean extend"):
+        rb.add(rows(0, 1, to=torch.zeros(1, dtype=torch.int64)))
+    with pytest.raises(NotImplementedError, match="update_priority"):
+        rb.extend(rows(0, 1, to=torch.zeros(1, dtype=torch.int64)), update_priority=True)
+    assert [len(one) for one in rb._rbs] == [5, 5]
+
+
+def test_all_members_are_written_to_or_none():
+    def fresh(number, **fields):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20))
+        rb.extend(rows(number, 5, to=torch.full((5,), number), **fields))
+        return rb
+
+    both = rows(0, 4, to=torch.tensor([0, 1, 0, 1]))
+    rb = routed(fresh(0), fresh(1, more=torch.zeros(5)))
+    with pytest.raises(KeyError) as raised:
+        rb.extend(both)
+    assert "member 1" in raised.value.__notes__[0]
+    assert [len(one) for one in rb._rbs] == [5, 5]
+    closed = TensorDictReplayBuffer(storage=fresh(1).storage, writer=ImmutableDatasetWriter())
+    rb = routed(fresh(0), closed)
+    with pytest.raises(RuntimeError, match="read-only|refuses|Immutable"):
+        rb.extend(both)
+    with pytest.raises(RuntimeError, match="member 1 is read-only"):
+        rb.empty()
+    prioritized = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(20))
+    rb = routed(fresh(0), prioritized)
+    with pytest.raises(PriorityError):
+        rb.extend(both.clone().set("td_error", torch.tensor([1.0, -1.0, 1.0, 1.0])))
+    assert [len(one) for one in rb._rbs] == [5, 0]
+
+
+def test_updates_of_wrong_places():
+    rb = routed(*members(5, 5, tracks=True))
+    batch = rb.sample(4)
+    good = {"index": batch["index"], "generation": batch["index_generation"], "patch": {"x": torch.ones(2, 2, 1)}}
+    cases = [
+        ({"index": batch["index", "index"]}, TypeError, "buffer_ids"),
+        ({"index": {"buffer_ids": torch.tensor([7]), "index": torch.tensor([0])}}, ValueError, "got 7"),
+        ({"index": {"buffer_ids": torch.tensor([0]), "index": torch.tensor([0, 1])}}, ValueError, "begins with"),
+        ({"generation": torch.zeros(3, dtype=torch.int64)}, ValueError, "one generation per row"),
+        ({"patch": 3}, TypeError, "patch"),
+        ({"patch": {"y": torch.zeros(2, 2)}}, KeyError, "y"),
+        ({"patch": {"x": torch.zeros(3)}}, ValueError, "begin with shape"),
+        ({"patch": {"x": torch.zeros(2, 2, 7)}}, ValueError, "x"),
+        ({"version": 3}, ValueError, "version_key and version"),
+    ]
+    for change, error, match in cases:
+        with pytest.raises(error, match=match):
+            rb.update_if_present(**{**good, **change})
+    outside = {"buffer_ids": torch.tensor([0, 1]), "index": torch.tensor([0, 500])}
+    numbers = torch.tensor([int(rb[0].writer.generations_of([0])[0]), 1])
+    with pytest.raises(IndexError, match="got 500"):
+        rb.update_if_present(index=outside, generation=numbers, patch={"x": torch.full((2, 1), 9.0)})
+    assert not any(bool((one[:]["x"] == 9.0).any()) for one in rb._rbs)
+    with pytest.raises(RuntimeError, match="a priority for each"):
+        rb.update_priority(batch["index"], torch.ones(3))
+
+
+def test_untracked_members_take_no_updates():
+    rb = routed(*members(5, 5))
+    index = {"buffer_ids": torch.tensor([0]), "index": torch.tensor([0])}
+    with pytest.raises(RuntimeError, match="track_generations"):
+        rb.update_if_present(index=index, generation=torch.tensor([1]), patch={"x": torch.ones(1, 1)})
+
+
+def test_after_the_end():
+    rb = ReplayBufferEnsemble(*members(5, 5))
+    rb.shutdown()
+    assert not rb.is_alive
+    with pytest.raises(RuntimeError, match="shut down"):
+        rb.sample(4)
+    assert rb[0].sample(4).shape == (4,)
+    one = rb[0]
+    rb.close()
+    rb.close()
+    assert rb.closed
+    assert one.closed
+    with pytest.raises(RuntimeError, match="the ensemble was closed"):
+        rb.sample(4)
+    assert isinstance(one, ReplayBuffer)
