@@ -20,6 +20,7 @@
 #include "consumption.h"
 #include "epoch.h"
 #include "expand.h"
+#include "goals.h"
 #include "groups.h"
 #include "hold.h"
 #include "intake.h"
@@ -148,6 +149,7 @@ NB_MODULE(_core, m) {
   engram::bind_ranking(m);
   engram::bind_trajectories(m);
   engram::bind_expand(m);
+  engram::bind_goals(m);
   engram::bind_tensors(m);
   engram::bind_block(m);
   bind_random(m);

@@ -102,6 +102,16 @@ struct Surroundings {
   std::vector<std::int64_t> numbers;  // of their tickets; -1 where one of them was just being written
 };
 
+/// Which step of its trajectory is the goal of a row: this one or a later one, the last one, any; or any step there is.
+enum class Goal { future, final, episode, random };
+
+struct GoalDraw {
+  Goal goal;
+  std::uint64_t key = 0, attempt = 0;     // attempt: how often it is drawn again
+  std::vector<Field> flags = {};          // fields that end a trajectory, whatever the table says
+  std::vector<std::uint64_t> step_types = {};  // of each, as in Boundaries
+};
+
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
 struct TrajectoryEpoch {
   std::uint64_t key = 0;
@@ -172,6 +182,11 @@ class Trajectories final : public Index {
   /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
   Surroundings around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
                       std::uint64_t most);
+
+  /// The row that is the goal of each of n rows, and its ticket number; -1 where the row does not hold `expected`, or the goal is just
+  /// being written. The i-th row takes the random numbers of position `places[i]` (null: i).
+  void goals(const GoalDraw& draw, const std::int64_t* rows, const std::int64_t* expected, const std::int64_t* places,
+             std::uint64_t n, std::int64_t* goals, std::int64_t* numbers);
 
   /// How many windows there are of which one is drawn.
   std::uint64_t windows(const WindowSpec& spec);
@@ -298,6 +313,12 @@ class Trajectories final : public Index {
   std::uint64_t usable(const View& v, std::uint64_t run, const WindowSpec& spec) const;
   Window window_at(std::int64_t row, const WindowSpec& spec) const;
   bool append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
+  std::uint64_t piece(const Field& field, std::uint64_t step_type, std::uint64_t places) const;
+  bool unflagged(const Field& field, std::uint64_t step_type, std::int64_t row, std::uint64_t n) const;
+  std::uint64_t flagged_end(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t last) const;
+  std::uint64_t flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const;
+  std::int64_t any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,
+                       std::uint64_t attempt) const;
 
   Control control_;
   Boundaries boundaries_;

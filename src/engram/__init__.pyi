@@ -8,6 +8,7 @@ from engram._native import num_threads as num_threads
 from engram._native import set_num_threads as set_num_threads
 from engram._version import __version__ as __version__
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
+from engram.buffer.prioritized import HERReplayBuffer as HERReplayBuffer
 from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
 from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
@@ -45,6 +46,8 @@ from engram.errors import WriterStalled as WriterStalled
 from engram.expanders import CatFrames as CatFrames
 from engram.expanders import FinalObservations as FinalObservations
 from engram.expanders import FrameStack as FrameStack
+from engram.expanders import Hindsight as Hindsight
+from engram.expanders import HindsightStrategy as HindsightStrategy
 from engram.expanders import NextFromFollowing as NextFromFollowing
 from engram.expanders import NStep as NStep
 from engram.expanders import RewardToGo as RewardToGo

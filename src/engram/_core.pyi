@@ -269,6 +269,20 @@ class Expansion:
         self, store: Store, table: Trajectories, rows: int, n: int, expected: int
     ) -> tuple[list[Tensor], list[int]]: ...
 
+class Goals:
+    def __init__(self, goal: int, field: int, spec: _Spec, flags: Sequence[int], step_types: Sequence[int]) -> None: ...
+    def read(
+        self,
+        store: Store,
+        table: Trajectories,
+        rows: int,
+        expected: int,
+        places: int,
+        n: int,
+        key: int,
+        attempt: int,
+    ) -> tuple[Tensor, list[int]]: ...
+
 class Ranking:
     def __init__(self, rows: int) -> None: ...
     @property

@@ -187,6 +187,19 @@ def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
             td.set(key, value)
 
 
+def add_fields(data: object, fields: Mapping[str | tuple[str, ...], Tensor]) -> None:
+    """Add fields to a new batch. What is neither a dict nor a TensorDict has no place for them, and stays as it is."""
+    if isinstance(data, dict):
+        for key, value in fields.items():
+            name, *below = (key,) if isinstance(key, str) else key
+            if below:
+                add_fields(data.setdefault(name, {}), {below[0] if len(below) == 1 else tuple(below): value})
+            else:
+                data[name] = value
+    elif is_plain_tensordict(data):
+        put(data, fields)
+
+
 def detached(td: TensorDict) -> TensorDict:
     """A new TensorDict of the same entries, and of what is no part of a graph the same tensors. ``td.detach()`` takes 8 times as
     long.

@@ -369,6 +369,9 @@ class SampledStorage(Protocol):
             KeyError: no such field.
         """
 
+    def batch(self, columns: Any, n: int | tuple[int, ...] | None) -> Any:
+        """What users are given of columns ``[n, ...]`` that were read. No copy."""
+
     def settled(self) -> int | None:
         """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
 

@@ -8,6 +8,7 @@ import torch
 
 from engram import samplers, storages
 from engram._unsupported import Later, meant, reject_unsupported
+from engram.buffer.hindsight import HERReplayBuffer
 from engram.buffer.recipe import draws_by_priority, register
 from engram.buffer.remote import RemoteTensorDictReplayBuffer
 from engram.buffer.replay_buffer import ReplayBuffer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from engram.buffer.compat import BufferArguments
 
 __all__ = [
+    "HERReplayBuffer",
     "PrioritizedReplayBuffer",
     "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",

@@ -10,19 +10,16 @@ import numpy as np
 from torch import Tensor
 
 from engram import collate, samplers
-from engram._tensordict import is_lazy_stack, is_plain_tensordict, put
+from engram._tensordict import add_fields, is_lazy_stack
 from engram.buffer.drawn import TICKETS
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
-from engram.field_paths import public
 from engram.retries import Retries
 from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engram.buffer.wiring import Wiring
     from engram.store import Key
     from engram.types import Entry, Shown
@@ -253,16 +250,3 @@ class ReadPath:
             storage.patch(columns, again, values)
             moved = [again[i] for i in still]
         return Draw(redraw.rows, tickets, redraw.info)
-
-
-def add_fields(data: object, fields: Mapping[Entry, Tensor]) -> None:
-    """Add fields to a new batch. What is neither a dict nor a TensorDict has no place for them, and stays as it is."""
-    if isinstance(data, dict):
-        for key, value in fields.items():
-            name, *below = (key,) if isinstance(key, str) else key
-            if below:
-                add_fields(data.setdefault(name, {}), {public(below): value})
-            else:
-                data[name] = value
-    elif is_plain_tensordict(data):
-        put(data, fields)

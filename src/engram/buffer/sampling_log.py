@@ -223,6 +223,6 @@ class _Young:
         """Those of a batch."""
         extent = self._extent
         length = extent.capacity // len(extent.filled)
-        behind = (np.asarray(extent.seam)[rows // length] - rows) % length
-        found: NDArray[np.int64] = (((behind > 0) & (behind <= self._reach)) | (tickets >= self._clock)).nonzero()[0]
+        behind = (np.asarray(extent.seam)[rows // length] - 1 - rows) % length + 1
+        found: NDArray[np.int64] = ((behind <= self._reach) | (tickets >= self._clock)).nonzero()[0]
         return found

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engram import collate
-from engram._tensordict import is_plain_tensordict, is_tensor_collection, put, wrap
-from engram.buffer.read_path import ReadPath, add_fields
+from engram._tensordict import add_fields, is_plain_tensordict, is_tensor_collection, put, wrap
+from engram.buffer.read_path import ReadPath
 from engram.buffer.tensordict import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
 from engram.fleet import plans

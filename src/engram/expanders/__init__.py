@@ -3,6 +3,7 @@
 from engram.expanders._base import Expander
 from engram.expanders.cat_frames import CatFrames
 from engram.expanders.frame_stack import FrameStack
+from engram.expanders.hindsight import Hindsight, HindsightStrategy
 from engram.expanders.n_step import NStep
 from engram.expanders.next_from_following import FinalObservations, NextFromFollowing, finals_of
 from engram.expanders.reward_to_go import RewardToGo
@@ -12,6 +13,8 @@ __all__ = [
     "Expander",
     "FinalObservations",
     "FrameStack",
+    "Hindsight",
+    "HindsightStrategy",
     "NStep",
     "NextFromFollowing",
     "RewardToGo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from engram import _fork, samplers
@@ -344,6 +345,8 @@ class Expander(DeclaredSampler):
         reading = Reading(fields, self._followed)
         for expander in self.chain:
             expander.change(reading)
+        if reading.relabelling is not None:
+            reading.relabelling.check(reading)
         return reading
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
@@ -371,22 +374,30 @@ class Expander(DeclaredSampler):
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
         expansion = self._expansion_of(memory)
+        goals = expansion.goals(key.value)
         if source.traits.reads_windows:
-            windows = cast("WindowSampler", source)
-            tensors, rows, marks = windows.sample_apart(
-                storage, key, n, expansion.read_windows, numbered=numbered, finished=expansion.finished
+            windows, finished = cast("WindowSampler", source), expansion.finished
+            read = expansion.read_windows if goals is None else partial(expansion.read_windows, goals=goals)
+            tensors, rows, info = windows.sample_apart(
+                storage, key, n, read, numbered=numbered, finished=finished, ended=goals is not None
             )
-            return windows.laid_out(expansion.fields(tensors, marks), rows, marks)
+            columns = expansion.fields(tensors, info)
+            if goals is not None:
+                goals.apply(storage, columns, info, expansion.computed)
+            return windows.laid_out(columns, rows, info)
         extent = storage.extent()
         samplers.check_drawable(extent.size)
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
-        tensors, rows, info = expansion.read_drawn(storage, source, draw, key.value)
+        tensors, rows, info = expansion.read_drawn(storage, source, draw, key.value, goals)
         memory.count_sampled(rows)
         tickets = tensors.pop()
         if numbered or draw.tickets is not None:
             info["index_generation"] = tickets
-        return expansion.fields(tensors, info), rows, info
+        columns = expansion.fields(tensors, info)
+        if goals is not None:
+            goals.apply(storage, columns, info, expansion.computed)
+        return columns, rows, info
 
     def reach(self, storage: SampledStorage) -> int:
         """How many steps of its trajectory after a row change what is read with it."""
@@ -394,7 +405,7 @@ class Expander(DeclaredSampler):
 
     def read_drawn(self, storage: SampledStorage, draw: Draw) -> tuple[list[Tensor], Info, list[int]]:
         """Read rows that were drawn earlier, with what is around them now: columns, what is computed, and places whose rows have
-        another ticket, or moved. Raises as :meth:`sample_natively`.
+        another ticket, or moved. Goals are those that are stored. Raises as :meth:`sample_natively`.
         """
         assert storage.memory is not None  # it was drawn from
         expansion = self._expansion_of(storage.memory)

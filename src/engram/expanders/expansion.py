@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from engram import _native
 from engram.errors import NoSampleable, RowError
-from engram.expanders.reading import boundaries_of
+from engram.expanders.reading import TO_THE_END, boundaries_of
 from engram.field_paths import public
 from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
 from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes
+from engram.samplers.windows import WINDOW_ENDS
 from engram.store import dlpack_specs
 from engram.types import Draw
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.expanders.reading import Reading
+    from engram.expanders.relabelling import Goals
     from engram.samplers._base import DeclaredSampler
     from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.store import Store
@@ -63,6 +65,11 @@ class Expansion:
         #: Steps of a trajectory after a row that change what is read with it.
         self.reach = max(column.ahead + column.following for column in columns)
         self._following = reading.following
+        self._relabelling = reading.relabelling
+        if self._relabelling is not None:
+            self.reach = TO_THE_END
+            unknown = [number for number in ends if number not in boundaries.which]
+            self._goals = self._relabelling.native(reading.fields, specs, unknown)
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
 
@@ -97,7 +104,12 @@ class Expansion:
         again, waiting = self._following.complete(self.memory, rows, tensors, moved)
         return tensors, again, waiting
 
-    def read_windows(self, draw: Draw) -> tuple[list[Tensor], list[int]]:
+    def goals(self, key: int) -> Goals | None:
+        """Those of a batch that is drawn with a key; None: rows keep their own."""
+        relabelling = self._relabelling
+        return None if relabelling is None else relabelling.goals(self._goals, self.memory, self._table, key)
+
+    def read_windows(self, draw: Draw, goals: Goals | None = None) -> tuple[list[Tensor], list[int]]:
         """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
         tensors, moved, _ = self.read(draw)
         tickets = draw.tickets
@@ -108,17 +120,19 @@ class Expansion:
             places = torch.tensor(moved, device="cpu")
             fresh, still, _ = self.read(Draw(draw.rows[places], tickets[places]))
             moved = _patch(tensors, places, fresh, moved, still)
+        if goals is not None and not moved:
+            moved = goals.read_windows(draw.rows, tensors[-1], cast("Tensor", draw.info[WINDOW_ENDS]))
         self.stack(tensors)
         return tensors[:-1], moved
 
     def read_drawn(
-        self, storage: SampledStorage, source: DeclaredSampler, draw: Draw, key: int
+        self, storage: SampledStorage, source: DeclaredSampler, draw: Draw, key: int, goals: Goals | None
     ) -> tuple[list[Tensor], Tensor, Info]:
         """Columns and tickets of rows that a sampler drew, the rows in the end, and their info.
 
         In place of rows that move meanwhile, other rows are drawn if draws are independent of each other, or if the sampler named
         the tickets that it means. Rows of other samplers are read once more, with what they hold now. If one of those holds
-        nothing, another live row is drawn.
+        nothing, another live row is drawn. Rows whose goal moves count as those that move themselves.
 
         Raises:
             NoSampleable: the buffer was emptied, or no row has a next observation yet.
@@ -126,6 +140,8 @@ class Expansion:
         """
         tensors, moved, waiting = self.read(draw)
         rows, info = draw.rows, dict(draw.info)
+        if goals is not None:
+            moved = goals.read(_as_rows(rows), tensors[-1], moved)
         if moved:
             others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
             redraw = Redraw(storage, draw, source if others else None, key, detail=", or a step around it,")
@@ -134,6 +150,8 @@ class Expansion:
                     raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
                 places, fresh = redraw.again(moved)
                 read, still, waiting = self.read(fresh)
+                if goals is not None:
+                    still = goals.read_again(_as_rows(fresh.rows), read[-1], still, places)
                 moved = _patch(tensors, places, read, places.tolist(), still)
             rows, info = redraw.rows, redraw.info
         self.stack(tensors)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from engram import _native
     from engram.expanders.following import Following
+    from engram.expanders.relabelling import Relabelling
     from engram.format.schema import Field
     from engram.samplers.trajectory_tables import Boundaries, TrajectoryKeys
 
@@ -27,6 +28,8 @@ MARK: FieldPath = ("next", "final")
 _NEXT = re.compile(r"^next(?![a-z])_?|_next$")
 #: Names of flags that a step was the last one of its trajectory.
 _FLAGS = tuple(key[-1] for key in END_KEYS)
+#: As many steps ahead as there are.
+TO_THE_END = (1 << 64) - 1
 
 
 def is_of_next_step(key: FieldPath) -> bool:
@@ -103,6 +106,7 @@ class Reading:
         self.entries: dict[FieldPath, Column] = {}
         """Of what is not stored."""
         self.following: Following | None = None
+        self.relabelling: Relabelling | None = None
 
     def number(self, key: FieldPath, who: str) -> int:
         """The field under a key. Raises ``KeyError``: it is not stored."""

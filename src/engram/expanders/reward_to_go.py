@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engram.expanders._base import Expander, check_discount
-from engram.expanders.reading import Column
+from engram.expanders.reading import TO_THE_END, Column
 from engram.field_paths import as_path
 
 if TYPE_CHECKING:
     from engram.expanders.reading import Reading
     from engram.types import Sampler
-
-#: More steps than there are.
-_TO_THE_END = (1 << 64) - 1
 
 
 class RewardToGo(Expander):
@@ -75,6 +72,6 @@ class RewardToGo(Expander):
 
     def change(self, reading: Reading) -> None:
         reward = reading.number_of_reward(self.reward_key, "RewardToGo")
-        reading.add(self.out_key, Column("sum", reward, _TO_THE_END, self.gamma), "RewardToGo")
+        reading.add(self.out_key, Column("sum", reward, TO_THE_END, self.gamma), "RewardToGo")
         complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
-        reading.add(complete, Column("over", reward, _TO_THE_END), "RewardToGo")
+        reading.add(complete, Column("over", reward, TO_THE_END), "RewardToGo")

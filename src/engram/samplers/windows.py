@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
+import torch
 from torch import Tensor
 
 from engram import _fork, _native
@@ -21,6 +22,8 @@ from engram.store import Masses
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
     from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
         _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
     ]
 
+#: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
+WINDOW_ENDS = "engram.ends"
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
 
@@ -314,6 +319,7 @@ class WindowSampler(NativeSampler):
         *,
         numbered: bool = False,
         finished: tuple[int, int] | None = None,
+        ended: bool = False,
     ) -> ReadBatch:
         """As :meth:`sample_natively`, but the caller reads the columns, and the batch is flat: :meth:`laid_out` shapes it.
 
@@ -323,8 +329,10 @@ class WindowSampler(NativeSampler):
                 changed. If there are any, all windows are drawn again.
             finished: a field of int64 and a number of steps: windows hold none of so many at the end of a trajectory, if the first
                 number in the field of its last step is negative.
+            ended: the info of the draw has :data:`WINDOW_ENDS`.
 
         Raises:
+            TypeError: ``ended``, and nothing says where windows of several lengths end.
             WriterStalled: there were some at every try for 5 s.
         """
         store = storage.memory
@@ -333,7 +341,7 @@ class WindowSampler(NativeSampler):
         while True:
             marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
             rows, *marked = drawn
-            columns, moved = read(Draw(rows, drawn[-1]))
+            columns, moved = read(Draw(rows, drawn[-1], self._ends(store, marks, drawn, n) if ended else {}))
             if not moved:
                 break
             retries.again(rows, moved, ", of a window,")
@@ -342,6 +350,21 @@ class WindowSampler(NativeSampler):
         numbered = numbered or self.anchors is not None
         tensors = [*columns[: len(store.tensors)], rows, *there]
         return columns, rows, marks.info(tensors, numbered=numbered)
+
+    def _ends(self, store: Store, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
+        """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""
+        settings, rows = self.settings, drawn[0]
+        if settings.pad_output or settings.window is not None or (settings.strict_length and not any(settings.span)):
+            length = settings.split(n)[1]
+            return {WINDOW_ENDS: torch.arange(length - 1, len(rows), length, device="cpu")}
+        key = settings.truncated_key
+        if key is None:
+            raise TypeError(
+                f"sample: {type(self).__name__}: expected a truncated_key, whose marks say where windows of several lengths end, got "
+                "None. Name one, or draw windows of one length."
+            )
+        at = marks.places[public(key)] - len(store.tensors)
+        return {WINDOW_ENDS: drawn[at].flatten().nonzero().flatten()}
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Rows and tickets of the windows that :meth:`sample_natively` draws with the same key."""

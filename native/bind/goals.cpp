@@ -1,0 +1,68 @@
+// Goals of hindsight, for Python. Memory crosses as plain addresses.
+
+#include "goals.h"
+
+#include "../core/goals.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "../core/check.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+namespace engram {
+namespace {
+
+// Which field is read of which step.
+struct BoundGoals {
+  Goal goal;
+  std::uint64_t field;
+  RowSpec spec;
+  std::vector<std::uint64_t> flags, step_types;
+};
+
+nb::tuple read(const BoundGoals& self, const Store& store, Trajectories& table, Address rows, Address expected, Address places,
+               std::uint64_t n, std::uint64_t key, std::uint64_t attempt) {
+  check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+  GoalDraw draw{self.goal, key, attempt, {}, self.step_types};
+  for (const std::uint64_t number : self.flags) {
+    check(number < store.fields(), "a flag of the store");
+    draw.flags.push_back(store.field(number));
+  }
+  const auto count = static_cast<std::int64_t>(n);
+  OutputBuffers buffers;
+  std::vector<std::int64_t> missing;
+  {
+    nb::gil_scoped_release release;
+    buffers.add(self.spec, count);
+    missing = read_goals(store, table, draw, self.field, at<std::int64_t>(rows), at<std::int64_t>(expected),
+                         at<std::int64_t>(places), n, buffers.at<std::byte>(0));
+  }
+  return nb::make_tuple(std::move(buffers).tensors(count)[0], missing);
+}
+
+}  // namespace
+
+void bind_goals(nb::module_& m) {
+  nb::class_<BoundGoals>(m, "Goals", "A field of the steps that are the goals of rows.")
+      .def(
+          "__init__",
+          [](BoundGoals* self, std::uint64_t goal, std::uint64_t field, const nb::tuple& spec, std::vector<std::uint64_t> flags,
+             std::vector<std::uint64_t> step_types) {
+            check(goal <= static_cast<std::uint64_t>(Goal::random), "one of four kinds of goals");
+            check(flags.size() == step_types.size(), "the size of a step type for each flag");
+            new (self) BoundGoals{static_cast<Goal>(goal), field, spec_of(spec), std::move(flags), std::move(step_types)};
+          },
+          "goal"_a, "field"_a, "spec"_a, "flags"_a, "step_types"_a,
+          "goal: 0 this step or a later one of its trajectory, 1 the last one, 2 any, 3 any step of the store. flags, step_types: as of "
+          "Expansion, but empty where the table knows them.")
+      .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a, "places"_a, "n"_a, "key"_a, "attempt"_a,
+           "Of n rows with these tickets: ([n, *shape], positions without a goal now). The i-th takes the random numbers of position "
+           "places[i]; address 0: i.");
+}
+
+}  // namespace engram

@@ -1,0 +1,125 @@
+#include "goals.h"
+
+#include <algorithm>
+#include <atomic>
+#include <span>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+// Rows that are drawn for one goal among all, where writers that died have left rows without a step.
+constexpr std::uint64_t kTries = 64;
+constexpr std::uint64_t kPiece = 512;  // bytes of flags that are looked at at once
+// Numbers of goals do not depend on those by which the rows were drawn, with the same key.
+constexpr std::uint64_t kGoals = 0x68696E6473696768ull;
+
+}  // namespace
+
+// The places of a track that one field flags are looked for in pieces: flags are short, and most of them are not set.
+std::uint64_t Trajectories::piece(const Field& field, std::uint64_t step_type, std::uint64_t places) const {
+  const bool short_ones = width_ == 1 && step_type == 0 && field.row_bytes > 0 && field.row_bytes <= kPiece / 8;
+  return short_ones ? std::min(places, kPiece / field.row_bytes) : 1;
+}
+
+// Whether none of n steps that follow one another, from a row on, is flagged. Of one piece.
+bool Trajectories::unflagged(const Field& field, std::uint64_t step_type, std::int64_t row, std::uint64_t n) const {
+  if (n == 1) return !(step_type == 0 ? any(field, row) : is(field, step_type, row, StepType::last));
+  std::byte bytes[kPiece];
+  gather_run(field, static_cast<std::uint64_t>(row), n, bytes);
+  std::byte found{0};
+  for (std::uint64_t i = 0; i < n * field.row_bytes; ++i) found |= bytes[i];
+  return found == std::byte{0};
+}
+
+// The first place from `place` on that a flag says to be the last one of its trajectory; `last` if there is none before.
+std::uint64_t Trajectories::flagged_end(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t last) const {
+  for (std::size_t f = 0; f < draw.flags.size(); ++f) {
+    for (std::uint64_t at = place; at < last;) {
+      std::uint64_t n = piece(draw.flags[f], draw.step_types[f], std::min(last - at, steps_ - at % steps_));
+      while (n > 1 && !unflagged(draw.flags[f], draw.step_types[f], row(track, at), n)) n = (n + 1) / 2;
+      if (n == 1 && !unflagged(draw.flags[f], draw.step_types[f], row(track, at), 1)) last = at;
+      at += n;
+    }
+  }
+  return last;
+}
+
+// The place after the last one before `place` that is flagged; `first` if there is none.
+std::uint64_t Trajectories::flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const {
+  for (std::size_t f = 0; f < draw.flags.size(); ++f) {
+    for (std::uint64_t end = place; end > first;) {
+      std::uint64_t n = piece(draw.flags[f], draw.step_types[f], std::min(end - first, (end - 1) % steps_ + 1));
+      while (n > 1 && !unflagged(draw.flags[f], draw.step_types[f], row(track, end - n), n)) n = (n + 1) / 2;
+      if (n == 1 && !unflagged(draw.flags[f], draw.step_types[f], row(track, end - 1), 1)) first = end;
+      end -= n;
+    }
+  }
+  return first;
+}
+
+// One of all steps that are there, each equally often; -1 where none was found.
+std::int64_t Trajectories::any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,
+                                   std::uint64_t attempt) const {
+  for (std::uint64_t k = 0; k < kTries && !views.empty(); ++k) {
+    const std::uint64_t chosen = random.below(ends.back(), i, attempt * kTries + k);
+    const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), chosen) - ends.begin());
+    const View& v = views[at];
+    const std::uint64_t place = v.low + chosen - (at == 0 ? 0 : ends[at - 1]);
+    if (v.holes == 0 || !v.dead(v.find(place))) return row(v.track, place);
+  }
+  return -1;
+}
+
+void Trajectories::goals(const GoalDraw& draw, const std::int64_t* rows, const std::int64_t* expected, const std::int64_t* places,
+                         std::uint64_t n, std::int64_t* goals, std::int64_t* numbers) {
+  check_rows(rows, n, control_.capacity());
+  check(draw.flags.size() == draw.step_types.size(), "the size of a step type for each flag");
+  const auto guard = locked();
+  settle();
+  const Random random(draw.key ^ kGoals);
+  const bool anywhere = draw.goal == Goal::random;
+  const Views all = anywhere ? views() : Views{};
+  std::vector<std::uint64_t> ends;  // places up to and with each track
+  for (const View& v : all) ends.push_back((ends.empty() ? 0 : ends.back()) + v.next - v.low);
+  const auto number_at = [&](std::int64_t at) {
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
+    return is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+  };
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto r = static_cast<std::uint64_t>(rows[i]), number = places == nullptr ? i : static_cast<std::uint64_t>(places[i]);
+    goals[i] = rows[i];
+    numbers[i] = -1;
+    const View v = view(track_of(r));
+    const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
+    if (v.count == 0 || place < v.low || place >= v.next) continue;
+    const std::uint64_t run = v.find(place);
+    if (v.dead(run) || number_at(rows[i]) != expected[i]) continue;
+    std::uint64_t first = place, last = place;
+    if (draw.goal == Goal::episode) first = flagged_begin(draw, v.track, place, v.first(run));
+    if (!anywhere) last = flagged_end(draw, v.track, place, v.end(run) - 1);
+    if (draw.goal == Goal::final) first = last;
+    const std::uint64_t salt = draw.attempt;
+    goals[i] = anywhere ? any_row(all, ends, random, number, salt)
+                        : row(v.track, first + random.below(last - first + 1, number, salt));
+    if (goals[i] < 0) {
+      goals[i] = rows[i];
+    } else {
+      numbers[i] = number_at(goals[i]);
+    }
+  }
+}
+
+std::vector<std::int64_t> read_goals(const Store& store, Trajectories& table, const GoalDraw& draw, std::uint64_t field,
+                                     const std::int64_t* rows, const std::int64_t* expected, const std::int64_t* places,
+                                     std::uint64_t n, std::byte* out) {
+  check(field < store.fields(), "a field of the store");
+  std::vector<std::int64_t> goals(n), numbers(n);
+  table.goals(draw, rows, expected, places, n, goals.data(), numbers.data());
+  std::vector<std::int64_t> missing = store.gather(goals.data(), n, {&field, 1}, {&out, 1}, numbers.data(), nullptr);
+  if (!missing.empty()) store.control().count_redraws(missing.size());
+  return missing;
+}
+
+}  // namespace engram

@@ -1,0 +1,164 @@
+"""Hindsight: rows are relabelled with goals that their trajectories have reached."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from engram.expanders._base import Expander
+from engram.expanders.reading import boundaries_of
+from engram.expanders.relabelling import Relabelling, Rule
+from engram.field_paths import checked_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.expanders.reading import Reading
+    from engram.types import SampledStorage, Sampler
+
+
+class HindsightStrategy(StrEnum):
+    """Which step of a row's trajectory has reached the goal that the row gets."""
+
+    FUTURE = "future"
+    """This one or a later one, each equally often."""
+    FINAL = "final"
+    """The last one; of an open trajectory, the newest."""
+    EPISODE = "episode"
+    """Any, each equally often."""
+    RANDOM = "random"
+    """Any step that is stored, of whatever trajectory."""
+
+
+#: As the native core numbers them.
+_NUMBERS = {strategy: number for number, strategy in enumerate(HindsightStrategy)}
+
+
+class Hindsight(Expander):
+    """Relabels a share of every batch with goals that were reached, and computes their rewards anew.
+
+    The first ``int(B * her_ratio)`` rows of a batch get, under ``goal_key`` and where it is stored under ``("next", goal_key)``, what a
+    goal row has under ``achieved_goal_key``; then ``reward_key`` of these rows is what ``reward_fn`` returns of them. The other
+    rows are as they are stored, and nothing that is stored changes. The goal row is a step of the drawn row's own trajectory, which
+    the strategy chooses (:class:`HindsightStrategy`), followed across the end of the array and cut at the seam. It is drawn with the
+    batch, from its key. (Andrychowicz et al., "Hindsight experience replay", NeurIPS 2017.)
+
+    Around a slice sampler, whole windows are relabelled, the first ``int(windows * her_ratio)`` of a batch: all steps of a window get
+    one goal, drawn for its last step.
+
+    Transforms run after it, so ``reward_fn`` sees rows as they are stored. Fields of a :class:`FrameStack` and the next observations of a
+    :class:`NextFromFollowing`, inside or around it, are there, too. Of a buffer of several shards, the first rows of each shard's part
+    of a batch are relabelled.
+
+    Args:
+        sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
+        reward_fn: is given the relabelled rows, ``[n]``, in the form of a batch before transforms, and returns a tensor of their rewards,
+            ``[n, *shape]`` as they are stored; ``[n]`` for a stored ``[n, 1]``. It must not change what it is given, and must be
+            thread-safe with ``prefetch``.
+        her_ratio: the share of a batch, in [0, 1].
+        strategy: a :class:`HindsightStrategy`, or its name.
+        goal_key: the goals to replace.
+        achieved_goal_key: the goals that were reached, a stored field of the same shape and dtype.
+        reward_key: the rewards to replace.
+        traj_key, end_keys, index: as for :class:`NStep`.
+
+    Raises: as :class:`NStep`, and
+        TypeError: ``reward_fn`` is not callable, or returns no tensor; when drawing: goals of two dtypes; an :class:`NStep` or
+            :class:`RewardToGo` inside or around it, which add up rewards of other steps.
+        ValueError: ``her_ratio`` outside [0, 1], or an unknown strategy; when drawing: goals of two shapes.
+        NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
+        KeyError: when drawing: a field is not stored, or there are neither ids nor end flags.
+        RuntimeError: when drawing: ``reward_fn`` returns another shape.
+
+    A store cannot note a function: ``ReplayBuffer.open`` of a directory needs ``sampler=Hindsight(…)`` again. A
+    :class:`SamplingLog` writes down the values of every row, since later steps change what they could be.
+
+    Cost: a plain draw, a look-up in the table of trajectories per relabelled row, which is logarithmic in their number, a read of
+    one field there, and ``reward_fn``. With ids and end flags both, the flags from the row to its goal are read, too.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import Hindsight, LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+    >>> def reward(rows):
+    ...     return (rows["achieved_goal"] == rows["desired_goal"]).float()
+    >>> steps = TensorDict({"achieved_goal": torch.arange(4.).unsqueeze(1), "desired_goal": torch.full((4, 1), 9.),
+    ...     "next": {"reward": torch.zeros(4, 1), "done": torch.tensor([0, 0, 0, 1]).bool().unsqueeze(1)}}, batch_size=[4])
+    >>> sampler = Hindsight(RandomSampler(), reward, her_ratio=0.5, strategy="final")
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=8)
+    >>> _ = rb.extend(steps)
+    >>> batch = rb.sample()
+    >>> batch["desired_goal"].flatten().tolist()
+    [3.0, 3.0, 3.0, 3.0, 9.0, 9.0, 9.0, 9.0]
+    >>> bool((batch["next", "reward"] == reward(batch)).all())
+    True
+    """
+
+    noted = ("her_ratio", "strategy", "goal_key", "achieved_goal_key", "reward_key")
+
+    def __init__(
+        self,
+        sampler: Sampler | type[Sampler],
+        reward_fn: Callable[[Any], object],
+        *,
+        her_ratio: float = 0.8,
+        strategy: HindsightStrategy | str = HindsightStrategy.FUTURE,
+        goal_key: object = "desired_goal",
+        achieved_goal_key: object = "achieved_goal",
+        reward_key: object = ("next", "reward"),
+        traj_key: object = None,
+        end_keys: object = None,
+        index: str | None = None,
+    ) -> None:
+        if not callable(reward_fn):
+            raise TypeError(
+                f"Hindsight: reward_fn: expected a function of the relabelled rows, got {type(reward_fn).__name__}."
+            )
+        ratio = float(her_ratio)
+        if not 0 <= ratio <= 1:
+            raise ValueError(f"Hindsight: her_ratio: expected a number in [0, 1], got {her_ratio}.")
+        if strategy not in list(HindsightStrategy):
+            raise ValueError(
+                f"Hindsight: strategy: expected one of {[*map(str, HindsightStrategy)]}, got {strategy!r}."
+            )
+        self.reward_fn = reward_fn
+        self.her_ratio = ratio
+        self.strategy = HindsightStrategy(strategy)
+        self.goal_key = checked_path(goal_key, "Hindsight: goal_key")
+        self.achieved_goal_key = checked_path(achieved_goal_key, "Hindsight: achieved_goal_key")
+        self.reward_key = checked_path(reward_key, "Hindsight: reward_key")
+        if isinstance(sampler, Expander) and any(isinstance(inner, Hindsight) for inner in sampler.chain):
+            raise TypeError("Hindsight: sampler: expected one without hindsight, got a Hindsight inside.")
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+
+    def change(self, reading: Reading) -> None:
+        goal, achieved, reward = (
+            reading.number(key, f"Hindsight: {name}")
+            for name, key in (
+                ("goal_key", self.goal_key),
+                ("achieved_goal_key", self.achieved_goal_key),
+                ("reward_key", self.reward_key),
+            )
+        )
+        try:
+            boundaries_of(self.rules, reading, "Hindsight")
+        except RuntimeError as error:
+            raise KeyError(str(error)) from error
+        rule = Rule(_NUMBERS[self.strategy], self.her_ratio, self.reward_fn)
+        reading.relabelling = Relabelling(reading, rule, goal, achieved, reward)
+
+    def bind(self, storage: SampledStorage) -> None:
+        """As for every expander. Raises ``NotImplementedError``: ``storage`` has columns."""
+        if storage.ndim > 1:
+            raise NotImplementedError(
+                f"Hindsight: expected a storage with ndim=1, got ndim={storage.ndim}. Use lanes: each is a ring of its own, such as one "
+                "environment."
+            )
+        super().bind(storage)
+
+    @property
+    def recordable(self) -> bool:
+        """False: a store cannot note a function."""
+        return False
+
+    def config(self) -> dict[str, object]:
+        return {**super().config(), "strategy": str(self.strategy)}

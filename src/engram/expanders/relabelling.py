@@ -1,0 +1,197 @@
+"""Goals that a batch gets in hindsight, and the rewards that follow from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram._tensordict import add_fields
+from engram.field_paths import public
+from engram.samplers.trajectory_tables import step_type_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engram.expanders.reading import Reading
+    from engram.format.schema import Field
+    from engram.store import Store
+    from engram.types import Entry, Info, SampledStorage
+
+
+class Rule(NamedTuple):
+    """Which rows get another goal, and which one."""
+
+    goal: int
+    """As the native core numbers the strategies."""
+    ratio: float
+    """The share of a batch."""
+    reward: Callable[..., object]
+    """The reward of such rows."""
+
+
+class Relabelling:
+    """Puts goals into batches: reads them where rows are read, and computes the rewards when all rows stand.
+
+    A batch is relabelled in its first rows; one of windows in its first windows, each of which has one goal, drawn for its last step.
+    """
+
+    def __init__(self, reading: Reading, rule: Rule, goal: int, achieved: int, reward: int) -> None:
+        """``goal``, ``achieved``, ``reward``: fields. Raises ``ValueError``, ``TypeError``: goals of another shape or dtype."""
+        self._rule = rule
+        self._achieved, self._reward = achieved, reward
+        fields = reading.fields
+        following = reading.numbers.get(("next", *fields[goal].key), -1)
+        self._goals = [goal] if following < 0 else [goal, following]
+        source = fields[achieved]
+        for number in self._goals:
+            field = fields[number]
+            if field.shape != source.shape:
+                raise ValueError(
+                    f"sample: Hindsight: field {field.name}: expected goals of the shape {list(source.shape)} of {source.name}, got "
+                    f"{list(field.shape)}. Store both in one shape."
+                )
+            if field.dtype != source.dtype:
+                raise TypeError(
+                    f"sample: Hindsight: field {field.name}: expected goals of the dtype {source.dtype} of {source.name}, got "
+                    f"{field.dtype}. Store both in one dtype."
+                )
+
+    def check(self, reading: Reading) -> None:
+        """Raise ``TypeError`` if another expander changes what is relabelled, or sums rewards of other steps."""
+        kinds = [column.kind for column in (*reading.columns, *reading.entries.values())]
+        if "sum" in kinds or any(column.ahead for column in reading.columns):
+            raise TypeError(
+                "sample: Hindsight: expected no NStep or RewardToGo around or inside: the rewards that they add up are those of the "
+                "stored goals. Relabel single steps."
+            )
+        for number in (*self._goals, self._achieved, self._reward):
+            if reading.columns[number].kind != "row":
+                raise TypeError(
+                    f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
+                )
+
+    def native(
+        self, fields: Sequence[Field], specs: Sequence[tuple[int, int, tuple[int, ...]]], flags: Sequence[int]
+    ) -> _native.Goals:
+        """The native read of goals. ``specs``: of the fields; ``flags``: end flags that the table does not know."""
+        sizes = [step_type_bytes(fields[number]) for number in flags]
+        return _native.Goals(self._rule.goal, self._achieved, specs[self._achieved], flags, sizes)
+
+    def rows_of(self, n: int) -> int:
+        """How many of ``n`` rows, or windows, get another goal."""
+        return int(n * self._rule.ratio)
+
+    def goals(self, native: _native.Goals, memory: Store, table: _native.Trajectories, key: int) -> Goals:
+        """Those of a batch that is drawn with a key: none so far."""
+        return Goals(self, native, memory, table, key)
+
+    def apply(self, batch_of: Callable[[list[Tensor], int], object], columns: list[Tensor], values: Tensor) -> None:
+        """Put goals ``[n, *shape]`` into the first rows of a batch's columns, and the rewards that they give.
+
+        ``batch_of``: makes what the reward function is given, of the first ``n`` rows of columns.
+
+        Raises ``RuntimeError``, ``TypeError``: the reward function returned something else than a reward per row.
+        """
+        n = len(values)
+        for number in self._goals:
+            columns[number][:n] = values
+        reward = self._rule.reward(batch_of([column[:n] for column in columns], n))
+        columns[self._reward][:n] = self._checked(reward, columns[self._reward][:n])
+
+    def _checked(self, reward: object, stored: Tensor) -> Tensor:
+        if not isinstance(reward, Tensor):
+            raise TypeError(
+                f"sample: Hindsight: reward_fn: expected a tensor {list(stored.shape)}, got {type(reward).__name__}."
+            )
+        shape = stored.shape
+        fits = reward.shape == shape or (shape[1:] == (1,) and reward.shape == shape[:1])
+        if not fits or reward.is_complex() or (reward.is_floating_point() and not stored.is_floating_point()):
+            raise RuntimeError(
+                f"sample: Hindsight: reward_fn: expected {list(shape)} {stored.dtype}, as rewards are stored, got {list(reward.shape)} "
+                f"{reward.dtype}. Return one reward per row of the batch."
+            )
+        return reward.detach().reshape(shape)
+
+
+class Goals:
+    """The goals of one batch, of rows or of windows."""
+
+    def __init__(
+        self,
+        relabelling: Relabelling,
+        native: _native.Goals,
+        memory: Store,
+        table: _native.Trajectories,
+        key: int,
+    ) -> None:
+        """``key``: of the draw."""
+        self._relabelling = relabelling
+        self._native, self._memory, self._table = native, memory, table
+        self._key = key % (1 << 64)
+        self._attempt = 0
+        #: Rows or windows that get one.
+        self._most = 0
+        self._found: Tensor | None = None
+        #: Steps of each window; None: they are rows.
+        self._steps: Tensor | None = None
+
+    def read(self, rows: Tensor, tickets: Tensor, moved: list[int]) -> list[int]:
+        """Read the goals of a batch of rows that were read with these tickets: places to draw again, ``moved`` among them."""
+        self._most = self._relabelling.rows_of(len(rows))
+        first = torch.arange(self._most, device="cpu")
+        return self._read_some(rows, tickets, moved, first, first)
+
+    def read_again(self, rows: Tensor, tickets: Tensor, moved: list[int], places: Tensor) -> list[int]:
+        """The same of rows that stand at these places of the batch now: which of these rows to draw yet again."""
+        some = (places < self._most).nonzero().flatten()
+        return self._read_some(rows, tickets, moved, some, places[some])
+
+    def _read_some(self, rows: Tensor, tickets: Tensor, moved: list[int], some: Tensor, numbers: Tensor) -> list[int]:
+        if not len(some):
+            return moved
+        missing = self._read(rows[some], tickets[some], numbers)
+        return sorted({*moved, *some[missing].tolist()}) if missing else moved
+
+    def read_windows(self, rows: Tensor, tickets: Tensor, ends: Tensor) -> list[int]:
+        """The goals of windows that end at these places among the rows: places of those without one now."""
+        last = ends[: self._relabelling.rows_of(len(ends))]
+        self._found, self._steps = None, torch.diff(last, prepend=last.new_full((1,), -1))
+        if not len(last):
+            return []
+        missing = self._read(rows[last], tickets[last], torch.arange(len(last), device="cpu"))
+        return [int(last[place]) for place in missing]
+
+    def _read(self, rows: Tensor, tickets: Tensor, numbers: Tensor) -> list[int]:
+        """Read the goals that have these numbers: positions of those that are not there now."""
+        addresses = rows.data_ptr(), tickets.data_ptr(), numbers.data_ptr()
+        core, attempt = self._memory.core, self._attempt
+        values, missing = self._native.read(core, self._table, *addresses, len(rows), self._key, attempt)
+        self._attempt += 1
+        if self._found is None:
+            self._found = values
+        else:
+            self._found[numbers] = values
+        return missing
+
+    def apply(self, storage: SampledStorage, columns: list[Tensor], info: Info, computed: Mapping[Entry, bool]) -> None:
+        """Relabel the batch that was read. ``columns``: changed in place. ``computed``: entries of ``info`` that are fields of it.
+
+        Raises as :meth:`Relabelling.apply`.
+        """
+        if self._found is None:
+            return
+        values = self._found if self._steps is None else self._found.repeat_interleave(self._steps, 0)
+
+        def batch_of(some: list[Tensor], n: int) -> object:
+            batch = storage.batch(some, (n,))
+            if computed:
+                made = cast("dict[Entry, Tensor]", info)
+                add_fields(
+                    batch, {key: made[key][:n].squeeze(-1) if flat else made[key][:n] for key, flat in computed.items()}
+                )
+            return batch
+
+        self._relabelling.apply(batch_of, columns, values)
