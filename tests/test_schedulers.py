@@ -159,4 +159,4 @@ def test_names_of_torchrl_that_are_not_here_say_so():
     with pytest.raises(AttributeError, match="no attribute 'Foo'$"):
         engram.Foo  # noqa: B018
     with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
-        assert not hasattr(rb, "HERReplayBuffer")
+        assert not hasattr(rb, "ReplayBufferEnsemble")

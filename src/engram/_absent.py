@@ -8,7 +8,6 @@ _UNITS = "SliceSampler(window=WindowSpec(…)) draws windows with burn-in, paddi
 _LISTS = "A ListStorage keeps rows of any shape and type."
 
 _INSTEAD = {
-    **dict.fromkeys(("HERReplayBuffer", "HindsightStrategy"), "Write the relabelled rows with extend."),
     **dict.fromkeys(
         ("Trajectory", "TrajectoryPredicate", "filter_trajectories", "iter_trajectories", "traj"), _QUERIES
     ),
