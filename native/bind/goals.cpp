@@ -45,6 +45,26 @@ nb::tuple read(const BoundGoals& self, const Store& store, Trajectories& table, 
   return nb::make_tuple(std::move(buffers).tensors(count)[0], missing);
 }
 
+// The first n rows of a column: a view.
+nb::object head_of(const nb::handle& column, std::int64_t n) {
+  Values seen;
+  if (!look_at_tensor(column.ptr(), seen) || !seen.contiguous() || seen.ndim < 1 || seen.shape[0] < n) {
+    return column.attr("narrow")(0, 0, n);
+  }
+  const RowSpec spec{seen.code, seen.bits, {seen.shape + 1, seen.shape + seen.ndim}};
+  return view_of(spec, const_cast<std::byte*>(seen.data), n, 0, column);
+}
+
+nb::list put(const nb::list& columns, const std::vector<std::uint64_t>& targets, const nb::object& values, std::int64_t n) {
+  nb::list heads;
+  for (const nb::handle column : columns) heads.append(head_of(column, n));
+  for (const std::uint64_t target : targets) {
+    check(target < heads.size(), "a column of the batch");
+    heads[target].attr("copy_")(values);
+  }
+  return heads;
+}
+
 }  // namespace
 
 void bind_goals(nb::module_& m) {
@@ -63,6 +83,8 @@ void bind_goals(nb::module_& m) {
       .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a, "places"_a, "n"_a, "key"_a, "attempt"_a,
            "Of n rows with these tickets: ([n, *shape], positions without a goal now). The i-th takes the random numbers of position "
            "places[i]; address 0: i.");
+  m.def("put_goals", &put, "columns"_a, "targets"_a, "values"_a, "n"_a,
+        "Copies [n, *shape] into the first n rows of some columns. Returns the first n rows of all: views.");
 }
 
 }  // namespace engram

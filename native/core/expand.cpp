@@ -260,6 +260,10 @@ std::vector<std::int64_t> expand_some(const Store& store, const Expansion& expan
 
 }  // namespace
 
+bool Expansion::plain() const {
+  return std::all_of(outputs_.begin(), outputs_.end(), [](const Output& o) { return o.kind == Output::Kind::row && o.ahead == 0; });
+}
+
 std::uint64_t Expansion::before() const {
   std::uint64_t steps = 0;
   for (const Output& o : outputs_) {
@@ -292,6 +296,13 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
     check(o.kind != Output::Kind::sum || bytes % (o.number == Output::Number::f32 ? 4 : 8) == 0, "rows of numbers");
   }
   std::vector<std::int64_t> moved;
+  if (expansion.plain()) {  // no step around a row is looked at
+    std::vector<std::uint64_t> which;
+    for (const Output& o : outputs) which.push_back(o.field);
+    moved = store.gather(rows, n, which, out, expected, numbers_out);
+    if (!moved.empty()) store.control().count_redraws(moved.size());
+    return moved;
+  }
   std::vector<std::byte*> to(out.begin(), out.end());
   for (std::uint64_t at = 0; at < n;) {  // as long trajectories need much memory, and the table is locked while they are listed
     Surroundings found = table.around(rows + at, n - at, expansion.before(), expansion.after(), kMostSteps);

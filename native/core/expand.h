@@ -59,6 +59,8 @@ class Expansion {
   const std::vector<Output>& outputs() const { return outputs_; }
   const std::vector<std::uint64_t>& ends() const { return ends_; }
   const std::vector<std::uint64_t>& step_types() const { return step_types_; }
+  /// Whether all outputs are fields of the rows themselves.
+  bool plain() const;
   /// Steps that are looked at before a row, and after it.
   std::uint64_t before() const;
   std::uint64_t after() const;

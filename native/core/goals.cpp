@@ -83,31 +83,30 @@ void Trajectories::goals(const GoalDraw& draw, const std::int64_t* rows, const s
   const Views all = anywhere ? views() : Views{};
   std::vector<std::uint64_t> ends;  // places up to and with each track
   for (const View& v : all) ends.push_back((ends.empty() ? 0 : ends.back()) + v.next - v.low);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto r = static_cast<std::uint64_t>(rows[i]), number = places == nullptr ? i : static_cast<std::uint64_t>(places[i]);
+    goals[i] = -1;
+    const View v = view(track_of(r));
+    const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
+    if (v.count == 0 || place < v.low || place >= v.next) continue;
+    const std::uint64_t run = v.find(place);
+    if (v.dead(run)) continue;
+    if (anywhere) {
+      goals[i] = any_row(all, ends, random, number, draw.attempt);
+    } else {
+      const std::uint64_t first = draw.goal == Goal::episode ? flagged_begin(draw, v.track, place, v.first(run)) : place;
+      const std::uint64_t last = flagged_end(draw, v.track, place, v.end(run) - 1);
+      goals[i] = row(v.track, draw.goal == Goal::final ? last : first + random.below(last - first + 1, number, draw.attempt));
+    }
+    if (goals[i] >= 0) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(goals[i])));
+  }
   const auto number_at = [&](std::int64_t at) {
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
     return is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
   };
   for (std::uint64_t i = 0; i < n; ++i) {
-    const auto r = static_cast<std::uint64_t>(rows[i]), number = places == nullptr ? i : static_cast<std::uint64_t>(places[i]);
-    goals[i] = rows[i];
-    numbers[i] = -1;
-    const View v = view(track_of(r));
-    const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
-    if (v.count == 0 || place < v.low || place >= v.next) continue;
-    const std::uint64_t run = v.find(place);
-    if (v.dead(run) || number_at(rows[i]) != expected[i]) continue;
-    std::uint64_t first = place, last = place;
-    if (draw.goal == Goal::episode) first = flagged_begin(draw, v.track, place, v.first(run));
-    if (!anywhere) last = flagged_end(draw, v.track, place, v.end(run) - 1);
-    if (draw.goal == Goal::final) first = last;
-    const std::uint64_t salt = draw.attempt;
-    goals[i] = anywhere ? any_row(all, ends, random, number, salt)
-                        : row(v.track, first + random.below(last - first + 1, number, salt));
-    if (goals[i] < 0) {
-      goals[i] = rows[i];
-    } else {
-      numbers[i] = number_at(goals[i]);
-    }
+    numbers[i] = goals[i] >= 0 && number_at(rows[i]) == expected[i] ? number_at(goals[i]) : -1;
+    if (goals[i] < 0) goals[i] = rows[i];
   }
 }
 

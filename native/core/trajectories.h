@@ -15,6 +15,7 @@
 // compared with the table, and only if it says something else is its lane scanned again, by the next draw.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -250,9 +251,31 @@ class Trajectories final : public Index {
     std::uint64_t first(std::uint64_t i) const { return start(i) > low ? start(i) : low; }
     std::uint64_t end(std::uint64_t i) const { return i + 1 < count ? start(i + 1) : next; }
     std::uint64_t length(std::uint64_t i) const { return dead(i) ? 0 : end(i) - first(i); }
-    /// The run that holds the place: low <= place < next.
+    /// The run that holds the place: low <= place < next. Runs are mostly of similar lengths: it is looked for near where it would
+    /// be if all were of one.
     std::uint64_t find(std::uint64_t place) const {
+      const auto share = static_cast<double>(place - low) / static_cast<double>(next - low);
+      const std::uint64_t guess = std::min(static_cast<std::uint64_t>(share * static_cast<double>(count)), count - 1);
       std::uint64_t from = 0, to = count;  // start(from) <= place < start(to)
+      if (start(guess) <= place) {
+        from = guess;
+        for (std::uint64_t step = 1; from + step < count; step *= 4) {
+          if (start(from + step) > place) {
+            to = from + step;
+            break;
+          }
+          from += step;
+        }
+      } else {
+        to = guess;
+        for (std::uint64_t step = 1; to > step; step *= 4) {
+          if (start(to - step) <= place) {
+            from = to - step;
+            break;
+          }
+          to -= step;
+        }
+      }
       while (to - from > 1) {
         const std::uint64_t middle = from + (to - from) / 2;
         (start(middle) <= place ? from : to) = middle;

@@ -385,6 +385,12 @@ class Expander(DeclaredSampler):
             if goals is not None:
                 goals.apply(storage, columns, info, expansion.computed)
             return windows.laid_out(columns, rows, info)
+        if goals is not None and expansion.plain and source.traits.draws_uniformly:
+            *columns, rows, tickets = memory.sample_uniform(key, n, with_rows=True, with_numbers=True)
+            if not goals.read(rows, tickets, []):  # else as below
+                info = {"index_generation": tickets} if numbered else {}
+                goals.apply(storage, columns, info, {})
+                return columns, rows, info
         extent = storage.extent()
         samplers.check_drawable(extent.size)
         source.bind(storage)

@@ -64,6 +64,8 @@ class Expansion:
         }
         #: Steps of a trajectory after a row that change what is read with it.
         self.reach = max(column.ahead + column.following for column in columns)
+        #: Whether the columns are those of the rows alone.
+        self.plain = all(column.kind == "row" and not (column.ahead or column.following) for column in columns)
         self._following = reading.following
         self._relabelling = reading.relabelling
         if self._relabelling is not None:

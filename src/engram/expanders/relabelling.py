@@ -95,25 +95,25 @@ class Relabelling:
 
         Raises ``RuntimeError``, ``TypeError``: the reward function returned something else than a reward per row.
         """
-        n = len(values)
-        for number in self._goals:
-            columns[number][:n] = values
-        reward = self._rule.reward(batch_of([column[:n] for column in columns], n))
-        columns[self._reward][:n] = self._checked(reward, columns[self._reward][:n])
+        n = values.shape[0]
+        first = _native.put_goals(columns, self._goals, values, n)
+        stored = first[self._reward]
+        stored.copy_(self._checked(self._rule.reward(batch_of(first, n)), stored))
 
     def _checked(self, reward: object, stored: Tensor) -> Tensor:
         if not isinstance(reward, Tensor):
             raise TypeError(
                 f"sample: Hindsight: reward_fn: expected a tensor {list(stored.shape)}, got {type(reward).__name__}."
             )
-        shape = stored.shape
-        fits = reward.shape == shape or (shape[1:] == (1,) and reward.shape == shape[:1])
-        if not fits or reward.is_complex() or (reward.is_floating_point() and not stored.is_floating_point()):
+        shape, got = stored.shape, reward.shape
+        if got != shape and shape[1:] == (1,) and got == shape[:1]:
+            reward, got = reward.unsqueeze(-1), shape
+        if got != shape or not torch.can_cast(reward.dtype, stored.dtype):
             raise RuntimeError(
-                f"sample: Hindsight: reward_fn: expected {list(shape)} {stored.dtype}, as rewards are stored, got {list(reward.shape)} "
+                f"sample: Hindsight: reward_fn: expected {list(shape)} {stored.dtype}, as rewards are stored, got {list(got)} "
                 f"{reward.dtype}. Return one reward per row of the batch."
             )
-        return reward.detach().reshape(shape)
+        return reward.detach() if reward.requires_grad else reward
 
 
 class Goals:
@@ -140,37 +140,31 @@ class Goals:
 
     def read(self, rows: Tensor, tickets: Tensor, moved: list[int]) -> list[int]:
         """Read the goals of a batch of rows that were read with these tickets: places to draw again, ``moved`` among them."""
-        self._most = self._relabelling.rows_of(len(rows))
-        first = torch.arange(self._most, device="cpu")
-        return self._read_some(rows, tickets, moved, first, first)
+        self._most = n = self._relabelling.rows_of(len(rows))
+        missing = self._read(rows, tickets, n) if n else []
+        return sorted({*moved, *missing}) if missing else moved
 
     def read_again(self, rows: Tensor, tickets: Tensor, moved: list[int], places: Tensor) -> list[int]:
         """The same of rows that stand at these places of the batch now: which of these rows to draw yet again."""
         some = (places < self._most).nonzero().flatten()
-        return self._read_some(rows, tickets, moved, some, places[some])
-
-    def _read_some(self, rows: Tensor, tickets: Tensor, moved: list[int], some: Tensor, numbers: Tensor) -> list[int]:
-        if not len(some):
-            return moved
-        missing = self._read(rows[some], tickets[some], numbers)
+        missing = self._read(rows[some], tickets[some], len(some), places[some]) if len(some) else []
         return sorted({*moved, *some[missing].tolist()}) if missing else moved
 
     def read_windows(self, rows: Tensor, tickets: Tensor, ends: Tensor) -> list[int]:
         """The goals of windows that end at these places among the rows: places of those without one now."""
         last = ends[: self._relabelling.rows_of(len(ends))]
         self._found, self._steps = None, torch.diff(last, prepend=last.new_full((1,), -1))
-        if not len(last):
-            return []
-        missing = self._read(rows[last], tickets[last], torch.arange(len(last), device="cpu"))
+        missing = self._read(rows[last], tickets[last], len(last)) if len(last) else []
         return [int(last[place]) for place in missing]
 
-    def _read(self, rows: Tensor, tickets: Tensor, numbers: Tensor) -> list[int]:
-        """Read the goals that have these numbers: positions of those that are not there now."""
-        addresses = rows.data_ptr(), tickets.data_ptr(), numbers.data_ptr()
+    def _read(self, rows: Tensor, tickets: Tensor, n: int, numbers: Tensor | None = None) -> list[int]:
+        """Read the goals of the first ``n`` rows: positions of those that are not there now. ``numbers``: of the goals; None: in order."""
+        numbered = 0 if numbers is None else numbers.data_ptr()
+        addresses = rows.data_ptr(), tickets.data_ptr(), numbered
         core, attempt = self._memory.core, self._attempt
-        values, missing = self._native.read(core, self._table, *addresses, len(rows), self._key, attempt)
+        values, missing = self._native.read(core, self._table, *addresses, n, self._key, attempt)
         self._attempt += 1
-        if self._found is None:
+        if self._found is None or numbers is None:
             self._found = values
         else:
             self._found[numbers] = values
