@@ -22,8 +22,8 @@ const RowSpec kNumberColumn{0, 64, {1}}, kFloatColumn{2, 32, {1}}, kByte{1, 8, {
 
 // What is read, and the dtype and shape of each tensor that it makes.
 struct BoundExpansion {
-  BoundExpansion(std::vector<std::uint64_t> ends, std::vector<std::uint64_t> step_types)
-      : what(std::move(ends), std::move(step_types)) {}
+  BoundExpansion(std::vector<std::uint64_t> ends, std::vector<std::uint64_t> step_types, std::vector<std::uint64_t> whole)
+      : what(std::move(ends), std::move(step_types), std::move(whole)) {}
 
   void add(Output output, RowSpec spec) {
     specs.push_back(std::move(spec));
@@ -64,9 +64,9 @@ void add_count(BoundExpansion& self, Output::Kind kind, const RowSpec& spec, std
 void bind_expand(nb::module_& m) {
   using Kind = Output::Kind;
   nb::class_<BoundExpansion>(m, "Expansion", "What a batch holds of the steps around its rows: one tensor per call of a method.")
-      .def(nb::init<std::vector<std::uint64_t>, std::vector<std::uint64_t>>(), "ends"_a, "step_types"_a,
-           "Fields that end a trajectory where they are not zero; of step types, bytes of an integer other than 0, where one "
-           "is the last.")
+      .def(nb::init<std::vector<std::uint64_t>, std::vector<std::uint64_t>, std::vector<std::uint64_t>>(), "ends"_a, "step_types"_a,
+           "whole"_a, "Fields that end a trajectory where they are not zero; of step types, bytes of an integer other than 0, where one "
+           "is the last; of whole ones, bytes of a flag other than 0, where all are set.")
       .def(
           "row",
           [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead) {

@@ -54,7 +54,7 @@ class Reader {
   const std::byte* seen(std::size_t which) const { return seen_[which].data(); }
 
   /// Cuts each span where one of the first fields that were read, flags or step types, says that the trajectory ends.
-  void cut(std::span<const std::uint64_t> step_types) {
+  void cut(std::span<const std::uint64_t> step_types, std::span<const std::uint64_t> whole) {
     const std::uint64_t n = found_.rows.size();
     if (step_types.empty() || n == 0) return;
     std::vector<std::uint8_t> flags(n);
@@ -63,6 +63,10 @@ class Reader {
       for (std::uint64_t k = 0; k < n; ++k) {
         if (step_types[f] != 0) {
           flags[k] |= any_is(seen_[f].data() + k * width, width, step_types[f], StepType::last);
+          continue;
+        }
+        if (whole[f] != 0) {
+          flags[k] |= all_set(seen_[f].data() + k * width, width, whole[f]);
           continue;
         }
         for (std::uint64_t b = 0; b < width; ++b) flags[k] |= seen_[f][k * width + b] != std::byte{0};
@@ -208,7 +212,7 @@ std::vector<std::int64_t> expand_some(const Store& store, const Expansion& expan
     if (o.kind == Output::Kind::sum) looked.push_back(o.field);
   }
   reader.look(looked);
-  reader.cut(expansion.step_types());
+  reader.cut(expansion.step_types(), expansion.whole());
   std::size_t sums = expansion.ends().size();  // where the next sum's field is among these
   for (std::size_t i = 0; i < n; ++i) numbers_out[i] = reader.number(i);
   std::vector<bool> done(outputs.size());

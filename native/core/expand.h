@@ -48,10 +48,11 @@ struct Output {
 class Expansion {
  public:
   /// `ends`: fields of which a byte other than zero ends the trajectory, whatever the table says. `step_types`: as in Boundaries;
-  /// of those fields the last step type does.
-  explicit Expansion(std::vector<std::uint64_t> ends, std::vector<std::uint64_t> step_types = {})
-      : ends_(std::move(ends)), step_types_(std::move(step_types)) {
+  /// of those fields the last step type does. `whole`: as there.
+  explicit Expansion(std::vector<std::uint64_t> ends, std::vector<std::uint64_t> step_types = {}, std::vector<std::uint64_t> whole = {})
+      : ends_(std::move(ends)), step_types_(std::move(step_types)), whole_(std::move(whole)) {
     step_types_.resize(ends_.size());
+    whole_.resize(ends_.size());
   }
 
   void add(Output output) { outputs_.push_back(std::move(output)); }
@@ -59,6 +60,7 @@ class Expansion {
   const std::vector<Output>& outputs() const { return outputs_; }
   const std::vector<std::uint64_t>& ends() const { return ends_; }
   const std::vector<std::uint64_t>& step_types() const { return step_types_; }
+  const std::vector<std::uint64_t>& whole() const { return whole_; }
   /// Whether all outputs are fields of the rows themselves.
   bool plain() const;
   /// Steps that are looked at before a row, and after it.
@@ -66,7 +68,7 @@ class Expansion {
   std::uint64_t after() const;
 
  private:
-  std::vector<std::uint64_t> ends_, step_types_;
+  std::vector<std::uint64_t> ends_, step_types_, whole_;
   std::vector<Output> outputs_;
 };
 

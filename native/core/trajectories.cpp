@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -14,6 +15,7 @@ namespace engram {
 namespace {
 
 constexpr std::uint64_t kMost = ~std::uint64_t{0};
+constexpr std::uint64_t kMostFlagBytes = 16;
 constexpr std::uint64_t kBrief = 1024;  // steps that are looked at before another thread has been woken
 
 }  // namespace
@@ -25,6 +27,13 @@ bool any_is(const std::byte* from, std::uint64_t bytes, std::uint64_t size, Step
     if (value == static_cast<std::uint64_t>(type)) return true;
   }
   return false;
+}
+
+bool all_set(const std::byte* from, std::uint64_t bytes, std::uint64_t size) {
+  for (std::uint64_t i = 0; i + size <= bytes; i += size) {
+    if (std::none_of(from + i, from + i + size, [](std::byte b) { return b != std::byte{0}; })) return false;
+  }
+  return bytes > 0;
 }
 
 std::uint64_t Trajectories::bytes(std::uint64_t lanes, std::uint64_t lane_length, std::uint64_t width) {
@@ -40,6 +49,8 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
   check(!boundaries_.fields.empty() && (!boundaries_.by_id || boundaries_.fields.size() == 1),
         "one id field, or end fields");
   boundaries_.step_types.resize(boundaries_.fields.size());
+  boundaries_.whole.resize(boundaries_.fields.size());
+  for (const std::uint64_t size : boundaries_.whole) check(size <= kMostFlagBytes && std::has_single_bit(size | (size == 0)), "flags of a dtype");
   for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
     const std::uint64_t size = boundaries_.step_types[i];
     check(size == 0 || (!boundaries_.by_id && size <= sizeof(std::uint64_t) && boundaries_.fields[i].row_bytes % size == 0),
@@ -140,6 +151,17 @@ bool Trajectories::any(const Field& field, std::int64_t row) const {
   return false;
 }
 
+bool Trajectories::all(const Field& field, std::uint64_t size, std::int64_t row) const {
+  std::byte bytes[64];
+  const std::byte* from = field.row(static_cast<std::uint64_t>(row));
+  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
+    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
+    copy_from_shared(bytes, from + i, n);
+    if (!all_set(bytes, n, size)) return false;
+  }
+  return field.row_bytes > 0;
+}
+
 bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const {
   std::byte bytes[64];
   const std::byte* from = field.row(static_cast<std::uint64_t>(row));
@@ -156,7 +178,8 @@ bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, 
 bool Trajectories::ends_in(std::size_t i, std::int64_t row, std::int64_t next) const {
   const Field& field = boundaries_.fields[i];
   if (boundaries_.by_id) return !same(field, row, next);
-  const std::uint64_t size = boundaries_.step_types[i];
+  const std::uint64_t size = boundaries_.step_types[i], whole = boundaries_.whole[i];
+  if (whole != 0) return all(field, whole, row);
   return size == 0 ? any(field, row) : is(field, size, row, StepType::last) || is(field, size, next, StepType::first);
 }
 
@@ -173,7 +196,7 @@ bool Trajectories::ends_within(std::int64_t row, std::uint64_t n) const {
   for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
     const Field& field = boundaries_.fields[i];
     const std::uint64_t size = field.row_bytes;
-    const bool short_ones = boundaries_.step_types[i] == 0 && size * 8 <= sizeof bytes;
+    const bool short_ones = boundaries_.step_types[i] == 0 && boundaries_.whole[i] == 0 && size * 8 <= sizeof bytes;
     const std::uint64_t most = !short_ones ? 2 : n * size <= sizeof bytes ? n : 8;
     for (std::uint64_t from = 0; from + 1 < n; from += most - 1) {
       const std::int64_t first = row + static_cast<std::int64_t>(from);

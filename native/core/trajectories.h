@@ -35,6 +35,9 @@ enum class StepType : std::uint64_t { first = 0, last = 2 };
 /// Whether one of the integers of `size` bytes each, at most 8, is that step type.
 bool any_is(const std::byte* from, std::uint64_t bytes, std::uint64_t size, StepType type);
 
+/// Whether each of the flags of `size` bytes is set, of which there is at least one.
+bool all_set(const std::byte* from, std::uint64_t bytes, std::uint64_t size);
+
 /// What ends a trajectory: another content of the id field in the next step; or, in one of the fields, a byte other than zero; or
 /// a step type: the last one, or the first one in the next step.
 struct Boundaries {
@@ -42,6 +45,7 @@ struct Boundaries {
   std::vector<Field> fields;         // exactly one if by_id
   std::vector<std::uint64_t> which;  // their numbers in the store, for edits; may be empty if they are not of the store
   std::vector<std::uint64_t> step_types = {};  // of each field the bytes of an integer, 0 for flags; may be empty: all are flags
+  std::vector<std::uint64_t> whole = {};  // of each field the bytes of a flag if all flags must be set, 0 if one does; may be empty: one
 };
 
 /// Steps of a window, in their order: some before the trajectory, then those in it; where all are wanted, the rest is past its
@@ -110,7 +114,7 @@ struct GoalDraw {
   Goal goal;
   std::uint64_t key = 0, attempt = 0;     // attempt: how often it is drawn again
   std::vector<Field> flags = {};          // fields that end a trajectory, whatever the table says
-  std::vector<std::uint64_t> step_types = {};  // of each, as in Boundaries
+  std::vector<std::uint64_t> step_types = {}, whole = {};  // of each, as in Boundaries
 };
 
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
@@ -315,6 +319,7 @@ class Trajectories final : public Index {
   bool look_at(std::uint64_t lane, std::uint64_t place);
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
+  bool all(const Field& field, std::uint64_t size, std::int64_t row) const;
   bool is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const;
   bool ends_in(std::size_t i, std::int64_t row, std::int64_t next) const;
   bool ends(std::int64_t row, std::int64_t next) const;
@@ -336,8 +341,8 @@ class Trajectories final : public Index {
   std::uint64_t usable(const View& v, std::uint64_t run, const WindowSpec& spec) const;
   Window window_at(std::int64_t row, const WindowSpec& spec) const;
   bool append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
-  std::uint64_t piece(const Field& field, std::uint64_t step_type, std::uint64_t places) const;
-  bool unflagged(const Field& field, std::uint64_t step_type, std::int64_t row, std::uint64_t n) const;
+  std::uint64_t piece(const GoalDraw& draw, std::size_t flag, std::uint64_t places) const;
+  bool unflagged(const GoalDraw& draw, std::size_t flag, std::int64_t row, std::uint64_t n) const;
   std::uint64_t flagged_end(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t last) const;
   std::uint64_t flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const;
   std::int64_t any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,

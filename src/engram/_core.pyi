@@ -85,6 +85,7 @@ class Trajectories(Index):
         by_id: bool,
         which: Sequence[int],
         step_types: Sequence[int],
+        whole: Sequence[int],
         fields: Sequence[int],
         row_bytes: Sequence[int],
         strides: Sequence[int],
@@ -255,7 +256,7 @@ class VersionTable:
     def draw(self, key: int, n: int, weights: int) -> list[Tensor] | None: ...
 
 class Expansion:
-    def __init__(self, ends: Sequence[int], step_types: Sequence[int]) -> None: ...
+    def __init__(self, ends: Sequence[int], step_types: Sequence[int], whole: Sequence[int]) -> None: ...
     def row(self, field: int, spec: _Spec, ahead: int) -> None: ...
     def frames(
         self, field: int, spec: _Spec, ahead: int, frames: int, following: bool, first: int, filling: bytes
@@ -270,7 +271,9 @@ class Expansion:
     ) -> tuple[list[Tensor], list[int]]: ...
 
 class Goals:
-    def __init__(self, goal: int, field: int, spec: _Spec, flags: Sequence[int], step_types: Sequence[int]) -> None: ...
+    def __init__(
+        self, goal: int, field: int, spec: _Spec, flags: Sequence[int], step_types: Sequence[int], whole: Sequence[int]
+    ) -> None: ...
     def read(
         self,
         store: Store,

@@ -32,6 +32,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         her_ratio, strategy, goal_key, achieved_goal_key, reward_key: as for :class:`Hindsight`.
         end_key: the flag at the last step of an episode; the flag ``"terminated"`` beside it counts, too. By default
             ``("next", "truncated")`` does as well, and trajectory ids as for :class:`NStep`.
+        end_when: as for :class:`NStep`.
         priority_key: as for :class:`TensorDictReplayBuffer`.
         **kwargs: those of :class:`TensorDictReplayBuffer`. ``sampler`` draws the rows; default :class:`RandomSampler`.
 
@@ -62,6 +63,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         achieved_goal_key: str | tuple[str, ...] = "achieved_goal",
         reward_key: str | tuple[str, ...] = ("next", "reward"),
         end_key: str | tuple[str, ...] = _END,
+        end_when: str = "any",
         priority_key: str = "td_error",
         **kwargs: Unpack[BufferArguments],
     ) -> None:
@@ -84,6 +86,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
                 achieved_goal_key=achieved_goal_key,
                 reward_key=reward_key,
                 end_keys=None if end == _END else [end, (*end[:-1], "terminated")],
+                end_when=None if end_when == "any" else end_when,
             )
         kwargs["sampler"] = sampler
         super().__init__(priority_key=priority_key, **kwargs)

@@ -10,7 +10,7 @@ from engram._checks import check_count
 from engram.errors import NoSampleable
 from engram.expanders.expansion import Expansion
 from engram.expanders.reading import MARK, Reading
-from engram.field_paths import plain, public
+from engram.field_paths import public
 from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.trajectory_tables import TrajectoryKeys
@@ -86,17 +86,19 @@ class Expander(DeclaredSampler):
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
+        end_when: str | None = None,
     ) -> None:
         name = type(self).__name__
         inner = sampler() if isinstance(sampler, type) else sampler
         if not isinstance(inner, Sampler):
             raise TypeError(f"{name}: sampler: expected a sampler, got {type(sampler).__name__}.")
-        keys = TrajectoryKeys.of(name, traj_key, end_keys, index)
+        keys = TrajectoryKeys.of(name, traj_key, end_keys, index, end_when)
         if isinstance(inner, Expander):
             theirs = inner.rules
-            if any(mine not in (None, other) for mine, other in zip(keys, theirs, strict=True)):
+            said = theirs._replace(end_when=theirs.end_when or "any")
+            if any(mine not in (None, other) for mine, other in zip(keys, said, strict=True)):
                 raise ValueError(
-                    f"{name}: expected the trajectories of the {type(inner).__name__} inside, traj_key, end_keys, index = "
+                    f"{name}: expected the trajectories of the {type(inner).__name__} inside, traj_key, end_keys, index, end_when = "
                     f"{tuple(theirs)}, got {tuple(keys)}. Give them to the innermost expander only."
                 )
             keys = theirs
@@ -107,7 +109,7 @@ class Expander(DeclaredSampler):
                     f"{name}: sampler: expected windows of trajectories that the rows tell, got a {type(inner).__name__} with ends or "
                     "trajectories of its own. Store them as a field, and name it with traj_key or end_key."
                 )
-            if keys == (None, None, None):
+            if keys == TrajectoryKeys(None, None, None):
                 keys = of_windows
         self._rules = keys
         self.sampler: Any = inner
@@ -131,7 +133,7 @@ class Expander(DeclaredSampler):
 
     @property
     def rules(self) -> TrajectoryKeys:
-        """``traj_key``, ``end_keys`` and ``index``: those of the innermost expander."""
+        """``traj_key``, ``end_keys``, ``index`` and ``end_when``: those of the innermost expander."""
         return self._rules
 
     @property
@@ -432,8 +434,7 @@ class Expander(DeclaredSampler):
     def config(self) -> dict[str, object]:
         """The constructor's arguments, as plain values: what a store notes to make the expander again."""
         inner = {"type": type(self.sampler).__name__, "config": self.sampler.config()} if self.recordable else {}
-        keys = zip(("traj_key", "end_keys", "index"), map(plain, self._rules), strict=True)
-        return {"sampler": inner, **dict(keys), **super().config()}
+        return {"sampler": inner, **self._rules.config(), **super().config()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

@@ -13,7 +13,7 @@ from engram.expanders.reading import TO_THE_END, boundaries_of
 from engram.field_paths import public
 from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
-from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes
+from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes, whole_flag_bytes
 from engram.samplers.windows import WINDOW_ENDS
 from engram.store import dlpack_specs
 from engram.types import Draw
@@ -46,7 +46,11 @@ class Expansion:
             columns += reading.following.columns(columns)
             names += reading.following.names
         #: The native read. It returns one tensor per column, then tickets.
-        self.native = _native.Expansion(ends, [step_type_bytes(reading.fields[number]) for number in ends])
+        self.native = _native.Expansion(
+            ends,
+            [step_type_bytes(reading.fields[number]) for number in ends],
+            [whole_flag_bytes(reading.fields[number], keys.end_when == "all") for number in ends],
+        )
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         self.memory = memory
@@ -71,7 +75,7 @@ class Expansion:
         if self._relabelling is not None:
             self.reach = TO_THE_END
             unknown = [number for number in ends if number not in boundaries.which]
-            self._goals = self._relabelling.native(reading.fields, specs, unknown)
+            self._goals = self._relabelling.native(reading.fields, specs, unknown, keys.end_when == "all")
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
 

@@ -43,7 +43,7 @@ class FrameStack(Expander):
         in_keys: the fields.
         padding: ``"same"`` or ``"constant"``.
         padding_value: for ``"constant"``.
-        traj_key, end_keys, index: as for :class:`NStep`.
+        traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
         ValueError: ``dim`` is not negative, or ``padding`` is unknown; when drawing: a frame has no such dimension.
@@ -79,6 +79,7 @@ class FrameStack(Expander):
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
+        end_when: str | None = None,
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
         dim = None if dim is None else check_count("FrameStack: dim", dim, least=-(1 << 31))
@@ -97,7 +98,7 @@ class FrameStack(Expander):
         self.padding_value = float(padding_value)
         if not math.isfinite(self.padding_value):
             raise ValueError(f"FrameStack: padding_value: expected a finite number, got {padding_value}.")
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     @property
     def changed(self) -> tuple[FieldPath, ...]:

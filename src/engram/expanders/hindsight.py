@@ -60,7 +60,7 @@ class Hindsight(Expander):
         goal_key: the goals to replace.
         achieved_goal_key: the goals that were reached, a stored field of the same shape and dtype.
         reward_key: the rewards to replace.
-        traj_key, end_keys, index: as for :class:`NStep`.
+        traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
         TypeError: ``reward_fn`` is not callable, or returns no tensor; when drawing: goals of two dtypes; an :class:`NStep` or
@@ -108,6 +108,7 @@ class Hindsight(Expander):
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
+        end_when: str | None = None,
     ) -> None:
         if not callable(reward_fn):
             raise TypeError(
@@ -128,7 +129,7 @@ class Hindsight(Expander):
         self.reward_key = checked_path(reward_key, "Hindsight: reward_key")
         if isinstance(sampler, Expander) and any(isinstance(inner, Hindsight) for inner in sampler.chain):
             raise TypeError("Hindsight: sampler: expected one without hindsight, got a Hindsight inside.")
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     def change(self, reading: Reading) -> None:
         goal, achieved, reward = (

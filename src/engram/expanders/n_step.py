@@ -56,6 +56,8 @@ class NStep(Expander):
             understood as by :class:`SliceSampler`.
         index: the name of the store's trajectory table, ``"main"`` by default; slice samplers of the same name share
             it. Around a slice sampler, keys and name are those of the slice sampler, if none is given.
+        end_when: of flags of which a step has several, ``[B, agents, 1]``: ``"any"``, the default, ends the trajectory where one of a
+            field's is set, ``"all"`` where all of one field's are.
 
     Raises:
         TypeError: ``sampler`` is not a sampler, or a slice sampler with static boundaries; an argument has the wrong
@@ -100,6 +102,7 @@ class NStep(Expander):
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
+        end_when: str | None = None,
     ) -> None:
         self.n = check_steps("NStep: n", n)
         self.gamma = check_discount("NStep: gamma", gamma)
@@ -107,7 +110,7 @@ class NStep(Expander):
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
         if isinstance(sampler, Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     @property
     def changed(self) -> tuple[FieldPath, ...]:

@@ -252,7 +252,7 @@ class NextFromFollowing(Expander):
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``.
-        traj_key, end_keys, index: as for :class:`NStep`.
+        traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
         TypeError: ``finals`` is not a ``FinalObservations``; ``sampler`` is a ``SamplerWithoutReplacement``, or one of
@@ -299,11 +299,12 @@ class NextFromFollowing(Expander):
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
+        end_when: str | None = None,
     ) -> None:
         if not isinstance(finals, FinalObservations):
             raise TypeError(f"NextFromFollowing: finals: expected FinalObservations, got {type(finals).__name__}.")
         self.finals = finals
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
         source = self.innermost
         if source.traits.draws_once:
             raise TypeError(

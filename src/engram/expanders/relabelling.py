@@ -10,7 +10,7 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import add_fields
 from engram.field_paths import public
-from engram.samplers.trajectory_tables import step_type_bytes
+from engram.samplers.trajectory_tables import step_type_bytes, whole_flag_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,11 +74,18 @@ class Relabelling:
                 )
 
     def native(
-        self, fields: Sequence[Field], specs: Sequence[tuple[int, int, tuple[int, ...]]], flags: Sequence[int]
+        self,
+        fields: Sequence[Field],
+        specs: Sequence[tuple[int, int, tuple[int, ...]]],
+        flags: Sequence[int],
+        all_flags: bool,
     ) -> _native.Goals:
-        """The native read of goals. ``specs``: of the fields; ``flags``: end flags that the table does not know."""
+        """The native read of goals. ``specs``: of the fields; ``flags``: end flags that the table does not know; ``all_flags``: all of
+        a step's must be set.
+        """
         sizes = [step_type_bytes(fields[number]) for number in flags]
-        return _native.Goals(self._rule.goal, self._achieved, specs[self._achieved], flags, sizes)
+        whole = [whole_flag_bytes(fields[number], all_flags) for number in flags]
+        return _native.Goals(self._rule.goal, self._achieved, specs[self._achieved], flags, sizes, whole)
 
     def rows_of(self, n: int) -> int:
         """How many of ``n`` rows, or windows, get another goal."""

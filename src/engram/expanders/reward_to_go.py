@@ -31,7 +31,7 @@ class RewardToGo(Expander):
         gamma: discount in [0, 1].
         reward_key: a float32 or float64 field of any shape. Summed in double precision.
         out_key: the name of the sum. The name of the flag is the same followed by ``_complete``.
-        traj_key, end_keys, index: as for :class:`NStep`.
+        traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`. When drawing also
         ValueError: the rows have a field with the name of the sum.
@@ -64,11 +64,12 @@ class RewardToGo(Expander):
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
+        end_when: str | None = None,
     ) -> None:
         self.gamma = check_discount("RewardToGo: gamma", gamma)
         self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
         self.out_key = as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     def change(self, reading: Reading) -> None:
         reward = reading.number_of_reward(self.reward_key, "RewardToGo")

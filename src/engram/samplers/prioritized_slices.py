@@ -30,7 +30,7 @@ class PrioritizedSliceSampler(SliceSampler):
     Args:
         max_capacity, alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
         reduction, max_priority_within_buffer: as for :class:`PrioritizedSampler`.
-        num_slices, slice_len, window, flat, online, end_key, end_keys: as for :class:`SliceSampler`.
+        num_slices, slice_len, window, flat, online, end_key, end_keys, end_when: as for :class:`SliceSampler`.
         traj_key, ends, trajectories, cache_values, truncated_key, init_key: as for :class:`SliceSampler`.
         strict_length: skip shorter trajectories; False: draw such a trajectory from its first step.
         span: only at the right end; at the left it is ignored, with a warning.

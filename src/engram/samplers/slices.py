@@ -92,6 +92,8 @@ class SliceSampler(WindowSampler):
             which other processes do not see; its state is saved, unless there are ``anchors``. It needs ``window``.
         anchors: draws the first steps of windows by priority, as in a :class:`PrioritizedSliceSampler`; with burn-in, the first
             steps to learn from.
+        end_when: of end flags of which a step has several, ``[B, agents, 1]``: ``"any"``, the default, ends the trajectory where
+            one of a field's is set, ``"all"`` where all of one field's are.
         index: the name of the store's trajectory table; samplers of the same name and boundaries share it.
         replacement: False constructs a :class:`SliceSamplerWithoutReplacement`.
 

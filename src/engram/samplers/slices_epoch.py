@@ -31,7 +31,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     writes change trajectories. Trajectories that are too short are skipped, which shortens their batch.
 
     Args:
-        num_slices, slice_len, window, flat, end_key, end_keys, traj_key: as for :class:`SliceSampler`.
+        num_slices, slice_len, window, flat, end_key, end_keys, end_when, traj_key: as for :class:`SliceSampler`.
         ends, trajectories: as for :class:`SliceSampler`; they need nothing else.
         truncated_key, init_key, strict_length, index: as for :class:`SliceSampler`.
         drop_last: skip the trajectories of an epoch that do not fill a batch.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram import _fork, _native, _progress
-from engram.field_paths import as_path, as_paths, public
+from engram.field_paths import as_path, as_paths, plain, public
 from engram.format.schema import DTYPES
 from engram.persist.roles import of_the_step
 from engram.store import check_index_name
@@ -48,6 +48,8 @@ class Boundaries(NamedTuple):
     """Another content of a field in the next step; else a byte other than zero in one of the fields, or a step type."""
     which: tuple[int, ...]
     """Numbers of the fields in the store; one if ``by_id``."""
+    all_flags: bool = False
+    """Of a field with several flags, all must be set; else one is enough."""
 
 
 def numbers_by_path(memory: Store) -> dict[FieldPath, int]:
@@ -67,10 +69,25 @@ def step_type_bytes(field: Field) -> int:
     return DTYPES[field.dtype] if field.key[-1] == STEP_TYPE and integers else 0
 
 
+def whole_flag_bytes(field: Field, all_flags: bool) -> int:
+    """Of a field with several flags of which all must be set, the bytes of one; of others 0."""
+    several = field.row_bytes != DTYPES[field.dtype]
+    return DTYPES[field.dtype] if all_flags and several and not step_type_bytes(field) else 0
+
+
 def _step_type_of(fields: Sequence[Field]) -> int | None:
     """The field that holds the step types of the rows, and not of the next steps. None: there is none."""
     found = [field for field in fields if step_type_bytes(field) and "next" not in field.key[:-1]]
     return fields.index(of_the_step(found)[0]) if found else None
+
+
+def checked_end_when(end_when: str | None, who: str) -> str | None:
+    """``"any"``, ``"all"`` or None. Raises ``ValueError``: another value."""
+    if end_when is not None and end_when not in ("any", "all"):
+        raise ValueError(
+            f"{who}: end_when: expected 'any' or 'all' of the flags of a step that has several, got {end_when!r}."
+        )
+    return end_when
 
 
 class TrajectoryKeys(NamedTuple):
@@ -80,13 +97,21 @@ class TrajectoryKeys(NamedTuple):
     end_keys: tuple[FieldPath, ...] | None
     table: str | None
     """Name of the store's table of trajectories: the argument ``index``."""
+    end_when: str | None = None
+    """``"all"``: of a field with several flags, all must be set. ``"any"``, None: one is enough."""
 
     @classmethod
-    def of(cls, who: str, traj_key: object, end_keys: object, index: str | None) -> Self:
+    def of(cls, who: str, traj_key: object, end_keys: object, index: str | None, end_when: str | None) -> Self:
         """Check the arguments. Raises ``TypeError``, ``ValueError``; messages begin with ``who``."""
         if index is not None:
             check_index_name(index, f"{who}: index")
-        return cls(as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys"), index)
+        path, flags = as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys")
+        return cls(path, flags, index, checked_end_when(end_when, who))
+
+    def config(self) -> dict[str, object]:
+        """The arguments as plain values. ``end_when`` is among them if it was given: earlier versions do not know it."""
+        given = {} if self.end_when is None else {"end_when": self.end_when}
+        return {"traj_key": plain(self.traj_key), "end_keys": plain(self.end_keys), "index": self.table, **given}
 
     def boundaries(self, fields: Sequence[Field], numbers: dict[FieldPath, int], call: str) -> Boundaries:
         """The boundaries in a store: the first id that is stored, or all given end flags that are, or the usual ones, or step types.
@@ -103,11 +128,12 @@ class TrajectoryKeys(NamedTuple):
         ids = ID_KEYS if self.traj_key is None else (self.traj_key,)
         by_id = [Boundaries(True, (numbers[key],)) for key in ids if key in numbers][:1]
         ends = _usual_ends(numbers, 0) if self.end_keys is None else [key for key in self.end_keys if key in numbers]
-        by_end = [Boundaries(False, tuple(numbers[key] for key in ends))] if ends else []
+        every = self.end_when == "all"
+        by_end = [Boundaries(False, tuple(numbers[key] for key in ends), every)] if ends else []
         step_type = _step_type_of(fields)
         by_type = [] if step_type is None else [Boundaries(False, (step_type,))]
         if self.end_keys is None and (beside := _usual_ends(numbers, 1)):
-            by_type.append(Boundaries(False, tuple(numbers[key] for key in beside)))
+            by_type.append(Boundaries(False, tuple(numbers[key] for key in beside), every))
         ends_first = self.traj_key is None and self.end_keys is not None
         for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
             return found
@@ -139,7 +165,11 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
         types = [
             0 if boundaries.by_id else step_type_bytes(memory.schema.fields[number]) for number in boundaries.which
         ]
-        table = _new_table(memory, boundaries.by_id, which, fields, counted, types)
+        whole = [
+            0 if boundaries.by_id else whole_flag_bytes(memory.schema.fields[number], boundaries.all_flags)
+            for number in boundaries.which
+        ]
+        table = _new_table(memory, boundaries.by_id, which, fields, counted, types, whole)
         memory.core.attach(table)
         _scan(table, memory)
         return table
@@ -155,11 +185,12 @@ def _new_table(
     fields: Sequence[Tensor],
     window: int,
     step_types: Sequence[int] = (),
+    whole: Sequence[int] = (),
 ) -> _native.Trajectories:
     """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
 
     ``which``: their numbers in the core; empty for fields that no write changes. ``step_types``: :func:`step_type_bytes` of each;
-    empty if all of them are flags or an id.
+    empty if all of them are flags or an id. ``whole``: :func:`whole_flag_bytes` of each; empty if one flag is enough.
     """
     width = math.prod(memory.schema.columns)
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
@@ -170,6 +201,7 @@ def _new_table(
             by_id,
             list(which),
             list(step_types),
+            list(whole),
             [field.data_ptr() for field in fields],
             [field[:1].nbytes for field in fields],
             [*map(row_stride, fields)],

@@ -9,6 +9,7 @@ from engram import _native
 from engram._checks import as_numbers, check_count
 from engram._unsupported import Later, reject_unsupported
 from engram.field_paths import FieldPath, as_path, as_paths
+from engram.samplers.trajectory_tables import checked_end_when
 from engram.samplers.window_spec import WindowSpec
 from engram.store import check_index_name
 
@@ -40,6 +41,7 @@ class WindowArguments(TypedDict, total=False):
     init_key: object
     strict_length: bool
     index: str
+    end_when: str | None
     compile: object
     use_gpu: object
 
@@ -65,6 +67,7 @@ class WindowSettings:
     window: WindowSpec | None = None
     flat: bool = True
     online: bool = False
+    end_when: str | None = None
 
     @classmethod
     def of(cls, who: str, arguments: WindowArguments) -> WindowSettings:
@@ -110,6 +113,7 @@ class WindowSettings:
             index,
             window=window,
             flat=flat,
+            end_when=checked_end_when(arguments.get("end_when"), who),
         )
 
     @property

@@ -147,7 +147,8 @@ class WindowSampler(NativeSampler):
         """Which trajectories its windows are of; None: those of static boundaries, which no field tells."""
         settings = self.settings
         ends = settings.end_keys or (None if settings.end_key is None else (settings.end_key,))
-        return TrajectoryKeys(settings.traj_key, ends, settings.index) if settings.static is None else None
+        keys = TrajectoryKeys(settings.traj_key, ends, settings.index, settings.end_when)
+        return keys if settings.static is None else None
 
     def _clock(self) -> tuple[int, int]:
         """Ticket number of the store's next write, and the number that states count from."""
@@ -434,6 +435,8 @@ class WindowSampler(NativeSampler):
     def config(self) -> dict[str, object]:
         window = self.settings.window
         spec = {} if window is None else {"window": asdict(window), "flat": self.settings.flat}
+        if self.settings.end_when is not None:
+            spec["end_when"] = self.settings.end_when
         return {**super().config(), "traj_key": plain(self.settings.traj_key), **spec}
 
     def __getstate__(self) -> dict[str, object]:
