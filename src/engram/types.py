@@ -369,7 +369,7 @@ class SampledStorage(Protocol):
             KeyError: no such field.
         """
 
-    def batch(self, columns: Any, n: int | tuple[int, ...] | None) -> Any:
+    def batch(self, columns: list[Tensor], n: int | tuple[int, ...] | None) -> object:
         """What users are given of columns ``[n, ...]`` that were read. No copy."""
 
     def settled(self) -> int | None:

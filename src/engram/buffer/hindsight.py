@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from engram import samplers
 from engram.buffer.recipe import register
@@ -55,7 +55,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(
         self,
-        reward_fn: Callable[[Any], object] | None = None,
+        reward_fn: Callable[..., object] | None = None,
         *,
         her_ratio: float = 0.8,
         strategy: HindsightStrategy | str = HindsightStrategy.FUTURE,

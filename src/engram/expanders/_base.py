@@ -295,10 +295,14 @@ class Expander(DeclaredSampler):
             TypeError: next frames of a field are stacked that are not stored, but its frames are not.
         """
         self._check_next_frames()
+        self._check_storage(storage)
         if not storage.traits.has_fields or (storage.device is not None and storage.device.type != "cpu"):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
             raise RuntimeError(self._elsewhere(where))
         self._source.bind(storage)
+
+    def _check_storage(self, storage: SampledStorage) -> None:
+        """Raise for a storage that this expander does not take."""
 
     def _check_next_frames(self) -> None:
         for stacking in self.chain:

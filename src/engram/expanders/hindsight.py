@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.expanders._base import Expander
 from engram.expanders.reading import boundaries_of
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 class HindsightStrategy(StrEnum):
-    """Which step of a row's trajectory has reached the goal that the row gets."""
+    """Which step of a row's trajectory has reached the goal that the row gets.
+
+    >>> from engram import HindsightStrategy
+    >>> HindsightStrategy("final"), [*HindsightStrategy]
+    ('final', ['future', 'final', 'episode', 'random'])
+    """
 
     FUTURE = "future"
     """This one or a later one, each equally often."""
@@ -29,13 +34,16 @@ class HindsightStrategy(StrEnum):
     RANDOM = "random"
     """Any step that is stored, of whatever trajectory."""
 
+    def __repr__(self) -> str:
+        return repr(str(self))
+
 
 #: As the native core numbers them.
 _NUMBERS = {strategy: number for number, strategy in enumerate(HindsightStrategy)}
 
 
 class Hindsight(Expander):
-    """Relabels a share of every batch with goals that were reached, and computes their rewards anew.
+    """Relabels a share of every batch with goals that were reached, and computes the rewards that they give.
 
     The first ``int(B * her_ratio)`` rows of a batch get, under ``goal_key`` and where it is stored under ``("next", goal_key)``, what a
     goal row has under ``achieved_goal_key``; then ``reward_key`` of these rows is what ``reward_fn`` returns of them. The other
@@ -98,7 +106,7 @@ class Hindsight(Expander):
     def __init__(
         self,
         sampler: Sampler | type[Sampler],
-        reward_fn: Callable[[Any], object],
+        reward_fn: Callable[..., object],
         *,
         her_ratio: float = 0.8,
         strategy: HindsightStrategy | str = HindsightStrategy.FUTURE,
@@ -132,6 +140,18 @@ class Hindsight(Expander):
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     def change(self, reading: Reading) -> None:
+        """As for every expander.
+
+        >>> from engram import Hindsight, RandomSampler
+        >>> from engram.expanders.reading import Reading
+        >>> from engram.format.schema import Field
+        >>> goals = [Field((name,), "float32", (2,)) for name in ("desired_goal", "achieved_goal")]
+        >>> flags = [Field(("next", "reward"), "float32", (1,)), Field(("next", "done"), "bool", (1,))]
+        >>> reading = Reading([*goals, *flags])
+        >>> Hindsight(RandomSampler(), len).change(reading)
+        >>> reading.relabelling is None
+        False
+        """
         goal, achieved, reward = (
             reading.number(key, f"Hindsight: {name}")
             for name, key in (
@@ -147,19 +167,14 @@ class Hindsight(Expander):
         rule = Rule(_NUMBERS[self.strategy], self.her_ratio, self.reward_fn)
         reading.relabelling = Relabelling(reading, rule, goal, achieved, reward)
 
-    def bind(self, storage: SampledStorage) -> None:
-        """As for every expander. Raises ``NotImplementedError``: ``storage`` has columns."""
+    def _check_storage(self, storage: SampledStorage) -> None:
         if storage.ndim > 1:
             raise NotImplementedError(
                 f"Hindsight: expected a storage with ndim=1, got ndim={storage.ndim}. Use lanes: each is a ring of its own, such as one "
                 "environment."
             )
-        super().bind(storage)
 
     @property
     def recordable(self) -> bool:
         """False: a store cannot note a function."""
         return False
-
-    def config(self) -> dict[str, object]:
-        return {**super().config(), "strategy": str(self.strategy)}
