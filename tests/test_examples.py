@@ -67,6 +67,13 @@ def check_two_indexes(said):
     assert "the model draws 32 windows of 8 steps, each from one episode: True" in said
 
 
+def check_her(said):
+    """The same agent with hindsight and without. Without, hardly any random episode tells it anything."""
+    shares = dict(re.findall(r"^(with hindsight|without): (\d+)% of the last episodes end as wanted$", said, re.MULTILINE))
+    assert int(shares["with hindsight"]) > 60
+    assert int(shares["without"]) < 20
+
+
 def check_recurrent_slices(said):
     assert "32 windows of up to 12 steps, each from one episode: True" in said
     assert len(re.findall(r"^step \d+, \d+ s: right in \d+%$", said, re.MULTILINE)) == 10
@@ -83,6 +90,7 @@ CHECKS = {
     "actors_and_learner.py": check_actors_and_learner,
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
+    "her.py": check_her,
     "larger_than_memory.py": check_larger_than_memory,
     "recurrent_slices.py": check_recurrent_slices,
     "resumable_training.py": check_resumable_training,
@@ -92,6 +100,7 @@ CHECKS = {
 QUICKLY = {
     **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
+    "her.py": ["--bits", "10", "--steps", "1600"],
     "larger_than_memory.py": ["--memory", "0", "--updates", "60"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
 }

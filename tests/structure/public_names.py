@@ -64,7 +64,9 @@ def _is_ours(name, cls):
     """Whether the member is one that programs may use and that this package defines."""
     if name.startswith("_") and not (name.startswith("__") and name.endswith("__")):
         return False
-    home = next(base for base in cls.__mro__ if name in vars(base))
+    home = next((base for base in cls.__mro__ if name in vars(base)), None)
+    if home is None:  # of the metaclass, as an enum's __members__ is
+        return False
     if not home.__module__.startswith("engram"):
         return False
     # The others are Python's own, or differ by its version.
