@@ -69,7 +69,9 @@ def check_two_indexes(said):
 
 def check_her(said):
     """The same agent with hindsight and without. Without, hardly any random episode tells it anything."""
-    shares = dict(re.findall(r"^(with hindsight|without): (\d+)% of the last episodes end as wanted$", said, re.MULTILINE))
+    shares = dict(
+        re.findall(r"^(with hindsight|without): (\d+)% of the last episodes end as wanted$", said, re.MULTILINE)
+    )
     assert int(shares["with hindsight"]) > 60
     assert int(shares["without"]) < 20
 

@@ -369,9 +369,6 @@ class SampledStorage(Protocol):
             KeyError: no such field.
         """
 
-    def batch(self, columns: list[Tensor], n: int | tuple[int, ...] | None) -> object:
-        """What users are given of columns ``[n, ...]`` that were read. No copy."""
-
     def settled(self) -> int | None:
         """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from engram.expanders.reading import Reading
     from engram.format.schema import Field
+    from engram.storages import TensorStorage
     from engram.store import Store
     from engram.types import Entry, Info, SampledStorage
 
@@ -187,7 +188,7 @@ class Goals:
         values = self._found if self._steps is None else self._found.repeat_interleave(self._steps, 0)
 
         def batch_of(some: list[Tensor], n: int) -> object:
-            batch = storage.batch(some, (n,))
+            batch: object = cast("TensorStorage", storage).batch(some, (n,))  # expanders take no other
             if computed:
                 made = cast("dict[Entry, Tensor]", info)
                 add_fields(
