@@ -264,6 +264,88 @@ nb::list sample(Trajectories& table, const Store& store, const Layout& layout, A
   return std::move(*sampled).tensors();
 }
 
+// The ticket number of each row; -1 where it holds nothing, or is being written.
+void read_numbers(const Store& store, const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers) {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const std::uint64_t word = store.control().word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+    numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+  }
+}
+
+// The windows around anchors, in new tensors: what each step is, one int64 or flag each.
+class Surrounding {
+ public:
+  Surrounding(Trajectories& table, const Store& store, const std::int64_t* anchors, std::uint64_t n, const std::int64_t* expected,
+              const WindowSpec& spec, bool shifted)
+      : length_(spec.length), total_(n * spec.length) {
+    check_rows(anchors, n, store.control().capacity());
+    std::vector<std::int64_t> before(n), after(n);
+    read_numbers(store, anchors, n, before.data());
+    const Drawn drawn = table.windows_around(anchors, n, spec, shifted);
+    read_numbers(store, anchors, n, after.data());
+    std::copy_n(drawn.rows.begin(), total_, column());
+    std::int64_t* numbers = std::copy_n(drawn.numbers.begin(), total_, column()) - total_;
+    for (std::uint64_t i = 0; i < n; ++i) {  // the anchor need not be a step of a shifted window
+      const bool stood = before[i] >= 0 && before[i] == after[i] && (expected == nullptr || expected[i] == before[i]);
+      if (!stood) std::fill_n(numbers + i * length_, length_, -1);
+    }
+    repeat(anchors, n);
+    repeat(before.data(), n);
+    std::int64_t *which = column(), *step = column();
+    for (std::uint64_t i = 0; i < total_; ++i) {
+      which[i] = static_cast<std::int64_t>(i / length_);
+      step[i] = static_cast<std::int64_t>(i % length_);
+    }
+    bool* real = flags();
+    for (const Window& window : drawn.windows) {
+      const Steps steps = window.length == 0 ? Steps{0, 0} : spec.steps(window);
+      std::fill_n(real, length_, false);
+      std::fill_n(real + steps.before, steps.real, true);
+      real += length_;
+    }
+  }
+
+  /// Of each window the steps [from, to).
+  void add_learned(std::uint64_t from, std::uint64_t to) {
+    check(from < to && to <= length_, "steps of a window");
+    bool* learned = flags();
+    for (std::uint64_t i = 0; i < total_; ++i) learned[i] = i % length_ >= from && i % length_ < to;
+  }
+
+  nb::list tensors() && { return std::move(buffers_).tensors(static_cast<std::int64_t>(total_)); }
+
+ private:
+  std::int64_t* column() {
+    buffers_.add(kNumbers, static_cast<std::int64_t>(total_));
+    return buffers_.at<std::int64_t>(buffers_.size() - 1);
+  }
+  bool* flags() {
+    buffers_.add(kFlag, static_cast<std::int64_t>(total_));
+    return buffers_.at<bool>(buffers_.size() - 1);
+  }
+  void repeat(const std::int64_t* values, std::uint64_t n) {
+    std::int64_t* to = column();
+    for (std::uint64_t i = 0; i < n; ++i) to = std::fill_n(to, length_, values[i]);
+  }
+
+  std::uint64_t length_, total_;
+  OutputBuffers buffers_;
+};
+
+nb::list around(Trajectories& table, const Store& store, Address anchors, std::uint64_t n, Address expected, const BoundSpec& bound,
+                std::uint64_t learned, bool shifted) {
+  const WindowSpec& spec = bound.spec;
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
+  check(n < kMost && n < kMost / spec.length, "a batch of more rows than there is memory");
+  std::optional<Surrounding> found;
+  {
+    const WithoutInterpreter running(brief(table, store, spec, n));
+    found.emplace(table, store, at<const std::int64_t>(anchors), n, at<const std::int64_t>(expected), spec, shifted);
+    found->add_learned(spec.burn_in, spec.burn_in + learned);
+  }
+  return std::move(*found).tensors();
+}
+
 TrajectoryEpoch epoch_of(const nb::tuple& state) {
   check(state.size() == 4, "an epoch is (key, version, visited, count)");
   return {nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2]),
@@ -399,6 +481,10 @@ void bind_trajectories(nb::module_& m) {
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
            "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
+      .def("around", &around, "store"_a, "anchors"_a, "n"_a, "expected"_a, "spec"_a, "learned"_a, "shifted"_a,
+           "The whole windows around n rows, which must have those tickets (0: any): int64 [n * length] rows, tickets (-1 in a window "
+           "that moved), anchors, tickets of the anchors, numbers of windows, numbers of steps; which are no padding; which are "
+           "the `learned` ones after the burn-in.")
       .def(
           "windows",
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },

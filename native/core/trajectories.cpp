@@ -46,8 +46,7 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
   check(width > 0 && (width == 1 || control_.lanes() == 1) && control_.lane_length() % width == 0,
         "columns that do not divide the only lane");
   check(window > 0, "a window of at least one step");
-  check(!boundaries_.fields.empty() && (!boundaries_.by_id || boundaries_.fields.size() == 1),
-        "one id field, or end fields");
+  check(!boundaries_.by_id || boundaries_.fields.size() == 1, "one id field, or end fields");
   boundaries_.step_types.resize(boundaries_.fields.size());
   boundaries_.whole.resize(boundaries_.fields.size());
   for (const std::uint64_t size : boundaries_.whole) check(size <= kMostFlagBytes && std::has_single_bit(size | (size == 0)), "flags of a dtype");

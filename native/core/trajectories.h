@@ -39,7 +39,7 @@ bool any_is(const std::byte* from, std::uint64_t bytes, std::uint64_t size, Step
 bool all_set(const std::byte* from, std::uint64_t bytes, std::uint64_t size);
 
 /// What ends a trajectory: another content of the id field in the next step; or, in one of the fields, a byte other than zero; or
-/// a step type: the last one, or the first one in the next step.
+/// a step type: the last one, or the first one in the next step. Without fields only the ends of what is stored do.
 struct Boundaries {
   bool by_id;
   std::vector<Field> fields;         // exactly one if by_id
@@ -182,6 +182,11 @@ class Trajectories final : public Index {
 
   /// The windows that begin at given rows, where one may, and no more than `most`.
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, std::uint64_t most);
+
+  /// The whole window of each row, of which the row is the step after the burn-in, wherever its trajectory begins and ends. With
+  /// `shifted`, one that ends past the trajectory begins as much earlier, but no earlier than makes the trajectory's first step the
+  /// one after the burn-in. All tickets are -1 where a row holds nothing, or is being written.
+  Drawn windows_around(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, bool shifted);
 
   /// Of each row the steps of its trajectory from at most `before` steps earlier to at most `after` later. Where that is not
   /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
@@ -339,6 +344,7 @@ class Trajectories final : public Index {
 
   void forget_all();
   std::uint64_t usable(const View& v, std::uint64_t run, const WindowSpec& spec) const;
+  Window window_around(std::int64_t row, const WindowSpec& spec, bool shifted) const;
   Window window_at(std::int64_t row, const WindowSpec& spec) const;
   bool append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
   std::uint64_t piece(const GoalDraw& draw, std::size_t flag, std::uint64_t places) const;

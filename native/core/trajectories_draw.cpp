@@ -378,6 +378,45 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
   return drawn;
 }
 
+// Empty where the row's step is not known.
+Window Trajectories::window_around(std::int64_t row, const WindowSpec& spec, bool shifted) const {
+  const auto r = static_cast<std::uint64_t>(row);
+  const View v = view(track_of(r));
+  std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
+  if (v.count == 0 || place < v.low || place >= v.next) return {v.track, place, 0};
+  const std::uint64_t run = v.find(place), lead = spec.burn_in * spec.dilation, tail = spec.extent() - 1 - lead;
+  if (v.dead(run)) return {v.track, place, 0};
+  const std::uint64_t first = v.first(run), end = v.end(run);
+  if (shifted && place + tail >= end) place -= std::min(place + tail - (end - 1), place - first);
+  const std::uint64_t ahead = lead > place - first ? lead - (place - first) : 0, begin = place + ahead - lead;
+  return {v.track, begin, std::min(end - begin, spec.extent() - ahead), ahead};
+}
+
+Drawn Trajectories::windows_around(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, bool shifted) {
+  spec.validate();
+  check(spec.whole && spec.extent() <= steps_, "whole windows of no more steps than a lane has");
+  check_rows(rows, n, control_.capacity());
+  const auto guard = locked();
+  settle();
+  Drawn drawn;
+  drawn.windows.reserve(n);
+  drawn.rows.reserve(n * spec.length);
+  drawn.numbers.reserve(n * spec.length);
+  constexpr std::uint64_t kAhead = 8;  // rows between asking for one and looking at it
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {
+      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])));
+      for (const Field& field : boundaries_.fields) prefetch_row(field, rows[i + kAhead]);
+    }
+    const Window window = window_around(rows[i], spec, shifted);
+    if (append(drawn, window, spec, false)) continue;
+    drawn.rows.resize(drawn.rows.size() + spec.length, rows[i]);
+    drawn.numbers.resize(drawn.numbers.size() + spec.length, -1);
+    drawn.windows.push_back(window);
+  }
+  return drawn;
+}
+
 Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
                                   std::uint64_t most) {
   check_rows(rows, n, control_.capacity());

@@ -104,6 +104,11 @@ from engram.types import Traits as Traits
 from engram.types import Write as Write
 from engram.types import WritePlan as WritePlan
 from engram.types import Writer as Writer
+from engram.units import AnchorPriorities as AnchorPriorities
+from engram.units import SampleUnit as SampleUnit
+from engram.units import Sequence as Sequence
+from engram.units import Transition as Transition
+from engram.units import r2d2_priority as r2d2_priority
 from engram.writers import ImmutableDatasetWriter as ImmutableDatasetWriter
 from engram.writers import RoundRobinWriter as RoundRobinWriter
 from engram.writers import TensorDictMaxValueWriter as TensorDictMaxValueWriter

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engram.remote.streaming import Full
     from engram.storages import Storage
     from engram.types import Sampler, Writer
+    from engram.units import SampleUnit
 
 
 B = TypeVar("B")
@@ -26,7 +27,6 @@ B = TypeVar("B")
 class LaterArguments(TypedDict, total=False):
     """Keywords of TorchRL's buffers that must change nothing here."""
 
-    sample_unit: Annotated[object, Later("expanders")]
     dim_extend: Annotated[int | None, Later("no call but the constructor")]
     checkpointer: Annotated[
         object, Later("a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)")
@@ -41,6 +41,7 @@ class TorchRLArguments(LaterArguments, total=False):
     """Keywords of TorchRL's buffers, of the constructor and of ``open``."""
 
     compilable: bool | None
+    sample_unit: SampleUnit | None
     consume_after_n_samples: int | None
     delayed_init: bool | None
 

@@ -12,6 +12,7 @@ from engram.buffer.wiring import Wiring, component, consuming_sampler, first_sto
 from engram.pinning import pinning_for
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
+from engram.units import SampleUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,7 @@ class Arguments(NamedTuple):
     pin_memory: bool | None
     generator: torch.Generator | None
     batch_size: int | None
+    sample_unit: SampleUnit | None
     draws_of_a_row: int | None
     dim_extend: int | None
     shared: bool
@@ -62,6 +64,11 @@ class Arguments(NamedTuple):
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
+        if not isinstance(self.sample_unit, SampleUnit | None):
+            raise TypeError(
+                f"{call}: sample_unit: expected a SampleUnit, such as Sequence(length=…), got {type(self.sample_unit).__name__}."
+                f"{' Write ' + self.sample_unit.__name__ + '(…).' if isinstance(self.sample_unit, type) else ''}"
+            )
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
@@ -78,6 +85,7 @@ class Arguments(NamedTuple):
             pinning=pinning_for(self.pin_memory, call),
             generator=self.generator,
         )
+        wiring.unit = self.sample_unit
         wiring.connect(
             sampler,
             component(self.writer, Writer, "writer", self.default_writer),
@@ -86,10 +94,11 @@ class Arguments(NamedTuple):
         return wiring
 
 
-def taken_from(torchrl: TorchRL) -> tuple[int | None, int | None, bool, bool | None]:
+def taken_from(torchrl: TorchRL) -> tuple[SampleUnit | None, int | None, int | None, bool, bool | None]:
     """Take out of TorchRL's keywords of a buffer those that :class:`Arguments` ends with."""
+    unit = torchrl.pop("sample_unit", None)
     draws, dim = torchrl.pop("consume_after_n_samples", None), torchrl.pop("dim_extend", None)
-    return draws, dim, bool(torchrl.pop("shared", False)), torchrl.pop("delayed_init", None)
+    return unit, draws, dim, bool(torchrl.pop("shared", False)), torchrl.pop("delayed_init", None)
 
 
 class Assembled(Protocol):

@@ -250,9 +250,10 @@ def _renumber(made: Any, by: int) -> None:
     """The tickets that a batch or its info says, if it says them."""
     if not has_entries(made):
         return
-    numbers = made.get("index_generation", None)
-    if isinstance(numbers, Tensor) and numbers.dtype is torch.int64:
-        made["index_generation"] = torch.where(numbers > 0, numbers + by, numbers)
+    for name in ("index_generation", "anchor_generation"):
+        numbers = made.get(name, None)
+        if isinstance(numbers, Tensor) and numbers.dtype is torch.int64:
+            made[name] = torch.where(numbers > 0, numbers + by, numbers)
 
 
 # ---- batches in copies -------------------------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ class ReadPath:
         if wiring.recorder is not None and not recorded:
             return wiring.recorder.read(self.read, key, n)
         storage, tracks = wiring.storage, wiring.numbers
+        if wiring.unit_reader is not None:
+            return wiring.unit_reader.sample(storage, key, n, numbered=tracks, shown=shown)
         memory = storage.memory
         if memory is not None:
             if wiring.draws_uniformly:

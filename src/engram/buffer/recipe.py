@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from engram import expanders, samplers, storages, writers
+from engram import expanders, samplers, storages, units, writers
 from engram._checks import check_path
 from engram.buffer.settings import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
@@ -74,6 +74,8 @@ class Recipe:
         holder, finals = _finals_in(entries["sampler"]), expanders.finals_of(self._wiring.sampler)
         if holder is not None and finals is not None:
             holder["finals"] = finals.note(store.directory)
+        if self._wiring.unit is not None:
+            entries["sample_unit"] = _described(self._wiring.unit, units.SampleUnit.known)
         if self._settings.output != "torch":
             entries["output"] = self._settings.output
         if dtypes := self._wiring.storage.structure.dtypes:
@@ -143,7 +145,7 @@ def open_buffer(
         if holder is not None:
             holder["finals"] = again = _noted_finals(holder["finals"], path, unclean=unclean, readonly=readonly, io=io)
             opened.append(again.storage)
-        for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS)):
+        for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS), ("sample_unit", units.SampleUnit.known)):
             if name not in arguments:
                 arguments[name] = _made_again(noted.get(name), known, name)
         finals = expanders.finals_of(arguments["sampler"])

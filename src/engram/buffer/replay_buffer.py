@@ -90,6 +90,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
             that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
         compilable: for a buffer that a function under ``torch.compile`` uses: each :meth:`add`, :meth:`extend`, :meth:`sample` and update
             of priorities or fields is one graph break, runs as it does elsewhere, and is compiled never again.
+        sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
+            Default, as :class:`Transition`: itself.
         consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
         service_backend: ``"ray"``: an actor of Ray keeps the rows, as for :class:`RayReplayBuffer`, which has the other arguments of it:
             ``transport``, ``shards``, ``placement``, ``name``; ``ray_init_config`` and ``remote_config`` in a dict
@@ -851,7 +853,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
     def moved(self) -> None:
         """Called by the storage when its rows lie in another store, or in none until the next write."""
-        self._wiring.source.moved()
+        self._wiring.moved()
         self._rewire()
         self._recipe.noted = False
         self._recipe.note_if_possible()
@@ -1342,7 +1344,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         else:
             storage.detach(self)
             last = not storage.listeners
-        wiring.source.moved()  # what it kept of the storage
+        wiring.moved()  # what was kept of the storage
         # The user's: ours are private.
         goes_on = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         goes_on |= {"sampler": wiring.sampler, "writer": wiring.writer}  # which refuse what needs the storage

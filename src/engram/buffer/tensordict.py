@@ -15,6 +15,7 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.row_access import RowAccess
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.limits import WAIT_S, checked_timeout
+from engram.units import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -273,7 +274,8 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.
 
         Args:
-            data: a TensorDict with ``"index"`` and ``priority_key``, ``[B, ...]``.
+            data: a TensorDict with ``"index"`` and ``priority_key``, ``[B, ...]``. Of windows (:class:`Sequence`) the anchors get the
+                priorities, of the records of which errors come: see there.
 
         Raises:
             KeyError: no ``priority_key``, with a sampler that has priorities.
@@ -301,7 +303,11 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
                 advice = "" if key == "index" else f" Other keys: {type(self).__name__}(priority_key=…)."
                 raise KeyError(f"{call}: expected the key {key!r}, got {[str(k) for k in children(data)]}.{advice}")
         generation = data.get("index_generation", None)
-        if not data.batch_size:  # one row
+        unit = self._wiring.unit
+        if isinstance(unit, Sequence) and "anchor_index" in children(data):
+            errors = self._wiring.source.reduced(priority.reshape(data.numel(), -1))
+            index, priority, generation = unit.anchor_priorities(errors, data)
+        elif not data.batch_size:  # one row
             priority = priority.reshape(1, -1)
         self.update_priority(index, priority, generation=generation)
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from engram import samplers, storages, writers
 from engram._checks import as_numbers, check_count
 from engram.errors import RowError
+from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
 from engram.types import Sampler, Traits, Writer
+from engram.units.reading import Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from engram.store import Key
     from engram.transforms import Compose
     from engram.types import Info, Shown
+    from engram.units import SampleUnit
+    from engram.units.reading import UnitReader
     from engram.writers._base import NativeWriter
 
 
@@ -73,6 +77,10 @@ class Wiring:
         #: The writer, with all that is asked of one.
         self.placer: NativeWriter
         self.of_writer = Traits()
+        #: What a drawn row stands for; None: itself.
+        self.unit: SampleUnit | None = None
+        #: Draws and reads batches of the unit; None: they are read as they are drawn.
+        self.unit_reader: UnitReader | None = None
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
 
@@ -95,8 +103,27 @@ class Wiring:
         source = samplers.declared(sampler)
         if source.drop_last and batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
+        reader = None if self.unit is None else self._reader_of(self.unit, source)
         source.bind(self.storage)
-        self.sampler, self.source, self.of_sampler = sampler, source, source.traits
+        self.sampler, self.source, self.of_sampler, self.unit_reader = sampler, source, source.traits, reader
+
+    def _reader_of(self, unit: SampleUnit, source: DeclaredSampler) -> UnitReader | None:
+        """What reads batches of the unit. Raises ``TypeError``: it does not go with the storage or the sampler."""
+        unit.check(self.storage, source)
+        reader = unit.read_with(source, Named(self.user_index, self.rows_named))
+        if reader is not None and (isinstance(source, Expander) or self.storage.traits.is_remote):
+            got = f"the expander {type(source).__name__}" if isinstance(source, Expander) else "rows on a server"
+            raise TypeError(
+                f"sample_unit: {type(unit).__name__}: expected a sampler of rows that are here, got {got}. Put expanders around a "
+                "SliceSampler(window=WindowSpec(…)), and give units to the buffer on the server."
+            )
+        return reader
+
+    def moved(self) -> None:
+        """The storage's rows lie elsewhere now, or the buffer is closed: forget what was kept of them."""
+        self.source.moved()
+        if self.unit_reader is not None:
+            self.unit_reader.moved()
 
     def take_writer(self, writer: Writer) -> None:
         """Place rows with this writer from now on. Raises what the writer raises to refuse the storage."""
@@ -111,7 +138,7 @@ class Wiring:
         fields = self.storage.traits.has_fields
         recorded = self.recorder is not None
         #: Whether the store draws by itself, and whether nothing else needs to hear of it.
-        self.draws_uniformly = fields and self.of_sampler.draws_uniformly
+        self.draws_uniformly = fields and self.of_sampler.draws_uniformly and self.unit_reader is None
         self.draws_natively = self.draws_uniformly and not recorded
         #: Whether what is read says its tickets.
         self.numbers = self.of_writer.tracks_tickets or recorded
@@ -172,11 +199,7 @@ class Wiring:
         """Rows as the user sees them: on the storage's device, with ``ndim > 1`` ``[n, ndim]`` coordinates."""
         storage = self.storage
         if storage.ndim > 1:
-            coordinates = []
-            for width in reversed(storage.columns):
-                coordinates.append(rows % width)
-                rows = rows // width
-            rows = torch.stack([rows, *reversed(coordinates)], -1)
+            rows = storages.coordinates(rows, storage.columns)
         device = storage.device  # on_device, without a call
         return rows if device is None or device.type == "cpu" else rows.to(device)
 
@@ -207,7 +230,7 @@ class Wiring:
     # ---- copies ----------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, object]:
-        derived = ("source", "of_sampler", "placer", "of_writer", "generator", "recorder")
+        derived = ("source", "of_sampler", "placer", "of_writer", "generator", "recorder", "unit_reader")
         paths = (
             "draws_uniformly",
             "draws_natively",

@@ -87,6 +87,10 @@ class DeclaredSampler(Component):
     def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
 
+    def reduced(self, value: Tensor) -> Tensor:
+        """Priorities ``[n, ...]`` as one number per row, ``[n]``: the largest."""
+        return value.flatten(1).amax(1)
+
     def mark_update(self, index: object) -> None:
         """Rows were rewritten: they get the default priority again. No effect: this sampler has no priorities."""
 

@@ -98,7 +98,7 @@ class EndMarks(NamedTuple):
                 places[entry] = at
             else:
                 begun = _ALONE
-                merged.append((entry, _with_starts, number, at))
+                merged.append((entry, with_starts, number, at))
             at += 1
         specified = settings.window is not None
         for mask in [_VALID, _LEARNING] if specified else [_MASK] if padded else []:
@@ -143,7 +143,8 @@ def _with_ends(stored: Tensor, ends: Tensor) -> Tensor:
     return flag | _like(ends, flag)
 
 
-def _with_starts(stored: Tensor, first: Tensor) -> Tensor:
+def with_starts(stored: Tensor, first: Tensor) -> Tensor:
+    """A stored flag of first steps, set where ``first`` is: a new tensor of its shape and dtype."""
     first = _like(first, stored)
     return stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
 

@@ -356,12 +356,12 @@ class PrioritizedSampler(NativeSampler):
         if value.ndim == 0:
             return value.expand(n).contiguous()
         if value.ndim > 1 and value.shape[0] == n:
-            value = self._reduced(value)
+            value = self.reduced(value)
         if value.numel() != n:
             raise RuntimeError(f"update_priority: expected one priority per row, {n}, got {list(value.shape)}.")
         return value.reshape(-1).contiguous()
 
-    def _reduced(self, value: Tensor) -> Tensor:
+    def reduced(self, value: Tensor) -> Tensor:
         """``[B, ...]`` to ``[B]`` by :attr:`reduction`."""
         flat = value.reshape(value.shape[0], -1)
         if flat.shape[1] == 1:

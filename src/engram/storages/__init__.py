@@ -1,6 +1,7 @@
 """Storages hold what is written."""
 
 from engram.storages._base import Storage, check_count
+from engram.storages._columns import coordinates
 from engram.storages._dtypes import Dtypes, checked_dtypes
 from engram.storages._port import Count, Rows
 from engram.storages._structure import leading_size
@@ -20,5 +21,6 @@ __all__ = [
     "TensorStorage",
     "check_count",
     "checked_dtypes",
+    "coordinates",
     "leading_size",
 ]

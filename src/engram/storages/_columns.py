@@ -83,6 +83,17 @@ def rows_of_coordinates(coordinates: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.where(((coordinates >= 0) & (coordinates < ends)).all(-1), rows, -1)
 
 
+def coordinates(rows: Tensor, columns: tuple[int, ...]) -> Tensor:
+    """The coordinates ``[n, ndim]`` of rows, slot first; without columns the rows themselves."""
+    if not columns:
+        return rows
+    places = []
+    for width in reversed(columns):
+        places.append(rows % width)
+        rows = rows // width
+    return torch.stack([rows, *reversed(places)], -1)
+
+
 def _shape(x: Any) -> tuple[int, ...]:
     return tuple(x.batch_size if is_tensor_collection(x) else x.shape)
 

@@ -1,0 +1,109 @@
+"""What a unit is, and the unit that changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+
+from torch import Tensor
+
+from engram.units.expanding import ExpandedReader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engram.samplers._base import DeclaredSampler
+    from engram.storages import Storage
+    from engram.types import Info
+    from engram.units.reading import Named, UnitReader
+
+#: Rows as users name them; with ``ndim > 1`` a tuple of coordinates.
+Index: TypeAlias = Tensor | tuple[Tensor, ...]
+
+
+class SampleUnit:
+    """What a drawn row stands for: ``ReplayBuffer(sample_unit=…)`` reads, in place of each drawn row, the rows that a unit names.
+
+    For one of your own, override :meth:`expand`. It runs for every batch, between the draw and the read. Rows that are written over
+    between the two are never mixed into a batch: the batch is drawn or expanded again.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, SampleUnit
+    >>> class Pairs(SampleUnit):
+    ...     def expand(self, index, info, storage):
+    ...         return torch.stack([index, (index + 1) % len(storage)], -1).flatten(), info
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sample_unit=Pairs(), batch_size=3)
+    >>> _ = rb.extend(torch.arange(10))
+    >>> batch = rb.sample().view(3, 2)
+    >>> bool(((batch[:, 1] - batch[:, 0]) % 10 == 1).all())
+    True
+    """
+
+    #: Arguments of the constructor that a store notes: attributes of these names.
+    noted: ClassVar[tuple[str, ...]] = ()
+    #: What a store's record may name.
+    known: ClassVar[dict[str, type[SampleUnit]]] = {}
+    #: Whether :meth:`config` says all: a unit of the user's own is not noted in a store.
+    recordable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "expand" in vars(cls) and "read_with" not in vars(cls):  # else its parent's rows would be read
+            cls.read_with = SampleUnit.read_with  # type: ignore[method-assign]
+        cls.recordable = cls.__module__.startswith("engram.")
+        if cls.recordable:
+            cls.known[cls.__name__] = cls
+
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
+        """The rows to read in place of those that were drawn.
+
+        Args:
+            index: int64 ``[B]`` drawn rows; with ``ndim > 1`` a tuple of ``ndim`` such tensors.
+            info: what the sampler says of them. Entries with one value per drawn row must be repeated for each row that is returned.
+            storage: of the buffer. Writing to it is not allowed.
+
+        Returns:
+            ``(index, info)``: int64 ``[N]`` live rows in the same form, and ``info``, to which entries may be added. Those that are
+            tensors ``[N, ...]`` become entries of sampled TensorDicts.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
+        )
+
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        """Raise ``TypeError`` unless the unit can be used with this storage and this sampler."""
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        """What draws with a sampler and reads batches of this unit; None: as without a unit."""
+        return ExpandedReader(self, source, named)
+
+    def config(self) -> dict[str, object]:
+        """The constructor's arguments, as plain values: a store notes them to make the unit again."""
+        return {name: getattr(self, name) for name in self.noted}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Make the unit that a store noted."""
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.config().items())})"
+
+
+class Transition(SampleUnit):
+    """A drawn row stands for itself: batches are as without a unit.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, Transition
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sample_unit=Transition(), batch_size=4)
+    >>> _ = rb.extend(torch.arange(10))
+    >>> rb.sample().shape
+    torch.Size([4])
+    """
+
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:  # noqa: ARG002 - of the protocol
+        """The same rows."""
+        return index, info
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:  # noqa: ARG002 - of the protocol
+        """Nothing: batches are read as without a unit."""
+        return None

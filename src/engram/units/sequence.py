@@ -1,0 +1,359 @@
+"""Windows around drawn rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from engram._checks import check_count
+from engram.field_paths import as_path, plain, public
+from engram.samplers import check_drawable
+from engram.samplers.end_marks import with_starts
+from engram.samplers.redraw import Redraw
+from engram.storages import TensorStorage, coordinates
+from engram.types import Draw
+from engram.units._base import SampleUnit
+from engram.units.anchor_priorities import AnchorPriorities, Entries, checked_eta, of_anchors
+from engram.units.reading import UnitReader, as_rows
+from engram.units.windows import Windows, WindowTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from engram.samplers._base import DeclaredSampler
+    from engram.storages import Storage
+    from engram.store import Key, Store
+    from engram.types import Entry, Info, NativeBatch, Shown
+    from engram.units._base import Index
+    from engram.units.reading import Named
+
+_BOUNDARIES = ("pad", "stop", "include_reset")
+_MOST = 1 << 40
+_AROUND = ", or a step around it,"
+
+
+class WindowReader(UnitReader):
+    """Draws anchors, finds the windows around them natively, and reads these.
+
+    A window with a row that moves meanwhile is replaced by that around another row. Where rows are drawn once per epoch, it is read
+    again.
+    """
+
+    def __init__(self, unit: Sequence, source: DeclaredSampler, named: Named) -> None:
+        super().__init__(source, named)
+        self._unit = unit
+        self._table: WindowTable | None = None
+
+    def moved(self) -> None:
+        self._table = None
+
+    def _table_of(self, memory: Store) -> WindowTable:
+        table = self._table
+        if table is None or table.memory is not memory:
+            table = self._table = WindowTable(
+                memory, self._unit
+            )  # of two threads one makes the store's, which both have
+        return table
+
+    def sample(
+        self, storage: Storage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+    ) -> NativeBatch:
+        """As :meth:`UnitReader.sample`.
+
+        Raises:
+            NoSampleable: nothing to draw. WriterStalled: a window moved at every try.
+            KeyError, TypeError, ValueError: as :class:`WindowTable`.
+        """
+        extent, source = storage.extent(), self.source
+        check_drawable(extent.size)
+        memory = cast("Store", storage.memory)
+        table = self._table_of(memory)
+        source.bind(storage)
+        draw = source.draw(extent, n, key.value)
+        windows, columns, moved = self._read(table, draw)
+        said: Mapping[Entry, object] = draw.info
+        if moved:
+            said = self._read_again(table, storage, draw, windows, columns, moved, key.value)
+        if source.traits.consumes:
+            source.were_read(draw)
+        memory.count_sampled(windows.rows[windows.valid])
+        if shown == "nothing":
+            return columns, None, {}
+        numbered = numbered or source.traits.prioritized
+        return columns, windows.rows, self._info(table, windows, columns, said, len(draw.rows), numbered=numbered)
+
+    def _read(self, table: WindowTable, draw: Draw) -> tuple[Windows, list[Tensor], list[int]]:
+        """Windows and columns around drawn rows, and the places of the windows that moved."""
+        windows = table.around(draw.rows, draw.tickets)
+        columns, moved = table.memory.read(windows.rows, expected=windows.tickets)
+        return windows, columns, sorted({place // self._unit.total for place in moved})
+
+    def _read_again(
+        self,
+        table: WindowTable,
+        storage: Storage,
+        draw: Draw,
+        windows: Windows,
+        columns: list[Tensor],
+        moved: list[int],
+        key: int,
+    ) -> Mapping[Entry, object]:
+        """Replace the windows that moved; what the sampler says of all."""
+        total = self._unit.total
+        others = self.source if self.draws_others(draw.tickets) else None
+        redraw = Redraw(storage, draw, others, key, detail=_AROUND)
+        named = windows._replace(sequences=windows.rows, steps=windows.rows)  # those of a window stay
+        while moved:
+            places, fresh = redraw.again(moved)
+            found, read, still = self._read(table, fresh)
+            found = found._replace(sequences=found.rows, steps=found.rows)
+            for mine, theirs in zip((*named, *columns), (*found, *read), strict=True):
+                _by_window(mine, total)[places.to(mine.device)] = _by_window(theirs, total)
+            moved = [moved[i] for i in still]
+        return redraw.info
+
+    def _info(
+        self,
+        table: WindowTable,
+        windows: Windows,
+        columns: list[Tensor],
+        said: Mapping[Entry, object],
+        n: int,
+        *,
+        numbered: bool,
+    ) -> Info:
+        """What a batch is said to be: entries on the storage's device."""
+        info = self._unit.told(windows, said, n, self.named.index_of)
+        if table.init is not None:
+            info[public(cast("tuple[str, ...]", self._unit.init_key))] = with_starts(
+                columns[table.init], (windows.steps == 0).to(columns[table.init].device)
+            )
+        if numbered:
+            info["index_generation"], info["anchor_generation"] = windows.tickets, windows.anchor_tickets
+        if table.memory.is_native:
+            return info
+        return {name: of.to(table.memory.device) if isinstance(of, Tensor) else of for name, of in info.items()}
+
+
+class Sequence(SampleUnit):
+    """A drawn row stands for a window around it: the anchor of a sequence of ``burn_in + length + bootstrap`` records.
+
+    For recurrent networks: ``burn_in`` records before the anchor warm the state up, the ``length`` records from the anchor on are
+    learned from, and the ``bootstrap`` records after these are for targets of several steps. The sampler chooses the anchors, with
+    or without priorities. A batch of ``B`` anchors is flat, ``[B * total]``: ``batch.reshape(B, -1)`` has a window in each row.
+
+    ``info``, and sampled TensorDicts, have besides what the sampler says (repeated for each record)::
+
+        sequence_id, step_in_sequence   int64 [B * total]: which window, and the position in it
+        validity_mask                   bool: a record of its own, and no repeated one
+        learning_mask                   bool: among the ``length`` records from the anchor on
+        anchor_index                    int64: the row that was drawn, [B * total], with ndim > 1 [B * total, ndim]
+        anchor_generation               int64: its generation, where there is "index_generation", that of the record
+        is_init                         where it is stored: as stored, or the first record of a window
+
+    A window holds steps of one trajectory and one lane (of one column, with ``ndim > 1``), and never crosses the seam of a full ring,
+    where the newest row precedes the oldest. Where it would reach beyond, the first or last step that it may hold stands for those
+    that are missing, and ``validity_mask`` is false there.
+
+    Priorities belong to anchors. ``update_tensordict_priority(batch)`` gives each anchor the largest of the errors of its valid
+    records, or with ``priority_eta`` that of R2D2; :meth:`anchor_priorities` computes them for other batches.
+
+    Args:
+        length: records to learn from.
+        episode_boundary: what happens at the end of a trajectory. ``"pad"``: its last step is repeated. ``"stop"``: the window
+            begins as much earlier as is needed to end there, but its anchor no earlier than the trajectory; what is still missing is
+            padded. ``"include_reset"``: windows go on into the next trajectory.
+        done_key: the stored flag of a trajectory's last step; None: all that is stored is one trajectory.
+        burn_in: records before the anchor.
+        bootstrap: records after those to learn from.
+        dilation: steps of a trajectory from one record to the next.
+        priority_eta: the weight of the largest error, against the mean of the errors to learn from, in a new priority: 0.9 in the
+            paper (Kapturowski et al., "Recurrent experience replay in distributed reinforcement learning", ICLR 2019, section 2.3).
+            None: the largest error of all valid records, as in TorchRL.
+        init_key: the flag of first steps; None: it stays as it is stored.
+
+    Raises:
+        TypeError: no ints, or no key. ValueError: a size out of range, ``priority_eta`` outside [0, 1], another boundary.
+        When a buffer takes it: TypeError: a list storage; a sampler of windows, or an expander.
+        When drawing: TypeError: rows of one tensor each. KeyError: ``done_key`` is not stored. ValueError: windows longer than a lane.
+
+    Cost: O(B · total), of which none depends on how much is stored. The first draw scans the flags once, and keeps 16 bytes per row.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, Sequence, TensorDictReplayBuffer
+    >>> unit = Sequence(length=3, burn_in=1)
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sample_unit=unit, batch_size=2)
+    >>> done = torch.arange(10).unsqueeze(-1) % 5 == 4
+    >>> _ = rb.extend(TensorDict({"obs": torch.arange(10), "next": {"done": done}}, [10]))
+    >>> rb.sample()["obs"].shape
+    torch.Size([8])
+    >>> index, info = unit.expand(torch.tensor([3]), {}, rb.storage)
+    >>> index.tolist(), info["validity_mask"].tolist()
+    ([2, 3, 4, 4], [True, True, True, False])
+    """
+
+    noted: ClassVar[tuple[str, ...]] = (
+        "length",
+        "episode_boundary",
+        "done_key",
+        "burn_in",
+        "bootstrap",
+        "dilation",
+        "priority_eta",
+        "init_key",
+    )
+
+    def __init__(
+        self,
+        length: int,
+        episode_boundary: Literal["pad", "stop", "include_reset"] = "pad",
+        done_key: object = ("next", "done"),
+        burn_in: int = 0,
+        bootstrap: int = 0,
+        dilation: int = 1,
+        *,
+        priority_eta: float | None = None,
+        init_key: object = "is_init",
+    ) -> None:
+        self.length = check_count("Sequence: length", length, "records", most=_MOST)
+        if episode_boundary not in _BOUNDARIES:
+            raise ValueError(
+                f"Sequence: episode_boundary: expected one of {list(_BOUNDARIES)}, got {episode_boundary!r}."
+            )
+        self.episode_boundary = episode_boundary
+        self.done_key = as_path(done_key, "Sequence: done_key")
+        self.burn_in = check_count("Sequence: burn_in", burn_in, "records", least=0, most=_MOST)
+        self.bootstrap = check_count("Sequence: bootstrap", bootstrap, "records", least=0, most=_MOST)
+        self.dilation = check_count("Sequence: dilation", dilation, "steps", most=_MOST)
+        if self.reach > _MOST:
+            raise ValueError(f"Sequence: expected windows over at most {_MOST} steps, got {self.reach}.")
+        self.priority_eta = None if priority_eta is None else checked_eta("Sequence: priority_eta", priority_eta)
+        self.init_key = as_path(init_key, "Sequence: init_key")
+
+    @property
+    def total(self) -> int:
+        """Records of a window: ``burn_in + length + bootstrap``."""
+        return self.burn_in + self.length + self.bootstrap
+
+    @property
+    def reach(self) -> int:
+        """Steps of a trajectory from the first to the last record of a window, both included."""
+        return (self.total - 1) * self.dilation + 1
+
+    @property
+    def crosses(self) -> bool:
+        """Whether windows go on into the next trajectory."""
+        return self.done_key is None or self.episode_boundary == "include_reset"
+
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        """Raise ``TypeError``: a storage without fields, or a sampler that draws windows by itself."""
+        name = type(self).__name__
+        if not storage.traits.has_fields:
+            raise TypeError(
+                f"sample_unit: {name}: expected a tensor storage, whose rows have end flags, got a {type(storage).__name__}. Use "
+                "LazyTensorStorage or LazyMemmapStorage."
+            )
+        if source.traits.draws_windows:
+            raise TypeError(
+                f"sample_unit: {name}: expected a sampler of rows, which become anchors, got {source!r}, which draws windows by itself. "
+                "Leave one of them out."
+            )
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        """What finds windows around drawn rows natively."""
+        return WindowReader(self, source, named)
+
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
+        """The windows around rows of a storage.
+
+        Args:
+            index: int64 ``[B]``; with ``ndim > 1`` a tuple of such coordinates, or ``[B, ndim]``.
+            info: of the rows. Entries that are tensors ``[B, ...]`` are repeated; the others stay.
+            storage: a tensor storage of engram's that was written to.
+
+        Returns:
+            ``(index, info)`` of the records, as a batch has them, without generations and ``is_init``.
+
+        Raises: as drawing does. RowError: a row that holds nothing. RuntimeError: the storage was never written to.
+        """
+        if not isinstance(storage, TensorStorage):
+            raise TypeError(f"{type(self).__name__}.expand: expected a tensor storage, got a {type(storage).__name__}.")
+        memory = storage.memory
+        if memory is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.expand: expected a storage that was written to, got an empty one."
+            )
+        named = torch.stack(list(index), -1) if isinstance(index, tuple) else index
+        rows = as_rows(storage.rows_at(named.to("cpu", torch.int64)) if storage.ndim > 1 else named)
+        table = WindowTable(memory, self)
+        windows, redraw = table.around(rows, None), Redraw(storage, Draw(rows), None, None, "expand", _AROUND)
+        while moved := (windows.tickets[:: self.total] < 0).nonzero().flatten().tolist():
+            redraw.again(moved)
+            windows = table.around(rows, None)
+        index_of = partial(coordinates, columns=storage.columns)
+        told, records = self.told(windows, info, len(rows), index_of), index_of(windows.rows)
+        return (tuple(records.unbind(-1)) if records.ndim > 1 else records), told
+
+    def told(
+        self, windows: Windows, said: Mapping[Entry, object], n: int, index_of: Callable[[Tensor], Tensor]
+    ) -> Info:
+        """What is said of each record of the windows around ``n`` rows."""
+        info: Info = {
+            name: value.repeat_interleave(self.total, 0)
+            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
+            else value
+            for name, value in said.items()
+        }
+        info["sequence_id"], info["step_in_sequence"] = windows.sequences, windows.steps
+        info["learning_mask"], info["validity_mask"] = windows.learned, windows.valid
+        info["anchor_index"] = index_of(windows.anchors)
+        return info
+
+    def anchor_priorities(self, td_error: Tensor, info: Entries) -> AnchorPriorities:
+        """New priorities of the anchors of a batch, of the errors of its records.
+
+        Args:
+            td_error: ``[B * total]`` or ``[B, total]``, finite and at least 0: of every record. More dimensions are reduced by max.
+            info: of the batch, or a sampled TensorDict: ``"anchor_index"``, ``"validity_mask"``, ``"learning_mask"`` and, if it is
+                there, ``"anchor_generation"``.
+
+        Returns:
+            ``anchors``, ``priority`` and ``generation``, each anchor once: the arguments of ``update_priority``.
+
+        Raises:
+            KeyError: ``info`` is of no sequences. RuntimeError: another number of errors than of records.
+
+        >>> import torch
+        >>> from engram import Sequence
+        >>> info = {"anchor_index": torch.tensor([7, 7, 7]), "validity_mask": torch.tensor([True, True, False]),
+        ...     "learning_mask": torch.tensor([True, True, True])}
+        >>> Sequence(3, priority_eta=0.5).anchor_priorities(torch.tensor([1.0, 3.0, 9.0]), info).priority
+        tensor([2.5000])
+        """
+        return of_anchors(td_error, info, self.priority_eta)
+
+    def config(self) -> dict[str, object]:
+        return {name: plain(value) for name, value in super().config().items()}
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self.config().items() if value != plain(_DEFAULTS.get(name))}
+        return f"Sequence({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def _by_window(records: Tensor, total: int) -> Tensor:
+    """``[n * total, ...]`` as ``[n, total, ...]``: a view."""
+    return records.view(-1, total, *records.shape[1:])
+
+
+_DEFAULTS: dict[str, object] = {
+    "episode_boundary": "pad",
+    "done_key": ("next", "done"),
+    "burn_in": 0,
+    "bootstrap": 0,
+    "dilation": 1,
+    "init_key": ("is_init",),
+}

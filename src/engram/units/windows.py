@@ -1,0 +1,82 @@
+"""Windows around rows of one store, found natively."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from engram import _native
+from engram.errors import RowError
+from engram.field_paths import public
+from engram.samplers.trajectory_tables import Boundaries, numbers_by_path, shared_table
+from engram.units.reading import as_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.field_paths import FieldPath
+    from engram.store import Store
+    from engram.units.sequence import Sequence
+
+
+class Windows(NamedTuple):
+    """Windows around anchors, one behind the other: tensors ``[n * total]``."""
+
+    rows: Tensor
+    tickets: Tensor
+    """int64; -1 in all of a window of which something moved."""
+    anchors: Tensor
+    anchor_tickets: Tensor
+    sequences: Tensor
+    steps: Tensor
+    valid: Tensor
+    learned: Tensor
+
+
+class WindowTable:
+    """Where the trajectories of a store end, for a unit."""
+
+    def __init__(self, memory: Store, unit: Sequence) -> None:
+        """Raises ``TypeError``: rows have no fields. ``KeyError``: the flag is not stored. ``ValueError``: windows longer than a lane."""
+        name, numbers = type(unit).__name__, numbers_by_path(memory)
+        if not numbers:
+            kind = memory.schema.structure.kind
+            raise TypeError(
+                f"sample: {name}: expected a tensor storage of rows with fields, such as TensorDicts, got rows of one tensor ({kind})."
+            )
+        ends = () if unit.crosses else (_number_of(numbers, unit.done_key, name),)
+        steps = memory.lane_length // math.prod(memory.schema.columns)
+        if unit.reach > steps:
+            raise ValueError(
+                f"sample: {name}: expected windows of at most {steps} steps, as long as a lane of the storage, got {unit.reach} "
+                f"({unit.total} records, {unit.dilation} apart). Draw shorter ones, or use a larger storage."
+            )
+        table = f"sequence-{'-'.join(map(str, ends)) or 'all'}"
+        self.memory = memory
+        self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
+        """The field that gets a mark at the first record of each window; None: none does."""
+        self._table = shared_table(memory, table, Boundaries(False, ends), 1)
+        self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
+        self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
+
+    def around(self, rows: Tensor, tickets: Tensor | None) -> Windows:
+        """The windows around rows, which must have these tickets. Raises ``RowError``: a row is outside the storage."""
+        rows, expected = as_rows(rows), None if tickets is None else as_rows(tickets)
+        address = 0 if expected is None else expected.data_ptr()
+        try:
+            tensors = self._table.around(
+                self.memory.core, rows.data_ptr(), len(rows), address, self._spec, self._learned, self._shifted
+            )
+        except IndexError as error:
+            raise RowError(f"sample: {error}.") from error
+        return Windows(*tensors)
+
+
+def _number_of(numbers: dict[FieldPath, int], key: FieldPath | None, name: str) -> int:
+    assert key is not None  # else windows cross trajectories
+    if key not in numbers:
+        raise KeyError(
+            f"sample: {name}: done_key: expected a stored field, one of {[public(path) for path in numbers]}, got {public(key)!r}. Name "
+            "the flag of a trajectory's last step, or pass done_key=None where there is one trajectory."
+        )
+    return numbers[key]
