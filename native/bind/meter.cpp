@@ -62,7 +62,8 @@ void bind_meter(nb::class_<Store>& type) {
       .def(
           "count_sampled",
           [](const Store& self, Address rows, std::uint64_t n) { self.count_sampled(at<const std::int64_t>(rows), n); }, "rows"_a, "n"_a,
-          "Counts rows that were sampled.")
+          "Counts rows that were sampled; rows=0: so many of them, for a store that does not hear which.")
+      .def_prop_ro("hears_samples", &Store::hears_samples, "Whether an index wants to know which rows are sampled.")
       .def(
           "count_wait",
           [](const Store& self, std::int64_t since) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -275,26 +276,19 @@ void read_numbers(const Store& store, const std::int64_t* rows, std::uint64_t n,
 // The windows around anchors, in new tensors: what each step is, one int64 or flag each.
 class Surrounding {
  public:
-  Surrounding(Trajectories& table, const Store& store, const std::int64_t* anchors, std::uint64_t n, const std::int64_t* expected,
+  Surrounding(Trajectories& table, const Store& store, std::span<const std::int64_t> anchors, const std::int64_t* expected,
               const WindowSpec& spec, bool shifted)
-      : length_(spec.length), total_(n * spec.length) {
-    check_rows(anchors, n, store.control().capacity());
-    std::vector<std::int64_t> before(n), after(n);
-    read_numbers(store, anchors, n, before.data());
-    const Drawn drawn = table.windows_around(anchors, n, spec, shifted);
-    read_numbers(store, anchors, n, after.data());
+      : anchors_(anchors), length_(spec.length), total_(anchors.size() * spec.length), before_(anchors.size()) {
+    check_rows(anchors.data(), anchors.size(), store.control().capacity());
+    std::vector<std::int64_t> after(anchors.size());
+    read_numbers(store, anchors.data(), anchors.size(), before_.data());
+    const Drawn drawn = table.windows_around(anchors.data(), anchors.size(), spec, shifted);
+    read_numbers(store, anchors.data(), anchors.size(), after.data());
     std::copy_n(drawn.rows.begin(), total_, column());
     std::int64_t* numbers = std::copy_n(drawn.numbers.begin(), total_, column()) - total_;
-    for (std::uint64_t i = 0; i < n; ++i) {  // the anchor need not be a step of a shifted window
-      const bool stood = before[i] >= 0 && before[i] == after[i] && (expected == nullptr || expected[i] == before[i]);
+    for (std::uint64_t i = 0; i < anchors.size(); ++i) {  // the anchor need not be a step of a shifted window
+      const bool stood = before_[i] >= 0 && before_[i] == after[i] && (expected == nullptr || expected[i] == before_[i]);
       if (!stood) std::fill_n(numbers + i * length_, length_, -1);
-    }
-    repeat(anchors, n);
-    repeat(before.data(), n);
-    std::int64_t *which = column(), *step = column();
-    for (std::uint64_t i = 0; i < total_; ++i) {
-      which[i] = static_cast<std::int64_t>(i / length_);
-      step[i] = static_cast<std::int64_t>(i % length_);
     }
     bool* real = flags();
     for (const Window& window : drawn.windows) {
@@ -305,11 +299,23 @@ class Surrounding {
     }
   }
 
-  /// Of each window the steps [from, to).
-  void add_learned(std::uint64_t from, std::uint64_t to) {
+  /// What is said of the steps, of which those from `from` to before `to` are learned from; and the tickets of the anchors.
+  void add(std::uint64_t from, std::uint64_t to, bool numbered) {
     check(from < to && to <= length_, "steps of a window");
+    std::int64_t *which = column(), *step = column(), *anchor = column();
     bool* learned = flags();
-    for (std::uint64_t i = 0; i < total_; ++i) learned[i] = i % length_ >= from && i % length_ < to;
+    for (std::size_t i = 0; i < anchors_.size(); ++i) {
+      which = std::fill_n(which, length_, static_cast<std::int64_t>(i));
+      std::iota(step, step + length_, std::int64_t{0});
+      step += length_;
+      anchor = std::fill_n(anchor, length_, anchors_[i]);
+      std::fill_n(learned, length_, false);
+      std::fill_n(learned + from, to - from, true);
+      learned += length_;
+    }
+    if (!numbered) return;
+    std::int64_t* number = column();
+    for (const std::int64_t value : before_) number = std::fill_n(number, length_, value);
   }
 
   nb::list tensors() && { return std::move(buffers_).tensors(static_cast<std::int64_t>(total_)); }
@@ -323,25 +329,23 @@ class Surrounding {
     buffers_.add(kFlag, static_cast<std::int64_t>(total_));
     return buffers_.at<bool>(buffers_.size() - 1);
   }
-  void repeat(const std::int64_t* values, std::uint64_t n) {
-    std::int64_t* to = column();
-    for (std::uint64_t i = 0; i < n; ++i) to = std::fill_n(to, length_, values[i]);
-  }
 
+  std::span<const std::int64_t> anchors_;
   std::uint64_t length_, total_;
+  std::vector<std::int64_t> before_;  // their tickets
   OutputBuffers buffers_;
 };
 
 nb::list around(Trajectories& table, const Store& store, Address anchors, std::uint64_t n, Address expected, const BoundSpec& bound,
-                std::uint64_t learned, bool shifted) {
+                bool shifted, std::uint64_t learned, bool numbered) {
   const WindowSpec& spec = bound.spec;
   constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
   check(n < kMost && n < kMost / spec.length, "a batch of more rows than there is memory");
   std::optional<Surrounding> found;
   {
     const WithoutInterpreter running(brief(table, store, spec, n));
-    found.emplace(table, store, at<const std::int64_t>(anchors), n, at<const std::int64_t>(expected), spec, shifted);
-    found->add_learned(spec.burn_in, spec.burn_in + learned);
+    found.emplace(table, store, std::span(at<const std::int64_t>(anchors), n), at<const std::int64_t>(expected), spec, shifted);
+    if (learned > 0) found->add(spec.burn_in, spec.burn_in + learned, numbered);
   }
   return std::move(*found).tensors();
 }
@@ -481,10 +485,10 @@ void bind_trajectories(nb::module_& m) {
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
            "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
-      .def("around", &around, "store"_a, "anchors"_a, "n"_a, "expected"_a, "spec"_a, "learned"_a, "shifted"_a,
+      .def("around", &around, "store"_a, "anchors"_a, "n"_a, "expected"_a, "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
            "The whole windows around n rows, which must have those tickets (0: any): int64 [n * length] rows, tickets (-1 in a window "
-           "that moved), anchors, tickets of the anchors, numbers of windows, numbers of steps; which are no padding; which are "
-           "the `learned` ones after the burn-in.")
+           "that moved), and which are no padding. If `learned` is not 0 also the numbers of windows, of steps, anchors, and which steps "
+           "are the `learned` ones after the burn-in; if numbered the tickets of the anchors.")
       .def(
           "windows",
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },

@@ -353,6 +353,10 @@ class Trajectories final : public Index {
   std::uint64_t flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const;
   std::int64_t any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,
                        std::uint64_t attempt) const;
+  bool add_rows(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
+  void ask_for(const Window& window) const;
+  std::int64_t number_at(std::int64_t row) const;
+  bool list_steps(std::int64_t row, std::uint64_t n, std::int64_t end, std::int64_t* rows, std::int64_t* numbers) const;
 
   Control control_;
   Boundaries boundaries_;

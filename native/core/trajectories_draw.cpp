@@ -197,8 +197,34 @@ std::uint64_t Trajectories::usable(const View& v, std::uint64_t run, const Windo
   return final >= 0 ? steps : steps - std::min(steps, spec.unfinished);
 }
 
+std::int64_t Trajectories::number_at(std::int64_t row) const {
+  const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row)).load(std::memory_order_acquire);
+  return is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+}
+
+// Rows and tickets of n steps of a lane that ends before `end`, from a row on. False: a writer is in one of them.
+bool Trajectories::list_steps(std::int64_t row, std::uint64_t n, std::int64_t end, std::int64_t* rows, std::int64_t* numbers) const {
+  const std::uint64_t here = std::min(n, static_cast<std::uint64_t>(end - row));
+  std::int64_t least = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    rows[i] = i < here ? row : row - static_cast<std::int64_t>(control_.lane_length());
+    ++row;
+  }
+  for (std::uint64_t i = 0; i < n; ++i) {
+    numbers[i] = number_at(rows[i]);
+    least = std::min(least, numbers[i]);
+  }
+  return least >= 0;
+}
+
 // Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
 bool Trajectories::append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const {
+  if (!add_rows(drawn, window, spec, certain)) return false;
+  drawn.windows.push_back(window);
+  return true;
+}
+
+bool Trajectories::add_rows(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const {
   if (window.length == 0) return false;  // of a damaged table
   const Steps steps = spec.steps(window);
   const std::size_t before = drawn.rows.size(), places = spec.whole ? spec.length : steps.real;
@@ -209,24 +235,33 @@ bool Trajectories::append(Drawn& drawn, const Window& window, const WindowSpec& 
   const auto step = static_cast<std::int64_t>(width_), length = static_cast<std::int64_t>(control_.lane_length());
   const std::int64_t first = row(window.track, window.first), begin = static_cast<std::int64_t>(window.track / width_) * length, end = begin + length;
   std::int64_t at = first, last = first, number = -1;
-  std::uint64_t wanted = steps.before * spec.dilation - window.ahead;  // the next step's place
   bool stands = true;
-  for (std::uint64_t i = 0; i < window.length; ++i) {
-    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
-    number = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
-    stands &= number >= 0;
-    if (i == 0) {
-      rows = std::fill_n(rows, steps.before, at);
-      numbers = std::fill_n(numbers, steps.before, number);
+  if (width_ == 1 && spec.dilation == 1) {
+    stands = list_steps(first, window.length, end, rows + steps.before, numbers + steps.before);
+    std::fill_n(rows, steps.before, first);
+    std::fill_n(numbers, steps.before, numbers[steps.before]);
+    rows += steps.before + window.length;
+    numbers += steps.before + window.length;
+    last = rows[-1];
+    number = numbers[-1];
+  } else {
+    std::uint64_t wanted = steps.before * spec.dilation - window.ahead;  // the next step's place
+    for (std::uint64_t i = 0; i < window.length; ++i) {
+      number = number_at(at);
+      stands &= number >= 0;
+      if (i == 0) {
+        rows = std::fill_n(rows, steps.before, at);
+        numbers = std::fill_n(numbers, steps.before, number);
+      }
+      if (i == wanted) {
+        *rows++ = at;
+        *numbers++ = number;
+        wanted += spec.dilation;
+      }
+      last = at;
+      at += step;
+      if (at >= end) at -= length;
     }
-    if (i == wanted) {
-      *rows++ = at;
-      *numbers++ = number;
-      wanted += spec.dilation;
-    }
-    last = at;
-    at += step;
-    if (at >= end) at -= length;
   }
   // A writer that edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
   // has another ticket when it is read.)
@@ -241,7 +276,6 @@ bool Trajectories::append(Drawn& drawn, const Window& window, const WindowSpec& 
     return false;
   }
   if (lost || !stands) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
-  drawn.windows.push_back(window);
   return true;
 }
 
@@ -399,22 +433,32 @@ Drawn Trajectories::windows_around(const std::int64_t* rows, std::uint64_t n, co
   const auto guard = locked();
   settle();
   Drawn drawn;
-  drawn.windows.reserve(n);
+  drawn.windows.resize(n);
   drawn.rows.reserve(n * spec.length);
   drawn.numbers.reserve(n * spec.length);
-  constexpr std::uint64_t kAhead = 8;  // rows between asking for one and looking at it
+  for (std::uint64_t i = 0; i < n; ++i) drawn.windows[i] = window_around(rows[i], spec, shifted);
+  constexpr std::uint64_t kAhead = 8;  // windows between asking for one and looking at it
   for (std::uint64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) {
-      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])));
-      for (const Field& field : boundaries_.fields) prefetch_row(field, rows[i + kAhead]);
-    }
-    const Window window = window_around(rows[i], spec, shifted);
-    if (append(drawn, window, spec, false)) continue;
+    if (i + kAhead < n) ask_for(drawn.windows[i + kAhead]);
+    if (add_rows(drawn, drawn.windows[i], spec, false)) continue;
     drawn.rows.resize(drawn.rows.size() + spec.length, rows[i]);
     drawn.numbers.resize(drawn.numbers.size() + spec.length, -1);
-    drawn.windows.push_back(window);
   }
   return drawn;
+}
+
+// Prefetches what says whether a window stands.
+void Trajectories::ask_for(const Window& window) const {
+  constexpr std::uint64_t kMostRows = 64, kWordsOfLine = 8;
+  const std::uint64_t n = std::min(window.length, kMostRows), step = width_ == 1 ? kWordsOfLine : 1;
+  for (std::uint64_t i = 0; i < n; i += step) {
+    __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(row(window.track, window.first + i))));
+  }
+  if (n == 0) return;
+  for (const Field& field : boundaries_.fields) {
+    prefetch_row(field, row(window.track, window.first));
+    prefetch_row(field, row(window.track, window.first + n - 1));
+  }
 }
 
 Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,

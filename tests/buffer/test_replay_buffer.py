@@ -188,7 +188,6 @@ class TestGenerator:
 
 
 LATER = {
-    "sample_unit": (object(), "expander"),
     "checkpointer": (object(), "layouts for dumps"),
     "compilable": (True, "compile"),
     "service_backend_options": ({}, "service_backend='ray'"),

@@ -23,6 +23,7 @@ from engram.units.windows import Windows, WindowTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from engram.field_paths import FieldPath
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Key, Store
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _BOUNDARIES = ("pad", "stop", "include_reset")
 _MOST = 1 << 40
+#: Places in what windows tell.
+_STEPS, _ANCHORS, _ANCHOR_TICKETS = 1, 2, 4
 _AROUND = ", or a step around it,"
 
 
@@ -73,21 +76,23 @@ class WindowReader(UnitReader):
         table = self._table_of(memory)
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
-        windows, columns, moved = self._read(table, draw)
+        told, numbered = shown != "nothing", numbered or source.traits.prioritized
+        windows, columns, moved = self._read(table, draw, told=told, numbered=numbered)
         said: Mapping[Entry, object] = draw.info
         if moved:
             said = self._read_again(table, storage, draw, windows, columns, moved, key.value)
         if source.traits.consumes:
             source.were_read(draw)
-        memory.count_sampled(windows.rows[windows.valid])
-        if shown == "nothing":
+        _count(memory, windows)
+        if not told:
             return columns, None, {}
-        numbered = numbered or source.traits.prioritized
-        return columns, windows.rows, self._info(table, windows, columns, said, len(draw.rows), numbered=numbered)
+        return columns, windows.rows, self._info(table, windows, columns, said, len(draw.rows))
 
-    def _read(self, table: WindowTable, draw: Draw) -> tuple[Windows, list[Tensor], list[int]]:
+    def _read(
+        self, table: WindowTable, draw: Draw, *, told: bool, numbered: bool
+    ) -> tuple[Windows, list[Tensor], list[int]]:
         """Windows and columns around drawn rows, and the places of the windows that moved."""
-        windows = table.around(draw.rows, draw.tickets)
+        windows = table.around(draw.rows, draw.tickets, told=told, numbered=numbered)
         columns, moved = table.memory.read(windows.rows, expected=windows.tickets)
         return windows, columns, sorted({place // self._unit.total for place in moved})
 
@@ -102,37 +107,33 @@ class WindowReader(UnitReader):
         key: int,
     ) -> Mapping[Entry, object]:
         """Replace the windows that moved; what the sampler says of all."""
-        total = self._unit.total
+        total, changing = self._unit.total, windows.told[_ANCHORS:]  # which window a record is of stays
         others = self.source if self.draws_others(draw.tickets) else None
         redraw = Redraw(storage, draw, others, key, detail=_AROUND)
-        named = windows._replace(sequences=windows.rows, steps=windows.rows)  # those of a window stay
         while moved:
             places, fresh = redraw.again(moved)
-            found, read, still = self._read(table, fresh)
-            found = found._replace(sequences=found.rows, steps=found.rows)
-            for mine, theirs in zip((*named, *columns), (*found, *read), strict=True):
-                _by_window(mine, total)[places.to(mine.device)] = _by_window(theirs, total)
+            found, read, still = self._read(
+                table, fresh, told=bool(windows.told), numbered=len(windows.told) > _ANCHOR_TICKETS
+            )
+            mine = (*windows[:3], *changing, *columns)
+            theirs = (*found[:3], *found.told[_ANCHORS:], *read)
+            for to, of in zip(mine, theirs, strict=True):
+                _by_window(to, total)[places.to(to.device)] = _by_window(of, total)
             moved = [moved[i] for i in still]
         return redraw.info
 
     def _info(
-        self,
-        table: WindowTable,
-        windows: Windows,
-        columns: list[Tensor],
-        said: Mapping[Entry, object],
-        n: int,
-        *,
-        numbered: bool,
+        self, table: WindowTable, windows: Windows, columns: list[Tensor], said: Mapping[Entry, object], n: int
     ) -> Info:
         """What a batch is said to be: entries on the storage's device."""
         info = self._unit.told(windows, said, n, self.named.index_of)
         if table.init is not None:
-            info[public(cast("tuple[str, ...]", self._unit.init_key))] = with_starts(
-                columns[table.init], (windows.steps == 0).to(columns[table.init].device)
-            )
-        if numbered:
-            info["index_generation"], info["anchor_generation"] = windows.tickets, windows.anchor_tickets
+            flag = columns[table.init]
+            starts = windows.told[_STEPS] == 0
+            info[public(cast("FieldPath", self._unit.init_key))] = with_starts(flag, starts.to(flag.device))
+        info.pop("index_generation", None)  # of the anchors
+        if len(windows.told) > _ANCHOR_TICKETS:
+            info["index_generation"], info["anchor_generation"] = windows.tickets, windows.told[_ANCHOR_TICKETS]
         if table.memory.is_native:
             return info
         return {name: of.to(table.memory.device) if isinstance(of, Tensor) else of for name, of in info.items()}
@@ -308,9 +309,8 @@ class Sequence(SampleUnit):
             else value
             for name, value in said.items()
         }
-        info["sequence_id"], info["step_in_sequence"] = windows.sequences, windows.steps
-        info["learning_mask"], info["validity_mask"] = windows.learned, windows.valid
-        info["anchor_index"] = index_of(windows.anchors)
+        info["sequence_id"], info["step_in_sequence"], anchors, info["learning_mask"] = windows.told[:_ANCHOR_TICKETS]
+        info["validity_mask"], info["anchor_index"] = windows.valid, index_of(anchors)
         return info
 
     def anchor_priorities(self, td_error: Tensor, info: Entries) -> AnchorPriorities:
@@ -342,6 +342,14 @@ class Sequence(SampleUnit):
     def __repr__(self) -> str:
         given = {name: value for name, value in self.config().items() if value != plain(_DEFAULTS.get(name))}
         return f"Sequence({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def _count(memory: Store, windows: Windows) -> None:
+    """Count what was read: padding names some rows again."""
+    if memory.core.hears_samples:
+        memory.count_sampled(windows.rows[windows.valid])
+    else:
+        memory.core.count_sampled(0, int(windows.valid.count_nonzero()))
 
 
 def _by_window(records: Tensor, total: int) -> Tensor:

@@ -25,12 +25,9 @@ class Windows(NamedTuple):
     rows: Tensor
     tickets: Tensor
     """int64; -1 in all of a window of which something moved."""
-    anchors: Tensor
-    anchor_tickets: Tensor
-    sequences: Tensor
-    steps: Tensor
     valid: Tensor
-    learned: Tensor
+    told: list[Tensor]
+    """Numbers of windows, numbers of steps, anchors, steps that are learned from; and tickets of anchors. Perhaps none."""
 
 
 class WindowTable:
@@ -59,17 +56,24 @@ class WindowTable:
         self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
         self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
 
-    def around(self, rows: Tensor, tickets: Tensor | None) -> Windows:
-        """The windows around rows, which must have these tickets. Raises ``RowError``: a row is outside the storage."""
+    def around(self, rows: Tensor, tickets: Tensor | None, *, told: bool = True, numbered: bool = False) -> Windows:
+        """The windows around rows, which must have these tickets.
+
+        Raises ``RowError``: a row is outside the storage.
+
+        Args:
+            rows, tickets: int64 ``[n]``; no tickets: any.
+            told: whether windows say what their steps are, and with ``numbered`` the tickets of anchors.
+        """
         rows, expected = as_rows(rows), None if tickets is None else as_rows(tickets)
-        address = 0 if expected is None else expected.data_ptr()
+        addresses = rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr()
+        learned = self._learned if told else 0
         try:
-            tensors = self._table.around(
-                self.memory.core, rows.data_ptr(), len(rows), address, self._spec, self._learned, self._shifted
-            )
+            tensors = self._table.around(self.memory.core, *addresses, self._spec, self._shifted, learned, numbered)
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
-        return Windows(*tensors)
+        records, numbers, valid, *told_of = tensors
+        return Windows(records, numbers, valid, told_of)
 
 
 def _number_of(numbers: dict[FieldPath, int], key: FieldPath | None, name: str) -> int:
