@@ -362,7 +362,13 @@ class PrioritizedSampler(NativeSampler):
         return value.reshape(-1).contiguous()
 
     def reduced(self, value: Tensor) -> Tensor:
-        """``[B, ...]`` to ``[B]`` by :attr:`reduction`."""
+        """``[B, ...]`` to ``[B]`` by :attr:`reduction`.
+
+        >>> import torch
+        >>> from engram import PrioritizedSampler
+        >>> PrioritizedSampler(alpha=0.6, beta=0.4, reduction="max").reduced(torch.tensor([[1.0, 3.0], [2.0, 0.0]]))
+        tensor([3., 2.])
+        """
         flat = value.reshape(value.shape[0], -1)
         if flat.shape[1] == 1:
             return flat[:, 0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from torch import Tensor
 
+from engram.field_paths import plain
 from engram.units.expanding import ExpandedReader
 
 if TYPE_CHECKING:
@@ -20,7 +22,54 @@ if TYPE_CHECKING:
 Index: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
-class SampleUnit:
+class UnitBase:
+    """What a buffer asks of a unit besides its rows."""
+
+    #: Arguments of the constructor that a store notes: attributes of these names.
+    noted: ClassVar[tuple[str, ...]] = ()
+    #: What a store's record may name.
+    known: ClassVar[dict[str, type[UnitBase]]] = {}
+    #: Whether :meth:`config` says all: a unit of the user's own is not noted in a store.
+    recordable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.recordable = cls.__module__.startswith("engram.")
+        if cls.recordable:
+            cls.known[cls.__name__] = cls
+        elif "expand" in vars(cls) and "read_with" not in vars(cls):  # else its parent's rows would be read
+            cls.read_with = UnitBase.read_with  # type: ignore[method-assign]
+
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
+        """The rows to read in place of those that were drawn, in the user's form, and what is said of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
+        )
+
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        """Raise ``TypeError`` unless the unit can be used with this storage and this sampler."""
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        """What draws with a sampler and reads batches of this unit; None: as without a unit."""
+        return ExpandedReader(self, source, named)
+
+    def config(self) -> dict[str, object]:
+        """The constructor's arguments, as plain values: a store notes them to make the unit again."""
+        return {name: plain(getattr(self, name)) for name in self.noted}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Make the unit that a store noted."""
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        """Arguments that differ from their defaults."""
+        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
+        given = [f"{name}={value!r}" for name, value in self.config().items() if value != defaults.get(name, self)]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+class SampleUnit(UnitBase):
     """What a drawn row stands for: ``ReplayBuffer(sample_unit=…)`` reads, in place of each drawn row, the rows that a unit names.
 
     For one of your own, override :meth:`expand`. It runs for every batch, between the draw and the read. Rows that are written over
@@ -38,21 +87,6 @@ class SampleUnit:
     True
     """
 
-    #: Arguments of the constructor that a store notes: attributes of these names.
-    noted: ClassVar[tuple[str, ...]] = ()
-    #: What a store's record may name.
-    known: ClassVar[dict[str, type[SampleUnit]]] = {}
-    #: Whether :meth:`config` says all: a unit of the user's own is not noted in a store.
-    recordable: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "expand" in vars(cls) and "read_with" not in vars(cls):  # else its parent's rows would be read
-            cls.read_with = SampleUnit.read_with  # type: ignore[method-assign]
-        cls.recordable = cls.__module__.startswith("engram.")
-        if cls.recordable:
-            cls.known[cls.__name__] = cls
-
     def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
         """The rows to read in place of those that were drawn.
 
@@ -64,32 +98,28 @@ class SampleUnit:
         Returns:
             ``(index, info)``: int64 ``[N]`` live rows in the same form, and ``info``, to which entries may be added. Those that are
             tensors ``[N, ...]`` become entries of sampled TensorDicts.
+
+        >>> import torch
+        >>> from engram import Transition
+        >>> Transition().expand(torch.tensor([3, 5]), {}, None)
+        (tensor([3, 5]), {})
         """
         raise NotImplementedError(
             f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
         )
 
-    def check(self, storage: Storage, source: DeclaredSampler) -> None:
-        """Raise ``TypeError`` unless the unit can be used with this storage and this sampler."""
 
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
-        """What draws with a sampler and reads batches of this unit; None: as without a unit."""
-        return ExpandedReader(self, source, named)
+class _Itself(SampleUnit):
+    """A unit whose rows are those that were drawn."""
 
-    def config(self) -> dict[str, object]:
-        """The constructor's arguments, as plain values: a store notes them to make the unit again."""
-        return {name: getattr(self, name) for name in self.noted}
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:  # noqa: ARG002 - of the protocol
+        return index, info
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Make the unit that a store noted."""
-        return cls(**config)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.config().items())})"
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:  # noqa: ARG002 - of the protocol
+        return None
 
 
-class Transition(SampleUnit):
+class Transition(_Itself):
     """A drawn row stands for itself: batches are as without a unit.
 
     >>> import torch
@@ -99,11 +129,3 @@ class Transition(SampleUnit):
     >>> rb.sample().shape
     torch.Size([4])
     """
-
-    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:  # noqa: ARG002 - of the protocol
-        """The same rows."""
-        return index, info
-
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:  # noqa: ARG002 - of the protocol
-        """Nothing: batches are read as without a unit."""
-        return None

@@ -23,7 +23,15 @@ _NEEDED = ("validity_mask", "learning_mask", "anchor_index")
 
 
 class AnchorPriorities(NamedTuple):
-    """New priorities of anchors, each once: ``rb.update_priority(it.anchors, it.priority, generation=it.generation)``."""
+    """New priorities of anchors, each once.
+
+    >>> import torch
+    >>> from engram import AnchorPriorities, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(alpha=0.6, beta=0.4))
+    >>> _ = rb.extend({"step": torch.arange(5)})
+    >>> it = AnchorPriorities(torch.tensor([2, 4]), torch.tensor([0.5, 3.0]), None)  # as Sequence.anchor_priorities returns it
+    >>> rb.update_priority(it.anchors, it.priority, generation=it.generation)
+    """
 
     anchors: Tensor
     """int64 ``[k]``; with ``ndim > 1`` ``[k, ndim]``."""

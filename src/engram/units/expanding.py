@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from engram.storages import Storage
     from engram.store import Key
     from engram.types import Draw, Info, NativeBatch, Shown
-    from engram.units._base import SampleUnit
+    from engram.units._base import UnitBase
     from engram.units.reading import Named
 
 
 class ExpandedReader(UnitReader):
     """Asks a unit for rows, and reads them as they were when the draw began."""
 
-    def __init__(self, unit: SampleUnit, source: DeclaredSampler, named: Named) -> None:
+    def __init__(self, unit: UnitBase, source: DeclaredSampler, named: Named) -> None:
         super().__init__(source, named)
         self._unit = unit
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._checks import check_count
-from engram.field_paths import as_path, plain, public
+from engram.field_paths import as_path, public
 from engram.samplers import check_drawable
 from engram.samplers.end_marks import with_starts
 from engram.samplers.redraw import Redraw
@@ -45,7 +45,7 @@ class WindowReader(UnitReader):
     again.
     """
 
-    def __init__(self, unit: Sequence, source: DeclaredSampler, named: Named) -> None:
+    def __init__(self, unit: WindowUnit, source: DeclaredSampler, named: Named) -> None:
         super().__init__(source, named)
         self._unit = unit
         self._table: WindowTable | None = None
@@ -56,9 +56,7 @@ class WindowReader(UnitReader):
     def _table_of(self, memory: Store) -> WindowTable:
         table = self._table
         if table is None or table.memory is not memory:
-            table = self._table = WindowTable(
-                memory, self._unit
-            )  # of two threads one makes the store's, which both have
+            table = self._table = WindowTable(memory, self._unit)  # two threads at once get the same one of the store
         return table
 
     def sample(
@@ -139,7 +137,66 @@ class WindowReader(UnitReader):
         return {name: of.to(table.memory.device) if isinstance(of, Tensor) else of for name, of in info.items()}
 
 
-class Sequence(SampleUnit):
+class WindowUnit(SampleUnit):
+    """What :class:`Sequence` is besides what users call."""
+
+    length: int
+    episode_boundary: str
+    done_key: FieldPath | None
+    burn_in: int
+    bootstrap: int
+    dilation: int
+    init_key: FieldPath | None
+
+    @property
+    def total(self) -> int:
+        """Records of a window: ``burn_in + length + bootstrap``."""
+        return self.burn_in + self.length + self.bootstrap
+
+    @property
+    def reach(self) -> int:
+        """Steps of a trajectory from the first to the last record of a window, both included."""
+        return (self.total - 1) * self.dilation + 1
+
+    @property
+    def crosses(self) -> bool:
+        """Whether windows go on into the next trajectory."""
+        return self.done_key is None or self.episode_boundary == "include_reset"
+
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        """Raise ``TypeError``: a storage without fields, or a sampler that draws windows by itself."""
+        name = type(self).__name__
+        if not storage.traits.has_fields:
+            raise TypeError(
+                f"sample_unit: {name}: expected a tensor storage, whose rows have end flags, got a {type(storage).__name__}. Use "
+                "LazyTensorStorage or LazyMemmapStorage."
+            )
+        if source.traits.draws_windows:
+            raise TypeError(
+                f"sample_unit: {name}: expected a sampler of rows, which become anchors, got {source!r}, which draws windows by itself. "
+                "Leave one of them out."
+            )
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        """What finds windows around drawn rows natively."""
+        return WindowReader(self, source, named)
+
+    def told(
+        self, windows: Windows, said: Mapping[Entry, object], n: int, index_of: Callable[[Tensor], Tensor]
+    ) -> Info:
+        """What is said of each record of the windows around ``n`` rows."""
+        info: Info = {
+            name: value.repeat_interleave(self.total, 0)
+            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
+            else value
+            for name, value in said.items()
+        }
+        info["sequence_id"], info["step_in_sequence"], anchors, info["learning_mask"] = windows.told[:_ANCHOR_TICKETS]
+        info["validity_mask"], info["anchor_index"] = windows.valid, index_of(anchors)
+        return info
+
+
+class Sequence(WindowUnit):
     """A drawn row stands for a window around it: the anchor of a sequence of ``burn_in + length + bootstrap`` records.
 
     For recurrent networks: ``burn_in`` records before the anchor warm the state up, the ``length`` records from the anchor on are
@@ -235,39 +292,6 @@ class Sequence(SampleUnit):
         self.priority_eta = None if priority_eta is None else checked_eta("Sequence: priority_eta", priority_eta)
         self.init_key = as_path(init_key, "Sequence: init_key")
 
-    @property
-    def total(self) -> int:
-        """Records of a window: ``burn_in + length + bootstrap``."""
-        return self.burn_in + self.length + self.bootstrap
-
-    @property
-    def reach(self) -> int:
-        """Steps of a trajectory from the first to the last record of a window, both included."""
-        return (self.total - 1) * self.dilation + 1
-
-    @property
-    def crosses(self) -> bool:
-        """Whether windows go on into the next trajectory."""
-        return self.done_key is None or self.episode_boundary == "include_reset"
-
-    def check(self, storage: Storage, source: DeclaredSampler) -> None:
-        """Raise ``TypeError``: a storage without fields, or a sampler that draws windows by itself."""
-        name = type(self).__name__
-        if not storage.traits.has_fields:
-            raise TypeError(
-                f"sample_unit: {name}: expected a tensor storage, whose rows have end flags, got a {type(storage).__name__}. Use "
-                "LazyTensorStorage or LazyMemmapStorage."
-            )
-        if source.traits.draws_windows:
-            raise TypeError(
-                f"sample_unit: {name}: expected a sampler of rows, which become anchors, got {source!r}, which draws windows by itself. "
-                "Leave one of them out."
-            )
-
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
-        """What finds windows around drawn rows natively."""
-        return WindowReader(self, source, named)
-
     def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
         """The windows around rows of a storage.
 
@@ -280,6 +304,13 @@ class Sequence(SampleUnit):
             ``(index, info)`` of the records, as a batch has them, without generations and ``is_init``.
 
         Raises: as drawing does. RowError: a row that holds nothing. RuntimeError: the storage was never written to.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, Sequence
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend({"step": torch.arange(4), "done": torch.tensor([False, False, True, False])})
+        >>> Sequence(2, done_key="done").expand(torch.tensor([1, 2]), {}, rb.storage)[0].tolist()
+        [1, 2, 2, 2]
         """
         if not isinstance(storage, TensorStorage):
             raise TypeError(f"{type(self).__name__}.expand: expected a tensor storage, got a {type(storage).__name__}.")
@@ -298,20 +329,6 @@ class Sequence(SampleUnit):
         index_of = partial(coordinates, columns=storage.columns)
         told, records = self.told(windows, info, len(rows), index_of), index_of(windows.rows)
         return (tuple(records.unbind(-1)) if records.ndim > 1 else records), told
-
-    def told(
-        self, windows: Windows, said: Mapping[Entry, object], n: int, index_of: Callable[[Tensor], Tensor]
-    ) -> Info:
-        """What is said of each record of the windows around ``n`` rows."""
-        info: Info = {
-            name: value.repeat_interleave(self.total, 0)
-            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
-            else value
-            for name, value in said.items()
-        }
-        info["sequence_id"], info["step_in_sequence"], anchors, info["learning_mask"] = windows.told[:_ANCHOR_TICKETS]
-        info["validity_mask"], info["anchor_index"] = windows.valid, index_of(anchors)
-        return info
 
     def anchor_priorities(self, td_error: Tensor, info: Entries) -> AnchorPriorities:
         """New priorities of the anchors of a batch, of the errors of its records.
@@ -336,13 +353,6 @@ class Sequence(SampleUnit):
         """
         return of_anchors(td_error, info, self.priority_eta)
 
-    def config(self) -> dict[str, object]:
-        return {name: plain(value) for name, value in super().config().items()}
-
-    def __repr__(self) -> str:
-        given = {name: value for name, value in self.config().items() if value != plain(_DEFAULTS.get(name))}
-        return f"Sequence({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
 
 def _count(memory: Store, windows: Windows) -> None:
     """Count what was read: padding names some rows again."""
@@ -355,13 +365,3 @@ def _count(memory: Store, windows: Windows) -> None:
 def _by_window(records: Tensor, total: int) -> Tensor:
     """``[n * total, ...]`` as ``[n, total, ...]``: a view."""
     return records.view(-1, total, *records.shape[1:])
-
-
-_DEFAULTS: dict[str, object] = {
-    "episode_boundary": "pad",
-    "done_key": ("next", "done"),
-    "burn_in": 0,
-    "bootstrap": 0,
-    "dilation": 1,
-    "init_key": ("is_init",),
-}

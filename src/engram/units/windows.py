@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from engram.field_paths import FieldPath
     from engram.store import Store
-    from engram.units.sequence import Sequence
+    from engram.units.sequence import WindowUnit
 
 
 class Windows(NamedTuple):
@@ -33,7 +33,7 @@ class Windows(NamedTuple):
 class WindowTable:
     """Where the trajectories of a store end, for a unit."""
 
-    def __init__(self, memory: Store, unit: Sequence) -> None:
+    def __init__(self, memory: Store, unit: WindowUnit) -> None:
         """Raises ``TypeError``: rows have no fields. ``KeyError``: the flag is not stored. ``ValueError``: windows longer than a lane."""
         name, numbers = type(unit).__name__, numbers_by_path(memory)
         if not numbers:
