@@ -5,6 +5,11 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 
+from engram import Sequence
+
+#: What :func:`check` looks at.
+UNIT = Sequence(4, burn_in=2, bootstrap=1)
+
 
 class Step(NamedTuple):
     row: int
@@ -53,3 +58,32 @@ def rows_of(first, flags):
         },
         [n],
     )
+
+
+def episodes(first, count, length, lane=0):
+    """So many episodes, whose ids count from ``first``."""
+    n = count * length
+    number = torch.arange(n)
+    return TensorDict(
+        {
+            "episode": 1000 * lane + first + number // length,
+            "step": number % length,
+            "big": torch.arange(first * length, first * length + n).unsqueeze(1).expand(n, 64).double(),
+            "next": {"done": (number % length == length - 1).unsqueeze(1)},
+        },
+        [n],
+    )
+
+
+def check(batch, unit=UNIT):
+    """Windows of whole rows, each of one episode, with steps in their order."""
+    n = len(batch) // unit.total
+    assert bool((batch["big"] == batch["big"][:, :1]).all())
+    episode, step, valid = (batch[key].reshape(n, -1) for key in ("episode", "step", "validity_mask"))
+    assert bool((episode == episode[:, :1]).all())
+    assert bool(valid[:, unit.burn_in].all())
+    anchor = step[:, unit.burn_in : unit.burn_in + 1]
+    wanted = anchor + unit.dilation * (torch.arange(unit.total) - unit.burn_in)
+    assert bool((step == wanted)[valid].all())
+    first, last = (step + 1000 * ~valid).amin(1, keepdim=True), (step - 1000 * ~valid).amax(1, keepdim=True)
+    assert bool((step == wanted.clamp(min=first, max=last)).all())
