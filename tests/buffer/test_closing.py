@@ -128,7 +128,8 @@ OTHERS = {
     "open_or_create",
     "connect",
     "follow",
-    "update_if_present",  # takes names: below
+    "update_if_present",  # takes names, as the other one: below
+    "submit_update_if_present",
 }
 OTHERS |= {"dump", "save", "load"}  # other names of those above
 #: What goes on.
@@ -169,7 +170,7 @@ def test_every_use_of_a_closed_buffer_raises(storage, sampler, prefetch, tmp_pat
     rb.dumps(tmp_path / "dump")
     arguments = {name: of(rb) for name, of in CALLS.items()} | {"loads": (tmp_path / "dump",)}
     bound = {name: getattr(rb, name) for name in CALLS}
-    batches, patching = iter(rb), rb.update_if_present
+    batches, patching, submitting = iter(rb), rb.update_if_present, rb.submit_update_if_present
     next(batches)
     rb.close()
     rb.close()
@@ -187,6 +188,8 @@ def test_every_use_of_a_closed_buffer_raises(storage, sampler, prefetch, tmp_pat
         next(batches)
     with pytest.raises(RuntimeError, match="closed"):
         patching(index=[0], generation=[1], patch={"a": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="closed"):
+        submitting(index=[0], generation=[1], patch={"a": torch.zeros(1)})
     assert repr(rb).startswith("closed TensorDictReplayBuffer(size=24")
     assert rb.storage.closed
     if storage != "list":

@@ -39,6 +39,7 @@ from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.settings import Settings
+from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.tracing import leave_untraced
 from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
+    from engram.buffer.submitted_updates import Source
     from engram.env.recording import Names
     from engram.limits import Limit
     from engram.persist.roles import Roles
@@ -171,7 +173,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         rows, saving, ahead = CONNECTED if wiring.storage.traits.is_remote else (self._row_access, Saving, Prefetching)
         self._prefetching = ahead(wiring, settings, reading) if settings.prefetch else None
         source = reading if self._prefetching is None else self._prefetching
-        self._reading = source if settings.output == "torch" else View(settings.output, source)
+        self._reading: Source = source if settings.output == "torch" else View(settings.output, source)
         self._writing = self._write_path(wiring, settings, self._lanes, self._recipe, self._prefetching)
         self._rows = rows(wiring, settings, reading, self._prefetching)
         self._saving = saving(wiring, settings, self._lanes, reading, self._prefetching, self._recipe)
@@ -743,6 +745,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         tensor([ 0., 11., 12., 13.])
         """
         return self._rows.update_if_present(index, generation, patch, version_key, version, newer=require_newer)
+
+    submit_update_if_present = submit_update_if_present
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """``rb[:end]``: live rows in row order."""
