@@ -82,6 +82,14 @@ def check_recurrent_slices(said):
     assert re.search(r"^in the end: right in [\d.]+% of the mazes; without memory at most 50%$", said, re.MULTILINE)
 
 
+def check_r2d2(said):
+    assert len(re.findall(r"^step \d+, \d+ s: right in \d+%$", said, re.MULTILINE)) == 5
+    (replaced,) = re.findall(r"^(\d+) states were replaced by newer ones$", said, re.MULTILINE)
+    assert int(replaced) > 1000
+    (right,) = re.findall(r"^in the end: right in ([\d.]+)% of the games; without memory 33%$", said, re.MULTILINE)
+    assert float(right) > 50
+
+
 def check_returns(said):
     """An agent that learns tells the return of every episode."""
     assert re.fullmatch(r"(step \d+: return -?\d+\n)+", said)
@@ -94,6 +102,7 @@ CHECKS = {
     "ddp_dqn.py": check_ddp_dqn,
     "her.py": check_her,
     "larger_than_memory.py": check_larger_than_memory,
+    "r2d2.py": check_r2d2,
     "recurrent_slices.py": check_recurrent_slices,
     "resumable_training.py": check_resumable_training,
     "two_indexes.py": check_two_indexes,
@@ -104,6 +113,7 @@ QUICKLY = {
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
     "her.py": ["--bits", "10", "--steps", "1600"],
     "larger_than_memory.py": ["--memory", "0", "--updates", "60"],
+    "r2d2.py": ["--steps", "400"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
 }
 
