@@ -280,6 +280,7 @@ def test_a_directory_is_opened_again_with_the_expander(tmp_path):
         ReplayBuffer.open(tmp_path / "store")
     again = ReplayBuffer.open(tmp_path / "store", sampler=Hindsight(RandomSampler(), reward, her_ratio=1.0))
     assert isinstance(again, HERReplayBuffer)
+    assert (again.her_ratio, again.strategy, again.reward_fn) == (1.0, "future", reward)
     again.extend(steps([3], first=7))
     checked(again, "future", batches=4)
     again.close()

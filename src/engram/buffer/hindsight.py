@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Unpack
 
 from engram import samplers
+from engram.buffer.compat import alias
 from engram.buffer.recipe import register
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import component
@@ -52,6 +53,10 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     >>> rb.sample()["desired_goal"].flatten().tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
+
+    reward_fn = alias("sampler.reward_fn")
+    her_ratio = alias("sampler.her_ratio")
+    strategy = alias("sampler.strategy")
 
     def __init__(
         self,

@@ -78,7 +78,8 @@ class Hindsight(Expander):
         KeyError: when drawing: a field is not stored, or there are neither ids nor end flags.
         RuntimeError: when drawing: ``reward_fn`` returns another shape.
 
-    A store cannot note a function: ``ReplayBuffer.open`` of a directory needs ``sampler=Hindsight(…)`` again. A
+    A store cannot note a function: ``ReplayBuffer.open`` of a directory needs ``sampler=Hindsight(…)`` again, and :func:`serve`, whose
+    program opens the store by itself, refuses the buffer. A
     :class:`SamplingLog` writes down the values of every row, since later steps change what they could be.
 
     Cost: a plain draw, a look-up in the table of trajectories per relabelled row, which is logarithmic in their number, a read of
