@@ -6,7 +6,6 @@ choose by the learner's table of action values, which is in shared memory.
 """
 
 import itertools
-import logging
 import os
 import time
 from collections.abc import Iterable
@@ -21,7 +20,6 @@ CELLS, ACTORS, ROWS = 8, 2, 4_000
 KILL_AT, MOST_UPDATES = 1_000, 20_000
 RATE, GAMMA, EXPLORE = 0.25, 0.9, 0.5
 LEADS_ON = torch.arange(CELLS) % 2  # the right action of each cell
-logging.getLogger("engram").setLevel("WARNING")  # in every process: do not log allocations
 
 
 def act(replay: TensorDictPrioritizedReplayBuffer, values: Tensor, number: int, lane: int, learner: int) -> None:

@@ -4,7 +4,6 @@ A network says with which probabilities an action returns each of 101 values. Hy
 """
 
 import argparse
-import logging
 import random
 
 import gymnasium
@@ -91,7 +90,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=WARMUP, help="rows before it learns")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")
     torch.set_num_threads(1)  # the network is so small that more threads make it slower
     train(arguments.steps, arguments.warmup, arguments.seed)
 

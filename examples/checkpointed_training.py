@@ -8,7 +8,6 @@ an undisturbed training: network, rows, priorities and the next batch are the sa
 
 import contextlib
 import hashlib
-import logging
 import os
 import sys
 import tempfile
@@ -28,7 +27,6 @@ STEPS, LEARN_FROM, SAVE_EVERY, KILL_AT = 1_200, 100, 200, 850
 RATE, GAMMA, EXPLORE = 1e-2, 0.9, 0.5
 LEADS_ON = torch.arange(CELLS) % 2  # the right action of each cell
 ONE_HOT = torch.eye(CELLS)  # its input to the network
-logging.getLogger("engram").setLevel("WARNING")  # do not log allocations and checkpoints
 warnings.filterwarnings("ignore", "restore: ")  # about the interrupted save; the report has it as well
 
 

@@ -10,7 +10,6 @@ Each step costs, and an episode ends after 20 steps. Random walks return about -
 """
 
 import argparse
-import logging
 import os
 import subprocess
 import sys
@@ -68,7 +67,6 @@ class Ring:
 
 
 def train(folder, steps):
-    logging.getLogger("engram").setLevel(logging.WARNING)  # else each rank logs what it restored and dropped
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
     generator = torch.Generator().manual_seed(rank)

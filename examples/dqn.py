@@ -5,7 +5,6 @@ start begins with the rows of the last one, and needs no warm-up. Hyper-paramete
 """
 
 import argparse
-import logging
 import random
 import tempfile
 
@@ -69,7 +68,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", help="where the replay stays; default: nowhere")
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")
     torch.set_num_threads(1)  # the network is so small that more threads make it slower
     with tempfile.TemporaryDirectory() as temporary:
         train(arguments.folder or temporary, arguments.steps, arguments.warmup, arguments.seed)

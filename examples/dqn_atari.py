@@ -9,7 +9,6 @@ exploration and the target network are for a run of 10,000 steps, not of 10,000,
 """
 
 import argparse
-import logging
 import random
 
 import gymnasium
@@ -137,7 +136,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=WARMUP, help="rows before it learns")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")
     torch.set_num_threads(1)
     train(arguments.env, arguments.steps, arguments.warmup, arguments.seed)
 

@@ -7,7 +7,6 @@ Nothing is configured for that: engram reads the rows that are not in memory fro
 
 import argparse
 import contextlib
-import logging
 import os
 import time
 from pathlib import Path
@@ -49,7 +48,6 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--memory", type=int, default=400, help="the limit, in MB; 0: none, and a store of 20 MB")
 parser.add_argument("--updates", type=int, default=400)
 arguments = parser.parse_args()
-logging.getLogger("engram").setLevel("WARNING")  # do not log allocations
 torch.manual_seed(0)
 torch.set_num_threads(1)  # of a model so small
 

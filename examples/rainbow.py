@@ -6,7 +6,6 @@ that depend on the environment are of its ``c51.py``.
 """
 
 import argparse
-import logging
 import math
 
 import gymnasium
@@ -117,7 +116,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=WARMUP, help="rows before it learns")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")
     torch.set_num_threads(1)  # the network is so small that more threads make it slower
     train(arguments.steps, arguments.warmup, arguments.seed)
 

@@ -7,7 +7,6 @@ without memory is right in at most half of the mazes.
 
 import argparse
 import copy
-import logging
 import time
 
 import torch
@@ -105,7 +104,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4_000, help="of every maze")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")  # do not log allocations
     torch.set_num_threads(1)  # batches are so small that more threads make them slower
     torch.manual_seed(arguments.seed)
 

@@ -5,7 +5,6 @@ priorities that are there. The weights are saved beside it. Run as it stands, th
 training in a process, kills it with SIGKILL, and starts it again, until it has ended.
 """
 
-import logging
 import os
 import signal
 import tempfile
@@ -19,7 +18,6 @@ from engram import TensorDictPrioritizedReplayBuffer
 
 STEPS, ROWS, BATCH = 600, 4_000, 64
 KILL_AT = (150, 400)
-logging.getLogger("engram").setLevel("WARNING")
 
 
 def train(folder: Path, kill_at: int) -> None:

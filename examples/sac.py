@@ -6,7 +6,6 @@ episode. Hyper-parameters are those of CleanRL's ``sac_continuous_action.py``.
 
 import argparse
 import copy
-import logging
 import tempfile
 from pathlib import Path
 
@@ -113,7 +112,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where replay and weights stay; default: nowhere")
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         train(arguments.folder or Path(temporary), arguments.steps, arguments.warmup, arguments.seed)

@@ -6,7 +6,6 @@ A loop of NumPy arrays that writes its rows itself, by an appender. Hyper-parame
 
 import argparse
 import copy
-import logging
 
 import gymnasium
 import numpy as np
@@ -97,7 +96,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before it learns")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")
     torch.set_num_threads(1)
     train(arguments.steps, arguments.warmup, arguments.seed)
 

@@ -4,15 +4,12 @@ What a sampler knows about rows is a named index of the storage: priorities for 
 model. The rows are stored once. Both buffers draw what either of them writes, and every write updates both indexes.
 """
 
-import logging
-
 import torch
 from tensordict import TensorDict
 
 from engram import LazyTensorStorage, PrioritizedSampler, SliceSampler, TensorDictReplayBuffer
 
 ROWS, EPISODE, WINDOW = 1_000, 50, 8
-logging.getLogger("engram").setLevel("WARNING")  # do not log allocations
 
 storage = LazyTensorStorage(ROWS)
 critic = TensorDictReplayBuffer(

@@ -6,10 +6,12 @@ import torch
 from engram import (
     Checkpointer,
     DeviceLoader,
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     ReplayBuffer,
+    SchedulerList,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
 )
@@ -19,6 +21,11 @@ def filled(**how):
     rb = ReplayBuffer(storage=LazyTensorStorage(20), **how)
     rb.extend({"obs": torch.zeros(10, 3)})
     return rb
+
+
+def stored(folder):
+    with ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=folder)) as rb:
+        rb.add(torch.zeros(3))
 
 
 ANSWERS = {
@@ -87,6 +94,21 @@ ANSWERS = {
         FileNotFoundError,
         "found none. ReplayBuffer.open_or_create(directory, size) makes one where there is none.",
     ),
+    "checkpoints in place of a store": (
+        lambda folder: (Checkpointer(folder, filled()).save(1), ReplayBuffer.open(folder)),
+        FileNotFoundError,
+        "found none. It holds checkpoints, of which Checkpointer(directory, buffer).restore() loads the newest into a buffer",
+    ),
+    "a store in place of checkpoints": (
+        lambda folder: (stored(folder), Checkpointer(folder, filled())),
+        FileExistsError,
+        "Checkpointer: expected a folder for checkpoints, got that of a store. Take another, such as /",
+    ),
+    "a number in place of a scheduler": (
+        lambda folder: SchedulerList([3]),
+        TypeError,
+        "SchedulerList: expected schedulers, such as a LinearScheduler, got 3.",
+    ),
     "a list in place of a buffer": (
         lambda folder: DeviceLoader([1], "cpu"),
         TypeError,
@@ -131,5 +153,5 @@ def test_answers(what, tmp_path):
 
 
 def test_a_server_that_is_not_there_is_named_before_the_remedy(tmp_path):
-    with pytest.raises(ConnectionError, match=f"no server answered within 0 s at unix:{tmp_path}/none"):
+    with pytest.raises(ConnectionError, match=f"no server answered at unix:{tmp_path}/none: "):
         ReplayBuffer.connect(f"unix:{tmp_path}/none", patience=0.0)

@@ -79,6 +79,7 @@ NAMES = [
     "PrioritizedSliceSampler",
     "PriorityError",
     "PromptGroupSampler",
+    "Progress",
     "RandomSampler",
     "RankFailed",
     "Ranks",

@@ -160,3 +160,25 @@ def test_names_of_torchrl_that_are_not_here_say_so():
         engram.Foo  # noqa: B018
     with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
         assert not hasattr(rb, "ReplayBufferEnsemble")
+
+
+def test_reprs_say_where_they_are():
+    it = sampler(0.5)
+    linear = LinearScheduler(it, "beta", 1.0, 4)
+    linear.step()
+    step = StepScheduler(it, "alpha", min_value=0.25, max_value=1)
+    assert repr(linear) == "LinearScheduler(PrioritizedSampler.beta=0.625, initial_value=0.5, step_count=1)"
+    bounds = "min_value=0.25, max_value=1"
+    assert repr(step) == f"StepScheduler(PrioritizedSampler.alpha=0.5, initial_value=0.5, step_count=0, {bounds})"
+    assert repr(SchedulerList([linear, step])) == f"SchedulerList([{linear!r}, {step!r}])"
+    assert repr(SchedulerList([])) == "SchedulerList([])"
+
+
+@pytest.mark.parametrize("wrong", [3, None, "linear", LinearScheduler])
+def test_a_list_of_something_else_is_refused_at_once(wrong):
+    schedulers = SchedulerList(LinearScheduler(sampler(0.5), "beta", 1.0, 4))
+    with pytest.raises(TypeError, match="SchedulerList: expected schedulers, such as a LinearScheduler, got "):
+        SchedulerList([wrong])
+    with pytest.raises(TypeError, match="SchedulerList: expected schedulers"):
+        schedulers.append(wrong)
+    assert len(schedulers.schedulers) == 1

@@ -6,6 +6,7 @@ class that a store may have been used with.
 
 from engram._native import num_threads as num_threads
 from engram._native import set_num_threads as set_num_threads
+from engram._progress import Progress as Progress
 from engram._version import __version__ as __version__
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
 from engram.buffer.prioritized import HERReplayBuffer as HERReplayBuffer

@@ -16,6 +16,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def said_wait(seconds: float) -> str:
+    """How long something was waited for, to follow a verb; nothing, if it was not."""
+    return f" within {seconds:g} s" if seconds else ""
+
+
 def said_bytes(nbytes: int) -> str:
     """A size for people, in bytes where it would be 0.000 MB.
 

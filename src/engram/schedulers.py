@@ -51,6 +51,14 @@ class ParameterScheduler:
         #: Calls of :meth:`step`.
         self.step_count = 0
 
+    def __repr__(self) -> str:
+        bounds = [f", {it}={bound:g}" for it in ("min_value", "max_value") if (bound := vars(self)[it]) is not None]
+        now = f"{self._current():g}" if self.param_name in dir(self.sampler) else "gone"
+        return (
+            f"{type(self).__name__}({type(self.sampler).__name__}.{self.param_name}={now}, initial_value={self.initial_value:g}, "
+            f"step_count={self.step_count}{''.join(bounds)})"
+        )
+
     def _current(self) -> float:
         found = getattr(self.sampler, self.param_name)
         if not isinstance(found, int | float) or isinstance(found, bool):
@@ -194,6 +202,12 @@ class StepScheduler(ParameterScheduler):
 class SchedulerList:
     """Several schedulers, which step together.
 
+    Args:
+        schedulers: one, or several, which step in this order.
+
+    Raises:
+        TypeError: one of them is no scheduler.
+
     >>> from engram import LinearScheduler, PrioritizedSampler, SchedulerList
     >>> sampler = PrioritizedSampler(100, alpha=0.5, beta=0.5)
     >>> schedulers = SchedulerList([LinearScheduler(sampler, "beta", 1.0, 2)])
@@ -204,10 +218,17 @@ class SchedulerList:
     """
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
-        self.schedulers = [schedulers] if isinstance(schedulers, ParameterScheduler) else list(schedulers)
+        self.schedulers: list[ParameterScheduler] = []
+        for scheduler in [schedulers] if isinstance(schedulers, ParameterScheduler) else schedulers:
+            self.append(scheduler)
+
+    def __repr__(self) -> str:
+        return f"SchedulerList({self.schedulers!r})"
 
     def append(self, scheduler: ParameterScheduler) -> None:
-        """Add one at the end."""
+        """Add one at the end. Raises ``TypeError``: it is no scheduler."""
+        if not isinstance(scheduler, ParameterScheduler):
+            raise TypeError(f"SchedulerList: expected schedulers, such as a LinearScheduler, got {scheduler!r:.60}.")
         self.schedulers.append(scheduler)
 
     def step(self) -> None:

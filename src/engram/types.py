@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Mapping, Sized
     from pathlib import Path
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     #: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.
     Device: TypeAlias = torch.device | str | None
     Wait: TypeAlias = float | None
+    StrPath: TypeAlias = str | os.PathLike[str]
     Size: TypeAlias = int | None
     #: Columns, rows and info of a batch.
     ReadBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]

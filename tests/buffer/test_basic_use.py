@@ -41,37 +41,23 @@ def test_a_tensordict_in_memory_mapped_files(tmp_path):
     assert (stored == td).all()
 
 
-def test_creation_is_told_on_stderr(tmp_path):
-    program = fresh.start(
-        """
-        import torch
+def test_creation_is_logged_and_prints_nothing(tmp_path):
+    program = """
+        import logging, torch
         from tensordict import TensorDict
         from engram import LazyMemmapStorage, ReplayBuffer
 
+        logging.basicConfig(format="%(name)s: %(message)s", level=level)
         td = TensorDict({"a": torch.randn(10, 3), "b": torch.ones(10, 1)}, batch_size=[10])
         buffer = ReplayBuffer(10, collate_fn=lambda x: x, storage=LazyMemmapStorage(10, scratch_dir=folder))
         buffer.extend(td)
         buffer.extend(td)
-        """,
-        folder=str(tmp_path),
-    )
-    assert program.wait() == 0, program.err
-    lines = program.err.splitlines()
-    assert lines == [f"engram: 10 rows in {tmp_path}, 160 bytes: a [3] float32 (120 bytes), b [1] float32 (40 bytes)"]
-
-
-def test_creation_is_silent_where_logging_is_configured(tmp_path):
-    program = fresh.start(
         """
-        import logging, torch
-        from engram import LazyTensorStorage, ReplayBuffer
-
-        logging.basicConfig()
-        ReplayBuffer(storage=LazyTensorStorage(10)).add(torch.zeros(3))
-        """
-    )
-    assert program.wait() == 0
-    assert program.err == ""
+    line = f"engram: 10 rows in {tmp_path}, 160 bytes: a [3] float32 (120 bytes), b [1] float32 (40 bytes)"
+    for level, lines in (("INFO", [line]), ("WARNING", [])):
+        made = fresh.start(program, folder=str(tmp_path / level), level=level)
+        assert made.wait() == 0, made.err
+        assert made.err.splitlines() == [it.replace(str(tmp_path), str(tmp_path / level)) for it in lines]
 
 
 @pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])

@@ -82,6 +82,17 @@ def test_rows_are_replaced_by_those_of_the_newest_checkpoint(tmp_path):
         assert at(rb) == at(reader)
 
 
+def test_the_log_has_one_line_for_the_buffer_whatever_it_follows(tmp_path, caplog):
+    rb, checkpoints = saving(tmp_path)
+    rb.extend(steps(0))
+    checkpoints.save(1)
+    caplog.set_level("INFO", "engram")
+    with follow(tmp_path) as following:
+        checkpoints.save(2)
+        assert following.refresh()
+    assert len([line for line in caplog.messages if line.startswith(f"{ROWS} rows in RAM")]) == 1
+
+
 def test_a_thread_looks_by_itself(tmp_path):
     rb, ck = saving(tmp_path)
     rb.extend(steps(0, 10))

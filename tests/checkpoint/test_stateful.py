@@ -1,6 +1,7 @@
 """A replay in checkpoints of another library: its name goes in, and that checkpoint is there and is restored."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -115,7 +116,7 @@ def test_named_ones_stay_whatever_keep_says(tmp_path):
         again = Training(tmp_path, resume="exact")
         again.replay.load_state_dict({"checkpoint": name})
         assert len(again.rb) == rows
-    with pytest.raises(FileNotFoundError, match="expected a checkpoint called"):
+    with pytest.raises(FileNotFoundError, match="is gone"):
         Training(tmp_path).replay.load_state_dict({"checkpoint": named[1]})
 
 
@@ -137,16 +138,32 @@ def test_a_step_that_is_named_again_counts_as_the_newest(tmp_path):
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"format":"engram.pins"}', b"\xff" * 100, b" " * 70_000])
-def test_a_damaged_file_of_pins_protects_nothing_and_is_noted(tmp_path, raw):
+def test_a_damaged_file_of_pins_protects_nothing_is_noted_and_stays(tmp_path, raw):
     it = Training(tmp_path).go()
     it.replay.state_dict()
     (tmp_path / pins.NAME).chmod(0o600)
     (tmp_path / pins.NAME).write_bytes(raw)
     assert pins.pinned(tmp_path) == ()
     assert [note.path for note in verify(tmp_path).notes] == [tmp_path / pins.NAME]
+    with pytest.warns(UserWarning, match="stays no longer than others.*remove it"):
+        it.go().replay.state_dict()
+    assert (tmp_path / pins.NAME).read_bytes() == raw  # what it named may be in use
+    (tmp_path / pins.NAME).unlink()
     it.go().replay.state_dict()
-    assert pins.pinned(tmp_path) == (2,)
+    assert pins.pinned(tmp_path) == (3,)
     assert verify(tmp_path).notes == []
+
+
+def test_a_checkpoint_that_was_removed_is_named_with_what_to_do(tmp_path):
+    it = Training(tmp_path).go()
+    state = it.replay.state_dict()
+    shutil.rmtree(tmp_path / state["checkpoint"])
+    rows = len(it.rb)
+    with pytest.raises(
+        FileNotFoundError, match=f"checkpoint {state['checkpoint']} of this state is gone.*stateful.keep=.*empty buffer"
+    ):
+        it.replay.load_state_dict(state)
+    assert len(it.rb) == rows
 
 
 @pytest.mark.parametrize("state", [{}, {"checkpoint": 3}, {"checkpoint": "x", "more": 1}, {"step": 3}])

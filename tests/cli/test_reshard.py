@@ -49,10 +49,12 @@ def load(root, n, lanes, length):
     return done(job(n, act))
 
 
-def test_what_is_written_is_what_a_job_would_have_loaded(saved):
+def test_what_is_written_is_what_a_job_would_have_loaded(saved, caplog):
     root, every = saved
+    caplog.set_level("INFO", "engram")
     said = call(root / "source", root / "target", "--ranks", 2, "--lanes", 3)
     assert said.exit_code == 0, said.output
+    assert caplog.messages == []  # of stores that nobody asked for
     assert "3 ranks → 2" in said.output
     assert "dropped: open: 3 episodes, 12 steps" in said.output
     assert verify(root / "target", "full").good

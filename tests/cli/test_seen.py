@@ -338,7 +338,10 @@ def test_what_the_doctor_thinks_of_limits(tmp_path, monkeypatch):
     assert doctor._huge_pages(tmp_path / "none").value == "unknown"
     unlimited = resource.RLIM_INFINITY
     assert doctor._memory_locks(unlimited, unlimited) == doctor.Finding("memory locks", "unlimited")
-    assert doctor._memory_locks(65_536, unlimited)[:3] == ("memory locks", "0.066 MB of unlimited", "note")
+    (tmp_path / "cards").mkdir()
+    for cards, status in (("none", "ok"), ("cards", "ok"), (".", "note")):
+        it = doctor._memory_locks(65_536, unlimited, tmp_path / cards)
+        assert it[:3] == ("memory locks", "0.066 MB of unlimited", status)
     assert doctor._open_files(256, 4096)[:3] == ("open files", "256 of 4096", "note")
     assert doctor._open_files(4096, 4096).status == "ok"
     assert doctor._shared_memory(tmp_path / "none").status == "note"

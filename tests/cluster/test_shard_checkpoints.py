@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from engram import Checkpointer, LazyMemmapStorage, PrioritizedSampler, RankFailed, Ranks, ReplayBuffer
+from engram import Checkpointer, LazyMemmapStorage, PrioritizedSampler, RankFailed, Ranks, ReplayBuffer, RestoreReport
 from engram.format.checkpoints import Checkpoint
 from tests import stress
 from tests.cluster.on_nodes import AWAY, HERE, made, rows
@@ -158,6 +158,39 @@ def test_a_shard_that_dies_in_a_save_ends_it_and_the_next_one_has_all(nodes, tmp
                 handle.wait(600)
         assert checkpoints.save(3).steps == 56
         assert [it.step for it in checkpoints.list() if it.problem is None] == [3, 1]
+
+
+@pytest.mark.parametrize("error", [None, RankFailed("restore: rank 1 is gone", {}), KeyboardInterrupt()])
+def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monkeypatch, error):
+    class Actor:
+        @property
+        def actor(self):
+            return self
+
+        restore = property(actor.fget)
+
+        def options(self, **_):
+            return self
+
+        def remote(self, *_):
+            return object()
+
+    def answers(*_, **__):
+        if error is not None:
+            raise error
+        return [RestoreReport("name", 1, None, 5, {}, [], 0.0, (), None, 0, "")]
+
+    kind, dropped = pytest.importorskip("engram.remote.savers").ShardSavers, []
+    monkeypatch.setattr(kind, "_ready", lambda self: None)
+    monkeypatch.setattr(kind, "_timeout", 1.0)
+    monkeypatch.setattr(kind, "_answers", answers)
+    savers = kind([Actor()], lambda: dropped.append(1))
+    if error is None:
+        assert savers.restore(None, None).steps == 5
+    else:
+        with pytest.raises(type(error)):
+            savers.restore(None, None)
+    assert dropped == [1]
 
 
 def test_a_board_answers_its_own_job_alone():

@@ -349,6 +349,10 @@ def test_stats_of_a_directory_in_three_forms(directory):
     lines = dict(line.split(maxsplit=1) for line in printed().splitlines())
     assert lines.keys() - found.keys() == {"never_sampled_frac"}
     assert float(lines["sample_count"].replace(",", "")) == found["sample_count"]
+    assert (found["add_per_s"], found["sample_per_s"]) == (None, None)  # no process has it open
+    assert lines["add_per_s"] == lines["sample_per_s"] == "none: no process has the store open"
+    with ReplayBuffer.open(directory):
+        assert json.loads(printed("--json"))["add_per_s"] >= 0
     exposed = printed("--prometheus")
     assert 'engram_rows{buffer="store"} 20.0' in exposed
     assert f'engram_sampled_rows_total{{buffer="store"}} {float(found["sample_count"])}' in exposed

@@ -103,5 +103,5 @@ def test_the_next_batch_comes_from_the_sibling_at_once(tmp_path):
         assert [remote.sample()["a"].tolist() for _ in range(2)] == first
         assert remote.extend({"a": torch.arange(2)}).tolist() == [10, 11]
         servers[1].kill()
-    with pytest.raises(ConnectionError, match="no server answered within 0 s"):
+    with pytest.raises(ConnectionError, match="no server answered at"):
         ReplayBuffer.connect(servers[1].address, patience=0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from engram import _fork
 from engram._checks import check_path
 from engram._native import NotAdmitted
+from engram._progress import Work
 from engram._unsupported import refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._progress import OnProgress
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
@@ -180,12 +182,12 @@ class ConnectedSaving:
         del settings, lanes, reading, prefetching, recipe
         self._wiring = wiring
 
-    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+    def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`: the server dumps, and its files are written here. Batches under way are not in it."""
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
-        with replacing(Path(check_path("dumps", path))) as folder:
-            self._wiring.storage.fetch_dump(folder)
+        with replacing(Path(check_path("dumps", path))) as folder, Work("copying", 0, progress) as work:
+            self._wiring.storage.fetch_dump(folder, work)
 
     _refuse = refusing("state_dict, loads and checkpoints", "Save with dumps(path), or use them where the store is.")
     state_dict = prepare_state = snapshot = loads = prepare_load = prepare_placed = _refuse

@@ -337,7 +337,9 @@ class Following(Nothing):
                     raise InterruptedError("follow: the buffer was closed.")
 
             folder = self._mirror.copy(str(name), beat)
-        return Taken(self._loaded(folder), name, born)
+        first = self._name is None  # later ones give their rows to the buffer that is there
+        with contextlib.nullcontext() if first else storages.announcing.temporary():
+            return Taken(self._loaded(folder), name, born)
 
     def _loaded(self, folder: Path) -> ReplayBuffer:
         with open_shards(folder, self._ranks) as checkpoint, contextlib.ExitStack() as stack:

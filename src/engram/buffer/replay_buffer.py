@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, Unpack, cast, overload
 
@@ -51,6 +50,7 @@ from engram.types import Batch, Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from engram._progress import OnProgress
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.transforms import Compose
-    from engram.types import Device, Savers, Size, Told, Wait
+    from engram.types import Device, Savers, Size, StrPath, Told, Wait
 
 E = TypeVar("E")
 
@@ -1075,7 +1075,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._following.refuse("load_state_dict")
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
-    def dumps(self, path: str | os.PathLike[str], *, prefetch: str = "save") -> None:
+    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: OnProgress | None = None) -> None:
         """Save the buffer as a folder, which in one step replaces one that was saved there; on NFS and the like in two.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
@@ -1088,6 +1088,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         Args:
             path: a free name, an empty folder, or what an earlier call has made.
             prefetch: ``"drop"`` leaves out batches that were drawn ahead: then the saved buffer draws others in their place.
+            progress: called with a :class:`Progress` now and then. Default: a bar on a terminal if it takes longer than a second.
 
         Raises:
             FileExistsError: something else lies there.
@@ -1105,9 +1106,11 @@ class ReplayBuffer(Shown, Generic[Batch]):
         >>> other[:3]
         tensor([0, 1, 2])
         """
-        self._saving.dumps(path, prefetch)
+        self._saving.dumps(path, prefetch, progress)
 
-    def loads(self, path: str | os.PathLike[str], *, convert: bool = False, default_rng: bool = False) -> None:
+    def loads(
+        self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: OnProgress | None = None
+    ) -> None:
         """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
 
         Args:
@@ -1120,6 +1123,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
                 sampler may have saved it, with its buffer class: rows without priorities get the default one, tables of trajectories
                 are built, priorities are taken by every sampler that has some; the log says so. A batch size given here stays.
             default_rng: as for :meth:`load_state_dict`.
+            progress: as for :meth:`dumps`.
 
         Raises:
             CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: a folder of checkpoints, or saved by other kinds of
@@ -1138,7 +1142,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         10
         """
         self._following.refuse("loads")
-        self._saving.loads(path, convert=convert, default_rng=default_rng)
+        self._saving.loads(path, convert=convert, default_rng=default_rng, progress=progress)
 
     dump = save = dumps
     load = loads
@@ -1161,7 +1165,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     @classmethod
     def open(
         cls,
-        directory: str | os.PathLike[str],
+        directory: StrPath,
         *,
         unclean: str = "refuse",
         readonly: bool = False,
@@ -1222,7 +1226,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     @classmethod
     def open_or_create(
         cls,
-        directory: str | os.PathLike[str],
+        directory: StrPath,
         size: int,
         *,
         lanes: int = 1,

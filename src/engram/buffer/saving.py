@@ -11,6 +11,7 @@ import torch
 
 from engram import priorities
 from engram._checks import check_count, check_path
+from engram._progress import Work
 from engram._words import warn
 from engram.buffer import other_sampler
 from engram.buffer.prefetching import prepare_batches
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
+    from engram._progress import OnProgress
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
@@ -102,7 +104,7 @@ class Saving:
             state = self._state_but_rows()
             return {"_storage": storage.state_dict(without=self._own_indexes()), **state}
 
-    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+    def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`."""
         check_path("dumps: path", path)
         begun = self.prepare_dump(prefetch)
@@ -110,7 +112,7 @@ class Saving:
             begun.prepare()
             with begun.paused:
                 dump = begun.take()
-            dump.save(folder)
+            dump.save(folder, progress)
 
     def prepare_dump(self, prefetch: str) -> DumpPreparation:
         """Begin what :meth:`dumps` does. Raises ``ValueError``: ``prefetch`` is neither ``"save"`` nor ``"drop"``."""
@@ -215,9 +217,20 @@ class Saving:
 
     # ---- loading ---------------------------------------------------------------------------------------------------------
 
-    def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
+    def loads(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        convert: bool,
+        default_rng: bool,
+        progress: OnProgress | None,
+    ) -> None:
         """As :meth:`ReplayBuffer.loads`."""
         check_path("loads: path", path)
+        with Work("loading", 0, progress) as work:
+            self._load(path, work, convert=convert, default_rng=default_rng)
+
+    def _load(self, path: str | os.PathLike[str], work: Work, *, convert: bool, default_rng: bool) -> None:
         folder = standing(Path(path))
         foreign = foreign_format(folder)
         if foreign is not None:
@@ -239,6 +252,9 @@ class Saving:
                     f"loads: {path}: expected what one process saved, got a checkpoint of {checkpoint.manifest.world} ranks. "
                     f"Checkpointer({str(folder.parent)!r}, buffer).restore(name={folder.name!r}) takes all of it."
                 )
+            checkpoint.progress, storage = work, self._wiring.storage
+            twice = storage.form.takes_rows and len(storage) > 0  # rows are checked before those here are given up
+            work.total = checkpoint.shard(0).totals.bytes_logical * (1 + twice)
             load = self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert, resize=convert)
             load.commit()
         if load.converted:
@@ -513,10 +529,11 @@ class Dump(NamedTuple):
     rows: StorageSnapshot
     parts: Parts
 
-    def save(self, folder: Path) -> None:
-        """Write it into a new folder. Raises as :meth:`ReplayBuffer.dumps`."""
-        rows = self.rows.save(folder / saved_parts.STORAGE)
-        infos = [rows.info, *saved_parts.write_parts(folder, self.parts)]
+    def save(self, folder: Path, progress: OnProgress | None = None) -> None:
+        """Write it into a new folder. ``progress``, and what it raises: as :meth:`ReplayBuffer.dumps`."""
+        with Work("saving", self.rows.nbytes, progress) as work:
+            rows = self.rows.save(folder / saved_parts.STORAGE, work)
+            infos = [rows.info, *saved_parts.write_parts(folder, self.parts)]
         finish_dump(folder, infos, rows.shard)
 
 

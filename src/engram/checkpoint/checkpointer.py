@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
+from engram._progress import Work
 from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.checkpoint.elsewhere import SaveElsewhere
@@ -36,12 +37,14 @@ from engram.checkpoint.stateful import StatefulReplay
 from engram.checkpoint.watchdog import Watchdog
 from engram.format import series
 from engram.format.checkpoints import Checkpoint, is_checkpoint
+from engram.format.layout import is_store
 from engram.format.workers import begin
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from engram._progress import OnProgress
     from engram.checkpoint.schedule import Requests
     from engram.format.problems import Problem
     from engram.persist.roles import Roles
@@ -69,6 +72,15 @@ def _check_no_ranks(ranks: Ranks | None) -> None:
         raise ValueError(
             "Checkpointer: ranks: expected None for a buffer whose rows are elsewhere: each of its shards is a rank."
         )
+
+
+def _check_free(root: Path) -> None:
+    """Raises ``FileExistsError``: something of engram's lies there that is no series of checkpoints."""
+    found = "a dump. Take another" if is_checkpoint(root) else ""
+    if is_store(root):
+        found = f"that of a store. Take another, such as {root}-checkpoints"
+    if found:
+        raise FileExistsError(errno.EEXIST, f"Checkpointer: expected a folder for checkpoints, got {found}", str(root))
 
 
 class Checkpointer:
@@ -153,12 +165,7 @@ class Checkpointer:
                 "Checkpointer: buffer: expected an open buffer, got a closed one. ReplayBuffer.open the folder of its store."
             )
         self.root = Path(root).absolute()
-        if is_checkpoint(self.root):
-            raise FileExistsError(
-                errno.EEXIST,
-                "Checkpointer: expected a folder for checkpoints, got a dump. Take another",
-                str(self.root),
-            )
+        _check_free(self.root)
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         savers = self._savers = buffer.savers
         if savers is not None:
@@ -189,13 +196,34 @@ class Checkpointer:
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     @overload
-    def save(self, step: int, *, user: Mapping[str, object] | None = ..., wait: Literal[True] = ...) -> SaveReport: ...
-    @overload
-    def save(self, step: int, *, user: Mapping[str, object] | None = ..., wait: Literal[False]) -> SaveHandle: ...
-    @overload
-    def save(self, step: int, *, user: Mapping[str, object] | None = ..., wait: bool) -> SaveReport | SaveHandle: ...
     def save(
-        self, step: int, *, user: Mapping[str, object] | None = None, wait: bool = True
+        self,
+        step: int,
+        *,
+        user: Mapping[str, object] | None = ...,
+        wait: Literal[True] = ...,
+        progress: OnProgress | None = ...,
+    ) -> SaveReport: ...
+    @overload
+    def save(
+        self,
+        step: int,
+        *,
+        user: Mapping[str, object] | None = ...,
+        wait: Literal[False],
+        progress: OnProgress | None = ...,
+    ) -> SaveHandle: ...
+    @overload
+    def save(
+        self, step: int, *, user: Mapping[str, object] | None = ..., wait: bool, progress: OnProgress | None = ...
+    ) -> SaveReport | SaveHandle: ...
+    def save(
+        self,
+        step: int,
+        *,
+        user: Mapping[str, object] | None = None,
+        wait: bool = True,
+        progress: OnProgress | None = None,
     ) -> SaveReport | SaveHandle:
         """Save a checkpoint. With several ranks, each of them calls this with the same step.
 
@@ -205,6 +233,9 @@ class Checkpointer:
             step: of the training; orders checkpoints.
             user: your own JSON, such as the name of the model's checkpoint. :meth:`restore` returns it. That of rank 0 counts.
             wait: False: return a :class:`SaveHandle` once the snapshot is taken. The process does not end before the save does.
+            progress: called with a :class:`Progress` of this rank's shard now and then, and not where shards or servers have the rows.
+                With ``wait=False`` it is called by another thread. What it raises ends the save, of which nothing remains. Default: a
+                bar on a terminal, on rank 0 and with ``wait``, if it takes longer than a second.
 
         Returns:
             A :class:`SaveReport`, or the handle.
@@ -239,7 +270,7 @@ class Checkpointer:
             if self._job.ranks.world == 1:
                 raise
             asked = error  # others have come to save, and must hear of it
-        attempt = self._attempt(asked)
+        attempt = self._attempt(asked, progress)
         self._start(attempt, wait=wait)
         return attempt.wait() if wait else attempt
 
@@ -249,12 +280,12 @@ class Checkpointer:
         self._job.heard = self._job.heard.then(checked.step, None if user is None else checked.user)
         return checked
 
-    def _attempt(self, asked: Asked | Exception) -> SaveAttempt:
+    def _attempt(self, asked: Asked | Exception, progress: OnProgress | None = None) -> SaveAttempt:
         """The next save; all ranks begin the same ones in the same order."""
         self._saves += 1
         if self._savers is not None and isinstance(asked, Asked):
             return SaveElsewhere(self._job, asked, self._saves - 1, self._savers)
-        return SaveAttempt(self._job, asked, self._saves - 1)
+        return SaveAttempt(self._job, asked, self._saves - 1, progress)
 
     def _start(self, attempt: SaveAttempt, *, wait: bool) -> None:
         """Take the snapshot, once the save before has ended, and write it. Whatever happens, the attempt ends."""
@@ -442,6 +473,7 @@ class Checkpointer:
         allow_partial: bool = False,
         default_rng: bool = False,
         convert: bool = False,
+        progress: OnProgress | None = None,
     ) -> RestoreReport:
         """Load a checkpoint into the buffer. With several ranks, each of them calls this with the same arguments.
 
@@ -478,6 +510,7 @@ class Checkpointer:
             default_rng: as for ``loads``.
             convert: another sampler may have saved it, with its buffer class, or one with another ``alpha`` or ``eps``: as for ``loads``,
                 whose other conversions need nothing here.
+            progress: as for :meth:`save`. Of redistributed rows the total is an estimate.
 
         Returns:
             A :class:`RestoreReport`.
@@ -504,7 +537,8 @@ class Checkpointer:
         options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert)
         wanted = Wanted(self.root, step, name, at_most, allow_partial)
         if self._savers is None:
-            report = Restore(self._job, wanted, options).run()
+            with Work("restoring", 0, progress, quiet=self._job.ranks.rank > 0) as work:
+                report = Restore(self._job, wanted, options, work).run()
             note_restore(self.root, report, self._job.ranks.rank)
         else:
             options.check()
@@ -580,12 +614,15 @@ class Checkpointer:
             for name in series.names(self.root)
         ]
 
-    def verify(self, name: str, level: Literal["meta", "read", "full"] = "full") -> builtins.list[Problem]:
+    def verify(
+        self, name: str, level: Literal["meta", "read", "full"] = "full", *, progress: OnProgress | None = None
+    ) -> builtins.list[Problem]:
         """What is wrong with a checkpoint; nothing, if it is empty.
 
         Args:
             name: as :meth:`list` has it.
             level: ``"meta"``: digests and sizes; ``"read"``: every block too; ``"full"``: and files that do not belong there.
+            progress: called with a :class:`Progress` now and then. Default: a bar on a terminal if it takes longer than a second.
 
         Raises:
             FileNotFoundError: no such checkpoint. ValueError: no such level.
@@ -608,7 +645,8 @@ class Checkpointer:
         wrong = series.look(self.root / name)
         if wrong is not None:
             return [wrong]
-        with Checkpoint(self.root / name) as checkpoint:
+        with Checkpoint(self.root / name) as checkpoint, Work("checking", checkpoint.nbytes, progress) as work:
+            checkpoint.progress = work
             return [*checkpoint.problems(level)]
 
     def prune(self, keep: int | None = None) -> builtins.list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram._progress import bytes_bar
+from engram._progress import Work
 from engram._words import warn
 from engram.checkpoint.commit_protocol import Attempts
 from engram.checkpoint.options import Heard
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from engram._progress import OnProgress
     from engram.checkpoint.options import Options
     from engram.format.parts import PartField, PartInfo, PartReader
     from engram.persist.parts import Snapshot
@@ -91,13 +92,17 @@ class Job:
 
     # ---- the shard of this rank ------------------------------------------------------------------------------------------
 
-    def write_shard(self, attempt: Path, step: int, snapshot: Snapshot, parent: Parent | None) -> None:
+    def write_shard(
+        self, attempt: Path, step: int, snapshot: Snapshot, parent: Parent | None, progress: OnProgress | None = None
+    ) -> None:
         """Write it, and vote for the attempt."""
         rank = self.ranks.rank
-        rows, infos = self.write_parts(attempt / rank_folder(rank, self.ranks.world), snapshot, parent)
+        rows, infos = self.write_parts(attempt / rank_folder(rank, self.ranks.world), snapshot, parent, progress)
         series.accept(attempt, rank, infos, rows.shard, step=step, known=self.known)
 
-    def write_parts(self, folder: Path, snapshot: Snapshot, parent: Parent | None) -> tuple[SavedRows, list[PartInfo]]:
+    def write_parts(
+        self, folder: Path, snapshot: Snapshot, parent: Parent | None, progress: OnProgress | None
+    ) -> tuple[SavedRows, list[PartInfo]]:
         """Write its parts, but for the vote."""
         options = self.options
         with contextlib.ExitStack() as stack, disk.batched_fsync():
@@ -105,13 +110,14 @@ class Job:
             if parent is not None:
                 checkpoint = stack.enter_context(self.known.open(parent.path))
                 reader = stack.enter_context(checkpoint.part(self.ranks.rank, parts.STORAGE))
-            progress = stack.enter_context(bytes_bar("saving", snapshot.rows.nbytes))
+            # Other ranks print to the same terminal.
+            work = stack.enter_context(Work("saving", snapshot.rows.nbytes, progress, quiet=self.ranks.rank > 0))
             rows = snapshot.rows.save_segments(
                 folder / parts.STORAGE,
                 roles=options.roles,
                 parent=reader,
                 paranoid=options.paranoid,
-                progress=progress,
+                progress=work,
             )
             return rows, [rows.info, *parts.write_parts(folder, snapshot.parts)]
 

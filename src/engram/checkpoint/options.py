@@ -12,6 +12,7 @@ from engram.persist.roles import check_roles
 from engram.reshard.driver import Policy, checked_incomplete
 
 if TYPE_CHECKING:
+    from engram._progress import OnProgress
     from engram.persist.roles import Roles
     from engram.types import Ranking
 
@@ -36,6 +37,7 @@ class RestoreArguments(TypedDict, total=False):
     allow_partial: bool
     default_rng: bool
     convert: bool
+    progress: OnProgress | None
 
 
 class Options(NamedTuple):

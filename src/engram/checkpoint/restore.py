@@ -29,6 +29,7 @@ from engram.reshard.shards import open_shards
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engram._progress import Work
     from engram.checkpoint.job import Job
     from engram.checkpoint.options import RestoreOptions
     from engram.checkpoint.select import Wanted
@@ -56,10 +57,12 @@ class Restore:
         job: whose buffer is restored.
         wanted: which checkpoint.
         options: how it is loaded; checked where all ranks hear of an error.
+        work: counts the bytes that are read.
     """
 
-    def __init__(self, job: Job, wanted: Wanted, options: RestoreOptions) -> None:
+    def __init__(self, job: Job, wanted: Wanted, options: RestoreOptions, work: Work) -> None:
         self._job, self._ranks, self._wanted, self._options = job, job.ranks, wanted, options
+        self._work = work
         self._started = time.perf_counter()
         self._known = series.Known()
         """Each restore reads documents itself: what this process wrote may have been damaged since."""
@@ -72,7 +75,7 @@ class Restore:
             path = self._choose()
             try:
                 with contextlib.ExitStack() as stack:
-                    load = _Load(self._job, self._options, path, self._known, stack)
+                    load = _Load(self._job, self._options, path, self._known, stack, self._work)
                     return load.run(self._passed_over, self._started)
             except (CorruptCheckpoint, RankFailed) as error:
                 # All ranks heard of the same, so all of them go on alike.
@@ -115,13 +118,20 @@ class _Load:
         path: of the checkpoint, the same on all ranks.
         known: documents that were read when it was chosen.
         stack: closes what was opened.
+        work: counts the bytes that are read.
     """
 
     def __init__(
-        self, job: Job, options: RestoreOptions, path: Path, known: series.Known, stack: contextlib.ExitStack
+        self,
+        job: Job,
+        options: RestoreOptions,
+        path: Path,
+        known: series.Known,
+        stack: contextlib.ExitStack,
+        work: Work,
     ) -> None:
         self._job, self._ranks, self._options, self._path = job, job.ranks, options, path
-        self._known, self._stack = known, stack
+        self._known, self._stack, self._work = known, stack, work
         self._checkpoint: Checkpoint
         self._targets: list[Target] = []
         """Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard."""
@@ -135,12 +145,16 @@ class _Load:
         self._open()
         checkpoint = self._checkpoint
         if not self._targets:
-            self._checks_blocks &= not len(buffer.storage)  # a buffer that holds rows checks its shard itself
+            saved, held = checkpoint.shard(rank).totals, len(buffer.storage) > 0
+            self._work.total += saved.bytes_logical * (1 + (held or self._checks_blocks))
+            self._checks_blocks &= not held  # a buffer that holds rows checks its shard itself
             self._commit_on_all(None)
             dealt, steps = None, len(buffer.storage)
-            given_up = max(0, checkpoint.shard(rank).totals.steps - steps)
+            given_up = max(0, saved.steps - steps)
         else:
-            made = self._plan()
+            made = self._plan()  # which has read all shards
+            known = [shard.totals.bytes_logical for shard, _ in checkpoint.contents.shards.values()]
+            self._work.total += sum(known) // self._ranks.world * (1 + self._checks_blocks)
             self._commit_on_all(made)
             dealt = reshard_report(made, checkpoint.ranks, lost_with(checkpoint, job.root))
             steps, given_up = dealt["targets"][rank]["steps"], 0
@@ -181,7 +195,9 @@ class _Load:
             self._stack.enter_context(checkpoint)
         except CorruptCheckpoint as error:  # rank 0 has looked at it: no damage that an older one would be better than
             raise RankFailed(f"expected {path.name} as rank 0 sees it, got {error}") from error
+        checkpoint.progress = self._work
         if options.verify == "full" and self._ranks.rank == 0:
+            self._work.total += checkpoint.nbytes
             for problem in checkpoint.problems("full"):
                 raise corrupt(*problem)
         same = (

@@ -21,6 +21,7 @@ from engram.reshard.shards import has_ends, saved_fields
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engram._progress import OnProgress
     from engram.checkpoint.job import Job, Parent
     from engram.format.checkpoints import Shard
     from engram.persist.parts import Snapshot
@@ -94,11 +95,12 @@ class SaveAttempt(SaveHandle):
         job: whose save.
         asked: what for; or why that was wrong: where there are other ranks, they must hear of it.
         number: of the attempt: the same on all ranks.
+        progress: called with a :class:`Progress` now and then.
     """
 
-    def __init__(self, job: Job, asked: Asked | Exception, number: int) -> None:
+    def __init__(self, job: Job, asked: Asked | Exception, number: int, progress: OnProgress | None = None) -> None:
         super().__init__()
-        self._job, self._number = job, number
+        self._job, self._number, self._progress = job, number, progress
         self._asked = asked if isinstance(asked, Asked) else None
         self._failure: BaseException | None = None if isinstance(asked, Asked) else asked
         self._snapshot: Snapshot | None = None
@@ -212,7 +214,7 @@ class SaveAttempt(SaveHandle):
                     job.ranks.rank,
                     sorted(agreed.user),
                 )
-            job.write_shard(attempt, self._asked.step, self._snapshot, self._parent)
+            job.write_shard(attempt, self._asked.step, self._snapshot, self._parent, self._progress)
             series.decide(attempt, job.protocol.epoch, known=job.known)  # the last rank to vote decides
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):

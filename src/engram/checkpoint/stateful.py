@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from engram._checks import check_count
 from engram._words import warn
 from engram.checkpoint.options import checked_step
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import pins
 
 if TYPE_CHECKING:
@@ -104,7 +105,14 @@ class StatefulReplay:
             )
         self._handle, self.report = None, None
         if name:
-            self.report = self._checkpointer.restore(name=name, **self._restore)
+            try:
+                self.report = self._checkpointer.restore(name=name, **self._restore)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"load_state_dict: {self._job.root}: the checkpoint {name} of this state is gone. Load a state whose checkpoint is "
+                    "there, as Checkpointer.list() says, and give stateful(keep=) as many as states are kept; load_state_dict("
+                    f"{{'{_ENTRY}': ''}}) begins with an empty buffer."
+                ) from error
         else:
             self._job.buffer.empty()
 
@@ -118,5 +126,8 @@ class StatefulReplay:
             return
         try:
             pins.pin(self._job.root, step, self._keep)
-        except OSError as error:
-            warn(f"stateful: the checkpoint of step {step} stays no longer than others: {error}")
+        except (OSError, CorruptCheckpoint, IncompatibleCheckpoint) as error:
+            warn(
+                f"stateful: the checkpoint of step {step} stays no longer than others: {str(error).removesuffix('.')}. If "
+                f"{pins.NAME} is damaged, remove it, and load no state that was saved before."
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 
 import click
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from engram.metrics.catalog import HasStats
 
 __all__ = ["main"]
+
+T = TypeVar("T")
 
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
@@ -183,15 +185,10 @@ def diff(one: Path, other: Path, as_json: bool) -> None:
     Exit code: 0 if there is no difference, 1 if there is one or something is damaged, 2 if A or B holds nothing of engram's.
     """
     with refusing():
-        import msgspec
-
         from engram.cli.diff import compare, show_comparison
 
         found = compare(_folder(one), _folder(other))
-    if as_json:
-        print_json(msgspec.to_builtins(found))
-    else:
-        show_comparison(found)
+    _show(found, show_comparison, as_json=as_json)
     sys.exit(0 if found.same else 1)
 
 
@@ -352,15 +349,10 @@ def plan(
     Exit code: 0, 1 if such rows cannot be stored, 2 if SAMPLE or an option cannot be read.
     """
     with refusing():
-        import msgspec
-
         from engram.cli.plan import planned, show_plan
 
         found = planned(sample, given, capacity, batch=batch, memory=memory)
-    if as_json:
-        print_json(msgspec.to_builtins(found))
-    else:
-        show_plan(found)
+    _show(found, show_plan, as_json=as_json)
 
 
 @main.command()
@@ -378,15 +370,10 @@ def bench(rows: int, batch: int, seconds: float, alone: bool, as_json: bool) -> 
     Exit code: 0, 1 if engram samples more slowly than NumPy picks rows: then something is wrong here, and 'engram doctor' may know.
     """
     with refusing():
-        import msgspec
-
         from engram.cli.bench import measured, show_measured
 
         found = measured(rows, batch, seconds, alone=alone)
-    if as_json:
-        print_json(msgspec.to_builtins(found))
-    else:
-        show_measured(found)
+    _show(found, show_measured, as_json=as_json)
     sys.exit(1 if found.problems else 0)
 
 
@@ -492,6 +479,16 @@ def top(store: str, token: str | None, tls_root: str | None, every: float, count
         from engram.cli.top import show
 
         show(store, token, tls_root, every, count, sys.stdout, as_json=as_json)
+
+
+def _show(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
+    """Print what was found, as JSON or as ``show`` does."""
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(found))
+    else:
+        show(found)
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:

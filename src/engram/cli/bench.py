@@ -282,8 +282,7 @@ def _libraries(
     rows: int, data: Rows, batch: int, *, alone: bool
 ) -> tuple[dict[str, Library], dict[str, str], dict[str, str]]:
     """Buffers, versions, and what could not be used."""
-    for logger in ("engram", "torchrl"):
-        logging.getLogger(logger).setLevel(logging.ERROR)  # lines about each new buffer
+    logging.getLogger("torchrl").setLevel(logging.ERROR)  # which prints a line about each new buffer
     made: dict[str, Library] = {"engram": _Engram(rows, data, batch), "NumPy": _NumPy(rows, data, batch)}
     versions, missing = {"engram": __version__, "NumPy": np.__version__}, {}
     for name, (module, distribution, make) in ({} if alone else _RIVALS).items():

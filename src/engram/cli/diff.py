@@ -10,6 +10,7 @@ import click
 import msgspec
 import numpy as np
 
+from engram._progress import Work
 from engram.cli.ending import table
 from engram.cli.show import plain
 from engram.format import layout, series
@@ -219,6 +220,7 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> _Side:
     if folder is None or kind not in ("series", "checkpoint", "dump"):
         raise FileNotFoundError(f"{path}: expected a store, a dump or a whole checkpoint, found none ({kind}).")
     checkpoint = stack.enter_context(Checkpoint(folder))
+    checkpoint.progress = stack.enter_context(Work("comparing", checkpoint.nbytes))
     ranks, capacity, lanes = [], 0, 0
     fields: Sequence[Column] = ()
     for rank in range(checkpoint.manifest.world):

@@ -37,6 +37,7 @@ _EXTRAS = {
 _LEAST_SHARED = 1 << 30
 _LEAST_FILES = 1024
 _SHARED = "/dev/shm"  # noqa: S108 - only looked at
+_RDMA = Path("/sys/class/infiniband")
 _HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
@@ -167,10 +168,11 @@ def _huge_pages(setting: Path) -> Finding:
     return Finding("huge pages", said)
 
 
-def _memory_locks(soft: int, hard: int) -> Finding:
+def _memory_locks(soft: int, hard: int, cards: Path = _RDMA) -> Finding:
+    """Engram locks no memory. Drivers of some network cards do, if there are such ``cards``."""
     value = "unlimited" if soft == resource.RLIM_INFINITY else f"{said_bytes(soft)} of {_limit(hard)}"
-    if soft != resource.RLIM_INFINITY and soft < 64 << 20:
-        advice = "engram locks no memory; drivers of network cards that read it directly (RDMA) do: ulimit -l unlimited"
+    if soft != resource.RLIM_INFINITY and soft < 64 << 20 and cards.is_dir() and any(cards.iterdir()):
+        advice = "Drivers of network cards that read memory directly (RDMA) lock what they read: ulimit -l unlimited"
         return Finding("memory locks", value, "note", advice)
     return Finding("memory locks", value)
 

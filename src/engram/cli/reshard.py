@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from engram._progress import bytes_bar
+from engram._progress import Work
 from engram.cli.ending import print_json, problem, table
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
@@ -21,6 +21,7 @@ from engram.reshard.plan import Target
 from engram.reshard.reports import reshard_report
 from engram.reshard.shards import open_shards
 from engram.storages import LazyMemmapStorage
+from engram.storages.announcing import temporary
 from engram.writers import TensorDictMaxValueWriter
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def reshard(
 
 def _check_rows(made: Reshard) -> None:
     """Read every block of the shards. Raises ``CorruptCheckpoint``: the first that is not as it was."""
-    with bytes_bar("checking", sum(sum(one.reader.files.values()) for one in made.shards)) as progress:
+    with Work("checking", sum(sum(one.reader.files.values()) for one in made.shards)) as progress:
         for one in made.shards:
             check_blocks(one.reader)
             progress(sum(one.reader.files.values()))
@@ -158,7 +159,7 @@ def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
     attempt = series.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
     total = sum(target.capacity for target in made.targets) * sum(f.row_bytes for f in made.fields)
     try:
-        with bytes_bar("resharding", total) as progress:
+        with Work("resharding", total) as progress:
             for rank in range(world):
                 _write_rank(checkpoint, made, rank, attempt / rank_folder(rank, world), attempt, progress)
         decided = series.decide(attempt, epoch)
@@ -178,7 +179,7 @@ def _write_rank(
 ) -> None:
     placed, target = made.rows(rank), made.targets[rank]
     roles = {field.key: field.role for field in made.shards[made.leader].reader.schema or ()}
-    with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch, temporary():
         storage = LazyMemmapStorage(target.capacity, lanes=target.lanes, scratch_dir=scratch)
         try:
             storage.prepare_rows(placed.state, placed.source).commit()

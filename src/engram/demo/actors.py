@@ -8,7 +8,6 @@ pipe is closed, the process at the other end stops.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import zlib
 from collections.abc import Iterator
@@ -78,7 +77,6 @@ def play(replay: Counted, agent: Agent, seed: int) -> Iterator[tuple[TensorDict,
 def act(channel: Connection, replay: ReplayBuffer, agent: Agent, lane: int, seed: int) -> None:
     """Run an actor until the learner closes the pipe or dies. The learner trains the ``agent`` meanwhile."""
     torch.set_num_threads(1)
-    logging.getLogger("engram").setLevel(logging.WARNING)
     steps = play(replay, agent, seed)
     with contextlib.closing(replay), contextlib.suppress(EOFError, ConnectionError):
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -217,7 +216,6 @@ class Learner:
 
 def learn(parent: Connection, settings: Settings) -> None:
     """What a learner process does. It stops when ``parent`` is closed."""
-    logging.getLogger("engram").setLevel(logging.WARNING)
     with contextlib.closing(Learner(settings)) as learner:
         if learner.train(parent):
             learner.report()

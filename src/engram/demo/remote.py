@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import NamedTuple
 
@@ -113,4 +112,3 @@ class Learner:
 
 def _quiet() -> None:
     torch.set_num_threads(1)
-    logging.getLogger("engram").setLevel(logging.WARNING)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engram._checks import check_count
-from engram._words import warn
+from engram._words import said_wait, warn
 from engram.fleet import check_missing
 from engram.fleet.members import SKIP_S
 from engram.fleet.storage import FleetStorage
@@ -135,7 +135,7 @@ def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
     if errors and waits_all:
         where = ", ".join(str(it) for it in access.addresses if it not in served)
         raise ConnectionError(
-            f"connect: no server answered within {patience_s:g} s at {where}. Start it with engram serve, or pass another address."
+            f"connect: no server answered{said_wait(patience_s)} at {where}. Start it with engram serve, or pass another address."
         ) from errors[0]
     return served
 

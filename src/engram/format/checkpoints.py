@@ -23,7 +23,7 @@ from engram.format.part_reader import Level, PartReader
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from typing import Self
 
     from engram.format.listing import Listing
@@ -285,6 +285,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, contents: Contents | None = None) -> None:
         self.folder = folder
+        #: Called with how many bytes of parts were read, of those that are opened from now on.
+        self.progress: Callable[[int], None] | None = None
         self._opened: list[PartReader] = []
         try:
             self._fd = disk.open_folder(folder)
@@ -335,6 +337,15 @@ class Checkpoint:
     def ranks(self) -> list[int]:
         """The rank that saved each shard. The shards are numbered from 0, so the two differ where ranks are missing."""
         return [rank for rank, _ in self._places]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts, as far as the shards can be read."""
+        found = 0
+        for rank in range(self.manifest.world):
+            with contextlib.suppress(CorruptCheckpoint):
+                found += self.shard(rank).totals.bytes_logical
+        return found
 
     def shard_folder(self, rank: int) -> Path:
         return self.folder / self._in_shard(rank, ".")
@@ -449,7 +460,7 @@ class Checkpoint:
         known = self.contents.listings.get(relative)
         if known is not None and known.sha256 != entry.sha256:
             known = None
-        part = PartReader(self.folder / relative, entry.sha256, fd, known)
+        part = PartReader(self.folder / relative, entry.sha256, fd, known, self.progress)
         self.contents.listings[relative] = part.listing
         return part
 

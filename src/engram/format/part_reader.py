@@ -14,7 +14,7 @@ from engram.format.problems import Problem, corrupt, misfits, no_file, problem_o
 from engram.format.schema import PartField
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Self
 
     from typing_extensions import Buffer
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Level = Literal["meta", "read", "full"]
 
 _CHUNK = 1 << 20
+#: Shorter reads are not told of: there are few.
+_COUNTED = 1 << 16
 
 
 def is_part(folder: Path) -> bool:
@@ -42,6 +44,7 @@ class PartReader:
         expected_sha256: of its ``part.json``; None: not known.
         folder_fd: the open folder, which the reader then closes; None: it is opened.
         listing: of this very part, which is then not read again.
+        progress: called with how many bytes were read, a megabyte at a time. What it raises comes out of the call that reads.
 
     Raises:
         CorruptCheckpoint: ``part.json``, ``sums.bin`` or the table of segments is missing, damaged or impossible.
@@ -54,8 +57,9 @@ class PartReader:
         expected_sha256: str | None = None,
         folder_fd: files.Descriptor | None = None,
         listing: Listing | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._progress = folder, progress
         # What was opened last, by name; both close when others take their places.
         self._file: tuple[str, files.Descriptor] | None = None
         self._checked: dict[str, bytearray] = {}
@@ -106,7 +110,7 @@ class PartReader:
 
     def again(self) -> Self:
         """Another one of the same part, for another thread."""
-        other = type(self)(self.folder, None, files.Descriptor.copy_of(self.folder_fd), self.listing)
+        other = type(self)(self.folder, None, files.Descriptor.copy_of(self.folder_fd), self.listing, self._progress)
         other.behind = self.behind
         return other
 
@@ -280,6 +284,8 @@ class PartReader:
             disk.drop(fd, offset, read)
         if read != len(view):
             raise corrupt(self.folder / name, f"expected {nbytes} bytes, the file ends here", offset + read)
+        if self._progress is not None and read >= _COUNTED:
+            self._progress(read)
 
     def _opened(self, name: str) -> Descriptor:
         """The file, which stays open until another one is read, and its folder until one of another is."""

@@ -69,8 +69,17 @@ class FileWriter:
     After an error the file is given up: its part cannot be finished. ``behind``: of a long one the kernel keeps the end alone.
     """
 
-    def __init__(self, path: str, nbytes: int, sparse: bool, behind: bool, done: Callable[[_Written], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        nbytes: int,
+        sparse: bool,
+        behind: bool,
+        done: Callable[[_Written], None],
+        progress: Callable[[int], None] | None,
+    ) -> None:
         self._path, self._nbytes, self._behind, self._done = path, nbytes, behind, done
+        self._progress = progress
         self._summing = sums.Summing()
         self._position = self._started = 0
         self._fd: files.Descriptor | None = disk.create(path, nbytes, sparse=sparse)
@@ -129,6 +138,8 @@ class FileWriter:
             chunk = view[at : at + _CHUNK]
             self._summing.update(chunk)
             disk.write(own, chunk, self._position + at)
+            if self._progress is not None:
+                self._progress(len(chunk))
 
     def _copy(self, fd: int, offset: int, nbytes: int, own: int) -> None:
         if self._behind:
@@ -144,6 +155,8 @@ class FileWriter:
             self._summing.update(piece)
             if not copied:
                 disk.write(own, piece, self._position + at)
+            if self._progress is not None:
+                self._progress(len(piece))
 
     def _append(self, nbytes: int, fill: Callable[[int], None]) -> None:
         """Let ``fill`` write that many bytes to the descriptor that it is given."""
@@ -187,15 +200,25 @@ class PartWriter:
         type: which class wrote it: looked up by the loading program in its own registry, never imported.
         name: of an index.
         behind: what is written does not stay in the kernel's memory, where rows are that others draw.
+        progress: called with how many bytes were written, a megabyte at a time; what it raises gives the file up.
 
     Raises:
         ValueError: a name that is too long or has characters other than letters, digits and ``._-`` (``part`` only).
     """
 
-    def __init__(self, folder: Path, part: str, type: str, name: str = "", *, behind: bool = False) -> None:  # noqa: A002 - the word of part.json
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        type: str,  # noqa: A002 - the word of part.json
+        name: str = "",
+        *,
+        behind: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         if not description.NAME.fullmatch(part):
             raise ValueError(f"part: expected 1 to 128 letters, digits, '.', '_' or '-', got {part!r:.200}.")
-        self.folder, self._behind = folder, behind
+        self.folder, self._behind, self._progress = folder, behind, progress
         self._root = os.fspath(folder)
         self._names = (part, type, name)
         self._prefix = description.prefix(part)
@@ -247,7 +270,7 @@ class PartWriter:
         """
         self._begin(relative)
         done = partial(self._files.__setitem__, relative)
-        return FileWriter(self._path(relative), nbytes, sparse, self._behind, done)
+        return FileWriter(self._path(relative), nbytes, sparse, self._behind, done, self._progress)
 
     def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
         """Hard-link a file of an older checkpoint, with its sums, without reading it.

@@ -43,8 +43,10 @@ def pin(root: Path, step: int, keep: int) -> None:
 
     Raises:
         OSError: the file cannot be written. The pins are as they were.
+        CorruptCheckpoint, IncompatibleCheckpoint: the file is damaged, or a newer engram's. It stays as it is: what it pinned may still
+            be in use.
     """
-    steps = [*(other for other in pinned(root) if other != step), step][-keep:]
+    steps = [*(other for other in _read(root) if other != step), step][-keep:]
     disk.replace(root / NAME, strict.encode(Document(steps=tuple(steps))))
 
 

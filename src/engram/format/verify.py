@@ -7,6 +7,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engram._progress import Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, leases, pins, schema, series
 from engram.format.checkpoints import ATTEMPT, MANIFEST, REFUSAL, SHARD, Checkpoint, rank_folder
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from engram._progress import OnProgress
     from engram.format.checkpoints import Manifest
 
 __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]
@@ -90,13 +92,14 @@ def _kind_of(path: Path) -> Kind | None:
     return None
 
 
-def verify(path: Path, level: Level = "full") -> Report:
+def verify(path: Path, level: Level = "full", progress: OnProgress | None = None) -> Report:
     """Look at everything below ``path``.
 
     Args:
         path: of any kind that ``kind_of`` knows.
         level: ``meta``: descriptions, digests, and the exact size of every file. ``read``: every block of a checkpoint too.
             ``full``: and no file that is not listed. A live store changes, and has no sums: it is looked at as by ``meta``.
+        progress: called with a :class:`Progress` now and then. None: a bar on a terminal, if it takes longer than a second.
 
     Raises:
         FileNotFoundError: nothing of ours lies there.
@@ -104,18 +107,23 @@ def verify(path: Path, level: Level = "full") -> Report:
 
     Cost: reads every byte once, but for ``meta``; memory does not depend on the size.
     """
+    with Work("checking", 0, progress) as work:
+        return _verified(path, level, work)
+
+
+def _verified(path: Path, level: Level, work: Work) -> Report:
     kind = kind_of(path)
     notes: list[Problem] = []
     problems: list[Problem] = []
     try:
         if kind == "series":
-            problems, notes = _series(path, level)
+            problems, notes = _series(path, level, work)
         elif kind == "attempt" or (kind == "checkpoint" and is_aborted(path)):
             said = list(filter(None, [series.look(path)]))
             (problems if _lacks_manifest(path) else notes).extend(said)
             problems.extend(_partial(path, level))
         else:
-            problems.extend(_found(path, kind, level))
+            problems.extend(_found(path, kind, level, work))
     except CorruptCheckpoint as error:
         problems.append(problem_of(error))
     except (CorruptStore, IncompatibleStore, IncompatibleCheckpoint) as error:
@@ -163,14 +171,18 @@ def _said(path: Path, error: Exception) -> Problem:
     return Problem(path, str(error).removeprefix(f"{path}: ").removesuffix("."))
 
 
-def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
+def _found(path: Path, kind: Kind, level: Level, work: Work) -> Iterator[Problem]:
     if kind == "store":
         yield from _store(path)
     elif kind == "part":
-        with PartReader(path) as part:
+        with PartReader(path, progress=work) as part:
+            work.total += sum(part.files.values())
             yield from part.problems(level)
     else:
         with Checkpoint(path) as checkpoint:
+            if not work.total:
+                work.total = checkpoint.nbytes
+            checkpoint.progress = work
             yield from checkpoint.problems(level)
             if not checkpoint.is_dump:
                 yield from _attempt(path, checkpoint.manifest)
@@ -212,9 +224,15 @@ def _attempt(path: Path, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(path / ATTEMPT, f"expected the {entry} {expected!r:.100} of the manifest, got {got!r:.100}")
 
 
-def _series(root: Path, level: Level) -> tuple[list[Problem], list[Problem]]:
+def _series(root: Path, level: Level, work: Work) -> tuple[list[Problem], list[Problem]]:
     problems: list[Problem] = []
     notes: list[Problem] = []
+    for name in series.names(root) if level != "meta" else ():
+        with (
+            contextlib.suppress(OSError, CorruptCheckpoint, IncompatibleCheckpoint),
+            Checkpoint(root / str(name)) as one,
+        ):
+            work.total += one.nbytes
     for name in series.names(root):
         folder = root / str(name)
         try:
@@ -232,7 +250,7 @@ def _series(root: Path, level: Level) -> tuple[list[Problem], list[Problem]]:
             except CorruptCheckpoint as error:
                 notes.append(problem_of(error))
         else:
-            problems += verify(folder, level).problems
+            problems += _verified(folder, level, work).problems
     hint = root / series.LATEST
     notes += [problem for problem in series.latest(root)[1] if problem.path == hint]
     notes += leases.problems(root)

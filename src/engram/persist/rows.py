@@ -88,11 +88,14 @@ class RowsWriter:
         folder: where; it must not exist.
         snapshot: what is written.
         roles: what fields mean, by key, where they are not called as usual.
+        progress: called with how many bytes were written.
     """
 
-    def __init__(self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None) -> None:
+    def __init__(
+        self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None, progress: Callable[[int], None] | None = None
+    ) -> None:
         schema = snapshot.store.schema
-        self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger)
+        self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger, progress=progress)
         self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
         self.geometry, self.fields = described(schema, own)
         self._snapshot = snapshot
@@ -131,14 +134,16 @@ class RowsWriter:
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
 
 
-def save_flat(folder: Path, snapshot: RowsSnapshot) -> SavedRows:
+def save_flat(folder: Path, snapshot: RowsSnapshot, progress: Callable[[int], None] | None = None) -> SavedRows:
     """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
+
+    ``progress`` is called with how many bytes were written.
 
     Raises:
         OSError: no space, or an I/O error.
     """
     known = snapshot.numbers()
-    writer = RowsWriter(folder, snapshot, None)
+    writer = RowsWriter(folder, snapshot, None, progress)
     store, copies = snapshot.store, snapshot.copies
     in_use = np.zeros(store.rows_in_use(snapshot.state["lanes"]), np.int64)
     in_use[: len(known)] = known

@@ -41,7 +41,7 @@ class WholeSnapshot(NamedTuple):
     def fields(self, roles: Roles | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
         return ()
 
-    def save(self, folder: Path) -> SavedRows:
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:  # noqa: ARG002 - it is short
         info = write_part(folder, "storage", self.kind, self.state)
         return SavedRows(info, ShardRows(Cut(self.clock), Totals(steps=self.steps, episodes=0), NO_SCHEMA))
 
@@ -62,6 +62,7 @@ class RowsSnapshot(NamedTuple):
     live: int
     """How many rows there were."""
     nbytes: int
+    """Of the rows."""
     copies: Sequence[Tensor] | None = None
     """Copies of all rows, by field. None: rows are read when they are written."""
 
@@ -80,8 +81,8 @@ class RowsSnapshot(NamedTuple):
         state = self.state
         return self.store.numbers_before(state["clock"] + self.base, state["lanes"])
 
-    def save(self, folder: Path) -> SavedRows:
-        rows = save_flat(folder, self)
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
+        rows = save_flat(folder, self, progress)
         if lost_rows := rows.shard.cut.lost_rows:
             lost = count(lost_rows, "row")
             _log.warning("dumps: left out, as others changed them before they were copied: %s", lost)

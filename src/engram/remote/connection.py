@@ -15,11 +15,14 @@ from pyarrow import flight
 
 from engram import _fork
 from engram._version import __version__
+from engram._words import said_wait
 from engram.remote.addresses import Address, token_in
 from engram.remote.commands import LEAVING, PROTOCOL, Describe, Refusal, Served, raised
 from engram.remote.wire import columns_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engram.remote.commands import Stream
     from engram.remote.streaming import Full
     from engram.remote.wire import Column
@@ -157,7 +160,7 @@ class Connection:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
                     raise ConnectionError(
-                        f"connect: no server answered within {self.access.patience_s:g} s at {self.access}: {_short(error)} Start one "
+                        f"connect: no server answered{said_wait(self.access.patience_s)} at {self.access}: {_short(error)} Start one "
                         "with engram serve, or pass another address."
                     ) from error
             else:
@@ -274,8 +277,8 @@ class Connection:
         )
         return both
 
-    def fetch_dump(self, folder: Path) -> None:
-        """Write the files of a dump that the server makes.
+    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
+        """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.
 
         Raises ``ValueError``: a name leads out of the folder. ``ConnectionError``: the server is lost before all files came, or has as
         many dumps under way as it makes.
@@ -286,6 +289,7 @@ class Connection:
             for chunk in reader:
                 for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
                     _append(folder, name, data)
+                    progress(len(data))
         except (flight.FlightError, pa.ArrowException) as error:
             raise ConnectionError(f"dumps: the server sent no whole dump: {_short(error)} Call it again.") from error
 

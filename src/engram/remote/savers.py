@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -152,7 +153,13 @@ class ShardSavers:
             it.actor.restore.options(**_SAVING).remote(self._key, wanted, options): k
             for k, it in enumerate(self._shards)
         }
-        reports: list[RestoreReport] = self._answers("restore", asked, self._timeout, lost=self._break_off)
+        reports: list[RestoreReport]
+        try:
+            reports = self._answers("restore", asked, self._timeout, lost=self._break_off)
+        except BaseException:  # rows may be gone by now: batches drawn before are of none
+            with contextlib.suppress(ConnectionError):
+                self._restored()
+            raise
         self._restored()
         steps, given_up = sum(report.steps for report in reports), sum(report.given_up for report in reports)
         return reports[0]._replace(steps=steps, given_up=given_up)

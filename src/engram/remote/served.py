@@ -14,7 +14,7 @@ from engram.storages._structure import Structure, stacked
 from engram.types import Traits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -213,8 +213,8 @@ class ServedStorage(Storage):
     def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> object:
         return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device)
 
-    def fetch_dump(self, folder: Path) -> None:
-        """Write the files of a dump that the server makes into a new folder."""
+    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
+        """Write the files of a dump that the server makes into a new folder. ``progress`` is called with how many bytes came."""
         raise NotImplementedError
 
     # ---- what needs the rows here ----------------------------------------------------------------------------------------

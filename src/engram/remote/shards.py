@@ -22,7 +22,7 @@ from engram.storages._columns import rows_of_batch, rows_of_slot
 from engram.storages._structure import Structure, as_tensor, stacked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -436,8 +436,8 @@ class AwaitedStorage(ServedStorage):
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
-    def fetch_dump(self, folder: Path) -> None:
-        self._written().fetch_dump(folder)
+    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
+        self._written().fetch_dump(folder, progress)
 
     def __getstate__(self) -> dict[str, object]:
         raise refused("copy of the storage", "Copy its buffer, or pickle that.")

@@ -41,7 +41,7 @@ from engram.store.requests import IN_DOUBT
 from engram.types import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pyarrow import RecordBatch
@@ -335,9 +335,9 @@ class RemoteStorage(ServedStorage):
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def fetch_dump(self, folder: Path) -> None:
+    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         self._arrive()
-        self.connection.fetch_dump(folder)
+        self.connection.fetch_dump(folder, progress)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import sys
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from engram._words import said_bytes
@@ -12,9 +13,13 @@ from engram.format.layout import SINGLE
 from engram.format.schema import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from engram.format.schema import Field
+
+
+_log = logging.getLogger("engram")
+_is_temporary = ContextVar("engram_temporary", default=False)
 
 
 def creation_line(fields: Sequence[Field], capacity: int, where: object) -> str:
@@ -37,13 +42,17 @@ def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list
 
 
 def announce(lines: Sequence[str]) -> None:
-    """Log at INFO to ``engram``; shown on stderr unless the program configured logging or silenced that logger."""
-    logger = logging.getLogger("engram")
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("engram: %(message)s"))
-        logger.addHandler(handler)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
-    for line in lines:
-        logger.info("%s", line)
+    """Log at INFO to ``engram``, except inside :func:`temporary`."""
+    if not _is_temporary.get():
+        for line in lines:
+            _log.info("%s", line)
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[None]:
+    """Inside, stores that this thread makes are engram's own, and are not announced: no user made them."""
+    before = _is_temporary.set(True)
+    try:
+        yield
+    finally:
+        _is_temporary.reset(before)

@@ -142,7 +142,8 @@ class SnapshotPreparation:
             state = storage.state_without_rows(without=self._without)
         else:
             state, base = describe_store(store, self._indexes, self._without, self._leaves), store.base
-        return RowsSnapshot(kind, store.held(), state, base, live, storage.nbytes, copies)
+        nbytes = live * store.schema.row_bytes
+        return RowsSnapshot(kind, store.held(), state, base, live, nbytes, copies)
 
 
 def _memory_for(fields: Sequence[Tensor], n: int, store: Store) -> list[Tensor]:

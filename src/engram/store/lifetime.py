@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram import _fork, _native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
-from engram.format import files, layout
+from engram.format import files, layout, series
 from engram.format import schema as schemas
 from engram.store import locks
 from engram.store.locks import AliveFile, exclusive, others_attached, others_have_open
@@ -248,9 +248,14 @@ def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None
 def check_store(directory: Path) -> None:
     """Raises ``FileNotFoundError`` unless there is a store."""
     if not (directory / layout.FOLDER).exists():
+        remedy = (
+            "It holds checkpoints, of which Checkpointer(directory, buffer).restore() loads the newest into a buffer, and engram inspect "
+            "says what they hold."
+            if series.is_series(directory)
+            else "ReplayBuffer.open_or_create(directory, size) makes one where there is none."
+        )
         raise FileNotFoundError(
-            f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none. "
-            "ReplayBuffer.open_or_create(directory, size) makes one where there is none."
+            f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none. {remedy}"
         )
 
 

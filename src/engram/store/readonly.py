@@ -60,6 +60,11 @@ class ReaderStore(Store):
         self.indexes = IndexCopies(Host(self.core, control.tensor, tickets.tensor, None), schema.capacity)
         self.indexes.source = folder / layout.FOLDER / layout.INDEXES
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a process other than this one has the store open for writing."""
+        return anyone_has_open(self._folder, self._control, self._tickets)
+
     def _mapped(self, schema: Schema, control: Block, *, private: bool) -> list[Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
