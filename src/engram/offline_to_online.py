@@ -111,16 +111,50 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         """Let the share fall linearly, from what the constructor was given at step 0 to 0 at ``total_steps``, and stay there.
 
         Raises ``ValueError``: ``total_steps`` below 1.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
+        >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
+        >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
+        >>>
+        >>> for step in (0, 5, 20):
+        ...     rb.anneal(step, total_steps=10)
+        ...     print(rb.offline_fraction)
+        0.5
+        0.25
+        0.0
         """
         total = check_count("anneal: total_steps", total_steps)
         self._fraction = self._first_fraction * min(max(1.0 - step / total, 0.0), 1.0)
 
     def add(self, data: object) -> object:
-        """Write a row to the online buffer, as :meth:`ReplayBuffer.add`."""
+        """Write a row to the online buffer, as :meth:`ReplayBuffer.add`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
+        >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
+        >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
+        >>>
+        >>> _ = rb.add({"obs": torch.ones(4)})
+        >>> len(rb.online_buffer), len(rb)
+        (1, 101)
+        """
         return cast("object", self.online_buffer.add(data))
 
     def extend(self, data: object) -> Tensor:
-        """Write rows to the online buffer, as :meth:`ReplayBuffer.extend`."""
+        """Write rows to the online buffer, as :meth:`ReplayBuffer.extend`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
+        >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
+        >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
+        >>>
+        >>> rb.extend({"obs": torch.ones(3, 4)}).tolist()
+        [0, 1, 2]
+        """
         rows: Tensor = self.online_buffer.extend(data)
         return rows
 
@@ -136,6 +170,16 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
 
         Raises:
             ValueError: there is no batch size, or it is below 1. KeyError: the two have other fields. What the two draws raise.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
+        >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
+        >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
+        >>>
+        >>> _ = rb.extend({"obs": torch.ones(3, 4)})
+        >>> rb.sample(4)["obs"][:, 0].tolist()
+        [0.0, 0.0, 1.0, 1.0]
         """
         size = self._batch_size if batch_size is None else check_count("sample: batch_size", batch_size)
         if size is None:

@@ -68,7 +68,12 @@ class Ranks(abc.ABC):
 
     @staticmethod
     def threads(n: int) -> list[Ranks]:
-        """As many as there are threads in this process that play ranks; for tests. Raises ``ValueError``: below 1."""
+        """As many as there are threads in this process that play ranks; for tests. Raises ``ValueError``: below 1.
+
+        >>> from engram import Ranks
+        >>> [(it.rank, it.world) for it in Ranks.threads(2)]
+        [(0, 2), (1, 2)]
+        """
         if n < 1:
             raise ValueError(f"Ranks.threads: expected at least 1, got {n}.")
         board = _Board()
@@ -101,23 +106,59 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def set(self, key: str, value: bytes) -> None:
-        """Let all ranks know."""
+        """Let all ranks know.
+
+        >>> from engram import Ranks
+        >>> one, other = Ranks.threads(2)
+        >>> one.set("learning rate", b"0.1")
+        >>> other.get("learning rate")
+        b'0.1'
+        """
 
     @abc.abstractmethod
     def get(self, key: str) -> bytes | None:
-        """What some rank set; None: nothing yet."""
+        """What some rank set; None: nothing yet.
+
+        >>> from engram import Ranks
+        >>> one, other = Ranks.threads(2)
+        >>> one.get("learning rate") is None
+        True
+        >>> other.set("learning rate", b"0.1")
+        >>> one.get("learning rate")
+        b'0.1'
+        """
 
     @abc.abstractmethod
     def claim(self, key: str, value: bytes) -> bytes:
-        """Set a value that is not set yet. Returns the value that is there then, the same on all ranks."""
+        """Set a value that is not set yet. Returns the value that is there then, the same on all ranks.
+
+        >>> from engram import Ranks
+        >>> one, other = Ranks.threads(2)
+        >>> one.claim("leader", b"0"), other.claim("leader", b"1")
+        (b'0', b'0')
+        """
 
     @abc.abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter that all ranks share, 0 at first; its value then. Keys of counters and of values are different."""
+        """Add to a counter that all ranks share, 0 at first; its value then. Keys of counters and of values are different.
+
+        >>> from engram import Ranks
+        >>> one, other = Ranks.threads(2)
+        >>> one.add("steps", 10), other.add("steps", 5)
+        (10, 15)
+        """
 
     @abc.abstractmethod
     def forget(self, key: str) -> None:
-        """Remove a key, or a counter, that no rank waits for any more."""
+        """Remove a key, or a counter, that no rank waits for any more.
+
+        >>> from engram import Ranks
+        >>> one, other = Ranks.threads(2)
+        >>> one.set("learning rate", b"0.1")
+        >>> other.forget("learning rate")
+        >>> one.get("learning rate") is None
+        True
+        """
 
     def leave(self, key: str, others: int, timeout: float) -> None:
         """End an exchange: rank 0, whose process holds the store, returns last, and may end at once.
@@ -144,6 +185,12 @@ class Ranks(abc.ABC):
         Args:
             keys: that some rank sets.
             timeout: seconds.
+
+        >>> from engram import Ranks
+        >>> one, other = Ranks.threads(2)
+        >>> one.set("ready", b"yes")
+        >>> other.wait(["ready"], timeout=5.0)
+        [b'yes']
         """
         return self._wait(keys, timeout)
 
@@ -172,6 +219,10 @@ class Ranks(abc.ABC):
 
         Raises:
             RankFailed: some did not come in time; names them. On all ranks, also on those, whenever they come.
+
+        >>> from engram import Ranks
+        >>> Ranks.local().gather(b"mine", timeout=5.0)
+        [b'mine']
         """
         number = self._gathered
         self._gathered += 1
@@ -201,7 +252,12 @@ class Ranks(abc.ABC):
         return [one for one in given if one is not None]
 
     def max(self, value: int, timeout: float) -> int:
-        """The largest of what all ranks gave. Raises as :meth:`gather`."""
+        """The largest of what all ranks gave. Raises as :meth:`gather`.
+
+        >>> from engram import Ranks
+        >>> Ranks.local().max(3, timeout=5.0)
+        3
+        """
         return max(int(one) for one in self.gather(str(value).encode(), timeout))
 
     def all(self, true: bool, timeout: float) -> bool:
@@ -211,6 +267,10 @@ class Ranks(abc.ABC):
 
             while not ranks.all(rb.can_sample(), timeout=60):
                 rb.extend(collect())
+
+        >>> from engram import Ranks
+        >>> Ranks.local().all(True, timeout=5.0)
+        True
         """
         return self.max(int(not true), timeout) == 0
 
@@ -228,6 +288,10 @@ class Ranks(abc.ABC):
         Raises:
             RankFailed: the part of some ranks failed, or they did not come in time: the same on all ranks. Where all failed in
                 the same way, each raises that.
+
+        >>> from engram import Ranks
+        >>> Ranks.local().run_on_all("counting", lambda: (5, b"five"), timeout=5.0)
+        (5, [b'five'])
         """
         failure: BaseException | None = None
         own: T
@@ -249,7 +313,12 @@ class Ranks(abc.ABC):
         return own, [one[1:] for one in given]
 
     def together(self, what: str, act: Callable[[], bytes], timeout: float) -> list[bytes]:
-        """As :meth:`run_on_all`, of parts without a result of their own."""
+        """As :meth:`run_on_all`, of parts without a result of their own.
+
+        >>> from engram import Ranks
+        >>> Ranks.local().together("counting", lambda: b"five", timeout=5.0)
+        [b'five']
+        """
         return self.run_on_all(what, lambda: (None, act()), timeout)[1]
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release

@@ -26,6 +26,18 @@ class ParameterScheduler:
     Raises:
         TypeError: ``obj`` is neither, or the attribute is no number. ValueError: the sampler has no such attribute, or ``min_value`` is
             above ``max_value``.
+
+    >>> from engram import ParameterScheduler, PrioritizedSampler
+    >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+    >>>
+    >>> class Halves(ParameterScheduler):
+    ...     def value(self):
+    ...         return self.initial_value / 2**self.step_count
+    >>> scheduler = Halves(sampler, "beta", min_value=0.125)
+    >>> for _ in range(5):
+    ...     scheduler.step()
+    >>> sampler.beta
+    0.125
     """
 
     def __init__(
@@ -69,11 +81,26 @@ class ParameterScheduler:
         return float(found)
 
     def value(self) -> float:
-        """What the attribute is to be after :attr:`step_count` steps, without the bounds."""
+        """What the attribute is to be after :attr:`step_count` steps, without the bounds.
+
+        >>> from engram import LinearScheduler, PrioritizedSampler
+        >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+        >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4)
+        >>> scheduler.value()  # before the first step
+        0.5
+        """
         raise NotImplementedError(f"{type(self).__name__}: a scheduler of your own says in value() what to set.")
 
     def step(self) -> None:
-        """Set the attribute, for all processes where it belongs to the store, as ``alpha`` and ``beta`` do. Raises what setting it does."""
+        """Set the attribute, for all processes where it belongs to the store, as ``alpha`` and ``beta`` do. Raises what setting it does.
+
+        >>> from engram import LinearScheduler, PrioritizedSampler
+        >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+        >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4)
+        >>> scheduler.step()
+        >>> sampler.beta, scheduler.step_count
+        (0.625, 1)
+        """
         self.step_count += 1
         value = self.value()
         if self.min_value is not None:
@@ -83,7 +110,15 @@ class ParameterScheduler:
         setattr(self.sampler, self.param_name, value)
 
     def state_dict(self) -> dict[str, float]:
-        """``step_count`` and ``initial_value``. What the scheduler was made with, such as a function, is not in it."""
+        """``step_count`` and ``initial_value``. What the scheduler was made with, such as a function, is not in it.
+
+        >>> from engram import LinearScheduler, PrioritizedSampler
+        >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+        >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4)
+        >>> scheduler.step()
+        >>> scheduler.state_dict()
+        {'step_count': 1, 'initial_value': 0.5}
+        """
         return {"step_count": self.step_count, "initial_value": self.initial_value}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
@@ -91,6 +126,14 @@ class ParameterScheduler:
 
         Raises:
             KeyError, TypeError, ValueError: a missing or unknown entry, or one that is no such number. Nothing is changed.
+
+        >>> from engram import LinearScheduler, PrioritizedSampler
+        >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+        >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4)
+        >>> scheduler.load_state_dict({"step_count": 3, "initial_value": 0.5})
+        >>> scheduler.step()
+        >>> sampler.beta
+        1.0
         """
         where = type(self).__name__
         check_keys(state_dict, ("step_count", "initial_value"), where)
@@ -226,12 +269,27 @@ class SchedulerList:
         return f"SchedulerList({self.schedulers!r})"
 
     def append(self, scheduler: ParameterScheduler) -> None:
-        """Add one at the end. Raises ``TypeError``: it is no scheduler."""
+        """Add one at the end. Raises ``TypeError``: it is no scheduler.
+
+        >>> from engram import LinearScheduler, PrioritizedSampler, SchedulerList
+        >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+        >>> schedulers = SchedulerList([])
+        >>> schedulers.append(LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4))
+        >>> len(schedulers.schedulers)
+        1
+        """
         if not isinstance(scheduler, ParameterScheduler):
             raise TypeError(f"SchedulerList: expected schedulers, such as a LinearScheduler, got {scheduler!r:.60}.")
         self.schedulers.append(scheduler)
 
     def step(self) -> None:
-        """Step all, in order."""
+        """Step all, in order.
+
+        >>> from engram import LinearScheduler, PrioritizedSampler, SchedulerList
+        >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
+        >>> SchedulerList(LinearScheduler(sampler, "beta", final_value=1.0, num_steps=4)).step()
+        >>> sampler.beta
+        0.625
+        """
         for scheduler in self.schedulers:
             scheduler.step()

@@ -76,6 +76,15 @@ class Extent(NamedTuple):
 
     A lane is a ring of ``capacity // lanes`` consecutive rows; lane ``k`` starts at row ``k * (capacity // lanes)``. Its
     first ``filled[k]`` rows hold data.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2), batch_size=4)
+    >>>
+    >>> _ = rb.extend(torch.arange(4), lane=1)
+    >>> extent = rb.storage.extent()
+    >>> extent.capacity, extent.filled, extent.size
+    (6, (0, 3), 3)
     """
 
     #: Rows of the store.
@@ -144,7 +153,13 @@ class Extent(NamedTuple):
 
 
 class WritePlan(NamedTuple):
-    """Where a writer wants rows to go. Making one has no side effect."""
+    """Where a writer wants rows to go. Making one has no side effect.
+
+    >>> import torch
+    >>> from engram import WritePlan
+    >>> WritePlan(lane=2).lane, WritePlan(rows=torch.tensor([4, 5])).rows.tolist()
+    (2, [4, 5])
+    """
 
     #: Append to this lane, or row ``i`` to lane ``lane[i]`` (int64 ``[n]``); None where rows are named.
     lane: int | Tensor | None = None
@@ -155,7 +170,14 @@ class WritePlan(NamedTuple):
     kept: Tensor | None = None
 
     def reported(self, written: Tensor, n: int) -> Tensor:
-        """int64 ``[n]``: where each row of the data was written, -1 for a rejected one. ``written``: the planned rows."""
+        """int64 ``[n]``: where each row of the data was written, -1 for a rejected one. ``written``: the planned rows.
+
+        >>> import torch
+        >>> from engram import WritePlan
+        >>> plan = WritePlan(rows=torch.tensor([7]), kept=torch.tensor([1]))
+        >>> plan.reported(plan.rows, 3).tolist()
+        [-1, 7, -1]
+        """
         if self.kept is None:
             return written
         import torch
@@ -170,7 +192,13 @@ Plan = WritePlan
 
 
 class Write(NamedTuple):
-    """What was written where. Made by the store."""
+    """What was written where. Made by the store.
+
+    >>> import torch
+    >>> from engram import Write
+    >>> Write(torch.tensor([5, -1, 6]), first=40).tickets.tolist()
+    [40, -1, 41]
+    """
 
     #: int64 ``[n]``; -1 for a rejected row. Of a row that is named twice the last entry stays.
     rows: Tensor
@@ -222,6 +250,10 @@ class Traits(NamedTuple):
     """What a component can do. It says so once, and the buffer reads it when it takes the component.
 
     The defaults are those of a component that says nothing, such as a sampler with the five methods of the protocol.
+
+    >>> from engram import PrioritizedSampler, RandomSampler
+    >>> RandomSampler().traits.draws_uniformly, PrioritizedSampler(10, 0.6, 0.4).traits.takes_priorities
+    (True, True)
     """
 
     # ---- samplers
@@ -520,6 +552,22 @@ class Sampler(Protocol):
 
     One that declares ``reads = ("group", ("next", "reward"))`` gets a :class:`FieldReader` of these fields as the fourth argument of
     ``draw``.
+
+    >>> import torch
+    >>> from engram import Draw, LazyTensorStorage, ReplayBuffer
+    >>> class Newest:
+    ...     def draw(self, extent, batch_size, key):
+    ...         return Draw(torch.arange(extent.size - batch_size, extent.size))
+    ...     def observe(self, write, data): ...
+    ...     def update_priority(self, index, priority, *, generation=None): ...
+    ...     def state_dict(self):
+    ...         return {}
+    ...     def load_state_dict(self, state_dict): ...
+    >>>
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Newest(), batch_size=3)
+    >>> _ = rb.extend(torch.arange(10))
+    >>> rb.sample()
+    tensor([7, 8, 9])
     """
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
@@ -540,7 +588,17 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Writer(Protocol):
-    """What a custom writer implements: a policy of places. The cursors belong to the store."""
+    """What a custom writer implements: a policy of places. The cursors belong to the store.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, WritePlan
+    >>> class ByValue:
+    ...     def place(self, extent, n, lane, data):
+    ...         return WritePlan(rows=data % extent.capacity)
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=ByValue())
+    >>> rb.extend(torch.tensor([13, 25])).tolist()
+    [3, 5]
+    """
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
         """Choose where the ``n`` rows of ``data`` go. Must not have side effects; raises to refuse the write."""

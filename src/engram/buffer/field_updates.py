@@ -28,7 +28,18 @@ CALL = "update_if_present"
 
 @dataclass(frozen=True)
 class ConditionalUpdateResult:
-    """What :meth:`ReplayBuffer.update_if_present` did with each entry. Tensors of the shape of ``generation``."""
+    """What :meth:`ReplayBuffer.update_if_present` did with each entry. Tensors of the shape of ``generation``.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, PrioritizedReplayBuffer
+    >>> rb = PrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(100), batch_size=4)
+    >>> _ = rb.extend({"obs": torch.zeros(10, 3), "value": torch.zeros(10)})
+    >>> batch, info = rb.sample(return_info=True)
+    >>> patch = {"value": torch.ones(4)}
+    >>> result = rb.update_if_present(index=info["index"], generation=info["index_generation"], patch=patch)
+    >>> result.updated.tolist()
+    [True, True, True, True]
+    """
 
     #: bool: the row held what was drawn, and has the patch now.
     updated: Tensor

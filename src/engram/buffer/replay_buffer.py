@@ -1316,6 +1316,15 @@ class ReplayBuffer(Shown, Generic[Batch]):
             TypeError: an argument that a connection does not take. ModuleNotFoundError: ``engram-replay[serve]`` is not installed.
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, serve
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4).share()
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> with serve(rb) as address, ReplayBuffer.connect(address) as there:
+        ...     _ = there.extend({"obs": torch.ones(5, 3)})
+        ...     print(len(there), there.sample()["obs"].shape)
+        15 torch.Size([4, 3])
         """
         return connect_buffer(cls, address, arguments)
 

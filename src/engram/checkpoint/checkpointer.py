@@ -372,13 +372,38 @@ class Checkpointer:
             warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}")
 
     def request(self) -> None:
-        """Request a checkpoint: all ranks save at the next agreement in :meth:`poll`. May be called in any thread of any rank."""
+        """Request a checkpoint: all ranks save at the next agreement in :meth:`poll`. May be called in any thread of any rank.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>>
+        >>> checkpoints = Checkpointer("request-example", rb, poll_every=1)
+        >>> checkpoints.request()
+        >>> checkpoints.poll(100).wait().step
+        100
+        >>> checkpoints.poll(101) is None
+        True
+        """
         self.requests.ask()
 
     def listen_signals(self) -> contextlib.AbstractContextManager[None]:
         """Inside, SIGUSR2 to this process requests a checkpoint, as :meth:`request` does. Call it in the main thread.
 
         A handler that was set before is still called.
+
+        >>> import signal, torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>>
+        >>> checkpoints = Checkpointer("signals-example", rb, poll_every=1)
+        >>> with checkpoints.listen_signals():
+        ...     signal.raise_signal(signal.SIGUSR2)  # as `kill -USR2 PID` in a shell
+        ...     saved = checkpoints.poll(100).wait()
+        >>> saved.step
+        100
         """
         return self.requests.listening(signal.SIGUSR2)
 
@@ -449,6 +474,15 @@ class Checkpointer:
         Raises:
             ValueError: an address that other machines could reach. PermissionError: a token file that others could read.
             OSError: the address cannot be used.
+
+        >>> import torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>>
+        >>> with Checkpointer("serve-example", rb).serve() as endpoint:
+        ...     print(endpoint.address.partition(":")[0])
+        unix
         """
         if self._job.ranks.rank:
             yield None

@@ -33,6 +33,20 @@ class StatefulReplay:
         step: returns the step of the training.
         keep: how many checkpoints that were named stay.
         restore: what :meth:`Checkpointer.restore` is told besides the name.
+
+    >>> import tempfile, torch
+    >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
+    >>>
+    >>> state = replay.state_dict()
+    >>> rb.empty()
+    >>> replay.load_state_dict(state)
+    >>> len(rb), replay.report.step
+    (10, 7)
+    >>> folder.cleanup()
     """
 
     def __init__(
@@ -63,6 +77,18 @@ class StatefulReplay:
         """Take the snapshot of this step now, and write it in the background. :meth:`state_dict` then waits for the rest of it only.
 
         Raises: as :meth:`Checkpointer.save`.
+
+        >>> import tempfile, torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
+        >>>
+        >>> handle = replay.begin()  # the model's own state may be copied meanwhile
+        >>> replay.state_dict() == {"checkpoint": handle.wait().name}
+        True
+        >>> folder.cleanup()
         """
         step = checked_step("stateful", self._step())
         self._pin(step)
@@ -76,6 +102,17 @@ class StatefulReplay:
         asks a new buffer for its state before it loads one.
 
         Raises: as :meth:`Checkpointer.save`. The next call tries again.
+
+        >>> import tempfile, torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
+        >>>
+        >>> replay.state_dict() == replay.state_dict()  # one checkpoint a step
+        True
+        >>> folder.cleanup()
         """
         step = checked_step("stateful", self._step())
         if self._handle is None or self._saved_step != step:
@@ -97,6 +134,18 @@ class StatefulReplay:
         Raises:
             ValueError: another library's state. FileNotFoundError: that checkpoint was removed.
             As :meth:`Checkpointer.restore`: the buffer is as that says.
+
+        >>> import tempfile, torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
+        >>>
+        >>> replay.load_state_dict({"checkpoint": ""})  # of a buffer that held no rows
+        >>> len(rb)
+        0
+        >>> folder.cleanup()
         """
         name = state_dict.get(_ENTRY)
         if not isinstance(name, str) or set(state_dict) != {_ENTRY}:

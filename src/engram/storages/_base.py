@@ -147,6 +147,15 @@ class Storage(Declared, Dumpable, Port):
         """Move the rows to where other processes see them, too.
 
         ``maker``: 32 hexadecimal digits by which a process that takes the place of this one finds them again.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.share()  # other processes may have it now
+        >>> int(rb[9])
+        9
         """
         raise RuntimeError(
             f"share: {type(self).__name__} cannot be shared. Use LazyTensorStorage or LazyMemmapStorage."
@@ -331,6 +340,17 @@ class Storage(Declared, Dumpable, Port):
             CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: as :meth:`load_state_dict`, or of another
                 kind of storage. Nothing is changed; but where nothing was stored rows are checked while they are read, and nothing
                 is stored if that fails.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.dumps("storage-loads-example")
+        >>> rb.storage.set(0, torch.tensor(99))
+        >>> rb.storage.loads("storage-loads-example")
+        >>> int(rb[0])
+        0
         """
         super().loads(path)
         self.notify(None, None)
@@ -341,7 +361,17 @@ class Storage(Declared, Dumpable, Port):
     closed = False
 
     def close(self) -> None:
-        """Release files and locks. Repeatable. Tensors handed out stay valid; every use of the storage raises ``RuntimeError``."""
+        """Release files and locks. Repeatable. Tensors handed out stay valid; every use of the storage raises ``RuntimeError``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.close()
+        >>> rb.storage.closed
+        True
+        """
         _fork.dropped(self)
         end(
             self,
@@ -366,6 +396,15 @@ class Storage(Declared, Dumpable, Port):
 
         Raises:
             IndexError: a row is outside ``[0, max_size)``. Nothing is written.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.set([0, 9], torch.tensor([7, 8]))
+        >>> rb[[0, 9]]
+        tensor([7, 8])
         """
         single = isinstance(cursor, int)
         if isinstance(cursor, slice):
@@ -379,7 +418,16 @@ class Storage(Declared, Dumpable, Port):
         self.write(WritePlan(rows=rows), prepared, n)
 
     def get(self, index: object) -> Any:
-        """What ``storage[index]`` is."""
+        """What ``storage[index]`` is.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.get(slice(2, 4))
+        tensor([2, 3])
+        """
         return self[index]
 
     def locate(self, index: object) -> Rows:
@@ -406,7 +454,16 @@ class Storage(Declared, Dumpable, Port):
             yield self[int(self.extent().rows(torch.tensor([rank], device="cpu"))[0])]
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
-        """Whether rows are live: a bool for an int, a bool tensor of the same shape for a tensor of ints."""
+        """Whether rows are live: a bool for an int, a bool tensor of the same shape for a tensor of ints.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.contains(9), rb.storage.contains(torch.tensor([9, 10])).tolist()
+        (True, [True, False])
+        """
         if isinstance(index, Tensor):
             return (self.tickets_of(index.reshape(-1).to("cpu", torch.int64)) >= 0).reshape(index.shape)
         return bool(self.tickets_of(torch.tensor([operator.index(index)], device="cpu"))[0] >= 0)

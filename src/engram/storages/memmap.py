@@ -244,6 +244,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         """Close the store and remove its files. True if something was removed. Other files in the folder stay.
 
         Views handed out before stay valid until they are dropped.
+
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from engram import LazyMemmapStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir="cleanup-example"))
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.storage.cleanup(), Path("cleanup-example").exists()
+        (True, False)
         """
         return _remove(self.memory)
 

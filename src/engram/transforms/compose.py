@@ -168,6 +168,12 @@ class Compose(Stateful):
 
         Raises:
             Exception: what a transform raises, with a note that names the transform.
+
+        >>> import torch
+        >>> from engram import Compose, DTypeCastTransform
+        >>> chain = Compose(DTypeCastTransform(torch.uint8, torch.float32))
+        >>> chain.inv({"a": torch.tensor([3.0])})["a"]
+        tensor([3], dtype=torch.uint8)
         """
         for number, step in reversed(list(enumerate(self._steps))):
             if step.inverse is not None and data is not None:
@@ -182,6 +188,10 @@ class Compose(Stateful):
 
         Raises:
             TypeError: a state contains something other than tensors and plain values; the message names the path to it.
+
+        >>> from engram import Compose, ObservationNorm
+        >>> list(Compose(ObservationNorm(loc=0.0, scale=2.0, in_keys=["a"])).state_dict())
+        ['0']
         """
         return {number: saved(transform, f"transform {number}") for number, transform in self._with_states().items()}
 

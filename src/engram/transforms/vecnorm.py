@@ -218,6 +218,13 @@ class VecNorm(KeyedTransform, Stateful):
 
         Raises:
             RuntimeError: nothing was read yet.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=1.0)
+        >>> _ = norm({"obs": torch.tensor([1.0, 3.0])})
+        >>> norm.freeze().denorm({"obs": norm({"obs": torch.tensor([4.0])})["obs"]})["obs"].tolist()
+        [4.0]
         """
         if is_tensor(data):
             return self._restored(0, torch.as_tensor(data))

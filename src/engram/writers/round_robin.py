@@ -57,6 +57,15 @@ class RoundRobinWriter(NativeWriter):
 
         Raises:
             RowError: a row is outside ``[0, capacity)``. Nothing is written.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(5))
+        >>> _ = rb.writer.write_at([1, 3], torch.tensor([10, 30]))
+        >>> rb[:].tolist()
+        [0, 10, 2, 30, 4]
         """
         rows = torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
         return self._write("write_at", data, WritePlan(rows=rows), batched=True).rows
