@@ -322,7 +322,11 @@ class Ranks(abc.ABC):
         return self.run_on_all(what, lambda: (None, act()), timeout)[1]
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release
-        """Release connections. Repeatable."""
+        """Release connections. Repeatable.
+
+        >>> from engram import Ranks
+        >>> Ranks.local().close()
+        """
 
 
 def looks(timeout: float, *, at_files: bool = False) -> Iterator[float]:

@@ -571,7 +571,16 @@ class Sampler(Protocol):
     """
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        """Choose ``batch_size`` rows. ``key`` is 64 random bits, new for every draw: derive all randomness from it."""
+        """Choose ``batch_size`` rows. ``key`` is 64 random bits, new for every draw: derive all randomness from it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> rb.sampler.draw(rb.storage.extent(), 4, key=7).rows.shape
+        torch.Size([4])
+        """
 
     def observe(self, write: Write | None, data: Any) -> None:
         """Hear of rows written or edited, after the fact; ``write=None`` means the buffer was emptied."""
@@ -580,10 +589,19 @@ class Sampler(Protocol):
         """Take new priorities for rows drawn earlier, or ignore them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All state, as tensors and plain values. Copies."""
+        """All state, as tensors and plain values. Copies.
+
+        >>> from engram import RandomSampler
+        >>> RandomSampler().state_dict()
+        {}
+        """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state made by ``state_dict``. Copies."""
+        """Take over a state made by ``state_dict``. Copies.
+
+        >>> from engram import RandomSampler
+        >>> RandomSampler().load_state_dict({})
+        """
 
 
 @runtime_checkable
@@ -601,4 +619,11 @@ class Writer(Protocol):
     """
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
-        """Choose where the ``n`` rows of ``data`` go. Must not have side effects; raises to refuse the write."""
+        """Choose where the ``n`` rows of ``data`` go. Must not have side effects; raises to refuse the write.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> RoundRobinWriter().place(rb.storage.extent(), 3, 0, torch.arange(3))
+        WritePlan(lane=0, rows=None, kept=None)
+        """

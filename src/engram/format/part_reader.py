@@ -300,9 +300,12 @@ class PartReader:
     def _read_checked(self, name: str, target: memoryview, offset: int) -> None:
         """As :meth:`read`, of one chunk."""
         nbytes = self.listing.files[name].bytes
-        seen = self._checked.setdefault(name, bytearray(sums.blocks_of(nbytes)))
+        seen = self._checked.get(name)
+        if seen is None:
+            seen = self._checked[name] = bytearray(sums.blocks_of(nbytes))
         # Only blocks that are touched, and whole ones: the wanted bytes alone have no sum.
-        first, last = offset // sums.BLOCK, sums.blocks_of(offset + len(target))
+        end = offset + len(target)
+        first, last = offset // sums.BLOCK, len(seen) if end == nbytes else sums.blocks_of(end)
         if all(seen[first:last]):
             self._fill(name, target, offset)
             return

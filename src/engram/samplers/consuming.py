@@ -129,7 +129,17 @@ class ConsumingSampler(NativeSampler):
         return batch_size > 0 and self.drawable(storage) > 0
 
     def used_rows(self, n: int) -> Tensor:
-        """int64 ``[k]``, ascending: rows that are used up, ``n`` at most."""
+        """int64 ``[k]``, ascending: rows that are used up, ``n`` at most.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>>
+        >>> rb.sampler.used_rows(10).tolist()
+        [0, 1, 2, 3]
+        """
         index = self._attached()
         return _NOTHING[0] if index is None or not index.core.used else index.core.used_rows(n)
 
@@ -159,7 +169,17 @@ class ConsumingSampler(NativeSampler):
         return ((self.index_name, KIND),)
 
     def state_dict(self) -> dict[str, object]:
-        """``max_sample_count``, ``ran_out`` and ``counts``, int32 ``[n]``: how often each row was drawn, up to the last that was."""
+        """``max_sample_count``, ``ran_out`` and ``counts``, int32 ``[n]``: how often each row was drawn, up to the last that was.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>>
+        >>> rb.sampler.state_dict()["counts"].tolist()
+        [1, 1, 1, 1]
+        """
         index = self._attached()
         counts = torch.zeros(0, dtype=torch.int32, device="cpu") if index is None else index.counts(index.core.rows)
         drawn = counts.nonzero()

@@ -160,7 +160,18 @@ class SamplerWithoutReplacement(NativeSampler):
         return len(storage) >= (batch_size if self.drop_last else 1)
 
     def state_dict(self) -> dict[str, object]:
-        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values."""
+        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=4)
+        >>> _ = rb.extend(torch.arange(10))
+        >>>
+        >>> _ = rb.sample()
+        >>> state = rb.sampler.state_dict()
+        >>> state["rows"], state["visited"]
+        (10, 4)
+        """
         return {**self._epoch.state(), "ran_out": self.ran_out}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:

@@ -322,7 +322,17 @@ class PrioritizedSampler(NativeSampler):
         return True
 
     def check_priority(self, priority: object, n: int) -> None:
-        """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet."""
+        """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, alpha=0.6, beta=0.4), batch_size=4)
+        >>> _ = rb.extend(torch.arange(10))
+        >>>
+        >>> rb.sampler.check_priority(torch.tensor([1.0, -1.0]), 2)
+        Traceback (most recent call last):
+        engram.errors.PriorityError: ...
+        """
         priorities = self._priorities_of(priority, n)
         assert self._storage is not None  # the buffer bound it
         own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
@@ -395,6 +405,15 @@ class PrioritizedSampler(NativeSampler):
 
         ``highest`` is the largest priority of all updates, 0.0 before the first. Before anything was written there are no leaves.
         A leaf of -0.0 is a priority of zero, one of 0.0 that of a row that holds nothing.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, alpha=0.6, beta=0.4), batch_size=4)
+        >>> _ = rb.extend(torch.arange(10))
+        >>>
+        >>> state = rb.sampler.state_dict()
+        >>> state["alpha"], state["leaves"].dtype
+        (0.6, torch.float64)
         """
         index = self._attached()
         return state_of(self._config) if index is None else index.state()

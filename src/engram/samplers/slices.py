@@ -257,6 +257,10 @@ class SliceSampler(WindowSampler):
         """As :meth:`PrioritizedSampler.state_dict`; without anchors it is empty, or that of the online queue.
 
         The queue's: int64 ``taken`` ``[tracks]`` and ``clock`` of the store.
+
+        >>> from engram import PrioritizedSampler, SliceSampler
+        >>> SliceSampler(slice_len=4, end_keys=["done"]).state_dict()
+        {}
         """
         if self.anchors is not None or not self.online:
             return self._priorities.state_dict()

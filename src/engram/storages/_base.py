@@ -37,6 +37,14 @@ class Storage(Declared, Dumpable, Port):
     """Holds what is written. Base class of all storages, for type checks; custom storages are not supported yet.
 
     A storage may serve several buffers: what is written through one is seen by the samplers of all.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>>
+    >>> from engram import Storage
+    >>> isinstance(rb.storage, Storage), rb.storage.initialized
+    (True, False)
     """
 
     part = "storage"
@@ -274,6 +282,16 @@ class Storage(Declared, Dumpable, Port):
                 ``ValueError``). Nothing is changed.
 
         Cost: O(capacity).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend(torch.arange(10))
+        >>> other = LazyTensorStorage(100)
+        >>> other.load_state_dict(rb.storage.state_dict())
+        >>> len(other)
+        10
         """
         self.prepare_load(state_dict).commit()
         self.notify(None, None)

@@ -284,6 +284,13 @@ class ListStorage(Storage):
 
         Raises:
             TypeError: an item that is not made of tensors, TensorDicts, dicts, lists and tuples; names it.
+
+        >>> import torch
+        >>> from engram import ListStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=ListStorage(10))
+        >>> _ = rb.extend([torch.zeros(2), torch.zeros(3)])
+        >>> rb.storage.state_dict()["write_count"]
+        2
         """
         with self._lock:
             return {

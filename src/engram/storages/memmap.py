@@ -142,7 +142,18 @@ class LazyMemmapStorage(LazyTensorStorage):
         readonly: bool = False,
         io: str = "auto",
     ) -> LazyMemmapStorage:
-        """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way."""
+        """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way.
+
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from engram import LazyMemmapStorage, ReplayBuffer
+        >>> with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir="storage-open-example")) as rb:
+        ...     _ = rb.extend(torch.arange(10))
+        >>> storage = LazyMemmapStorage.open(Path("storage-open-example"))
+        >>> len(storage)
+        10
+        >>> storage.close()
+        """
         store = (open_readonly if readonly else open_store)(directory, unclean=unclean)
         schema = store.schema
         assert store.folder is not None  # it was opened there

@@ -560,6 +560,15 @@ class TensorStorage(Storage):
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:
         """As for every storage: the entries of :meth:`state_without_rows`, and ``rows``: of each field, in the order of the
         schema, the rows up to the last live one, ``[n, *shape]``; zeros in rows that hold nothing.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>>
+        >>> _ = rb.extend({"obs": torch.arange(10)})
+        >>> state = rb.storage.state_dict()
+        >>> len(state["rows"]), state["write_count"]
+        (1, 10)
         """
         with self.paused:
             state = self.state_without_rows(without=without)

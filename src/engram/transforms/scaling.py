@@ -76,7 +76,12 @@ class ObservationNorm(KeyedTransform, Stateful):
         return (value - self.loc.to(value.device)) / self.scale.to(value.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``loc``, ``scale`` and ``standard_normal``: copies."""
+        """``loc``, ``scale`` and ``standard_normal``: copies.
+
+        >>> from engram import ObservationNorm
+        >>> sorted(ObservationNorm(loc=0.0, scale=2.0, in_keys=["obs"]).state_dict())
+        ['loc', 'scale', 'standard_normal']
+        """
         return {
             "loc": self.loc.clone(),
             "scale": self.scale.clone(),

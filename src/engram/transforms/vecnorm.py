@@ -115,7 +115,16 @@ class VecNorm(KeyedTransform, Stateful):
         return normalized
 
     def inv(self, data: object) -> object:
-        """Return data unchanged. :meth:`denorm` undoes the normalization."""
+        """Return data unchanged. :meth:`denorm` undoes the normalization.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=1.0)
+        >>> _ = norm({"obs": torch.tensor([1.0, 3.0])})
+        >>>
+        >>> norm.inv({"obs": torch.tensor([4.0])})["obs"].tolist()
+        [4.0]
+        """
         return data
 
     def _add(self, found: dict[int, tuple[Tensor, torch.Size]]) -> None:
@@ -258,7 +267,16 @@ class VecNorm(KeyedTransform, Stateful):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors: ``frozen``, and ``i.weight``, ``i.mean`` and ``i.squares`` for the i-th key, if it was read."""
+        """Tensors: ``frozen``, and ``i.weight``, ``i.mean`` and ``i.squares`` for the i-th key, if it was read.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm = VecNorm(["obs"], decay=1.0)
+        >>> _ = norm({"obs": torch.tensor([1.0, 3.0])})
+        >>>
+        >>> norm.state_dict()["0.mean"]
+        tensor(2., dtype=torch.float64)
+        """
         state = {"frozen": torch.tensor(self.frozen, device="cpu")}
         with self._lock:
             for i, moments in enumerate(self._moments):

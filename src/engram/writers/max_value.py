@@ -173,6 +173,15 @@ class TensorDictMaxValueWriter(NativeWriter):
         """The row that one row of data would be written to now; None if it would be rejected. Nothing is written.
 
         Raises: as ``add``.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="score"))
+        >>> _ = rb.extend(TensorDict({"score": torch.tensor([3.0, 1.0])}, [2]))
+        >>>
+        >>> [rb.writer.get_insert_index(TensorDict({"score": torch.tensor(score)}, [])) for score in (2.0, 0.5)]
+        [1, None]
         """
         plan = self.place(self._registered().extent(), 1, 0, data)
         assert plan.rows is not None  # as place makes them
@@ -237,7 +246,17 @@ class TensorDictMaxValueWriter(NativeWriter):
         return ranks.reshape(n)
 
     def state_dict(self) -> dict[str, object]:
-        """What rows are ranked by: ``rank_key``, a list, and ``reduction``. Ranks follow from the rows."""
+        """What rows are ranked by: ``rank_key``, a list, and ``reduction``. Ranks follow from the rows.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="score"))
+        >>> _ = rb.extend(TensorDict({"score": torch.tensor([3.0, 1.0])}, [2]))
+        >>>
+        >>> rb.writer.state_dict()
+        {'rank_key': ['score'], 'reduction': 'sum'}
+        """
         return {"rank_key": list(self._rank_key), "reduction": self._reduction}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
