@@ -117,7 +117,6 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
         >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
-        >>>
         >>> for step in (0, 5, 20):
         ...     rb.anneal(step, total_steps=10)
         ...     print(rb.offline_fraction)
@@ -136,7 +135,6 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
         >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
-        >>>
         >>> _ = rb.add({"obs": torch.ones(4)})
         >>> len(rb.online_buffer), len(rb)
         (1, 101)
@@ -151,7 +149,6 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
         >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
-        >>>
         >>> rb.extend({"obs": torch.ones(3, 4)}).tolist()
         [0, 1, 2]
         """
@@ -176,7 +173,6 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         >>> recorded = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = recorded.extend({"obs": torch.zeros(100, 4)})
         >>> rb = OfflineToOnlineReplayBuffer(recorded, online_capacity=100, batch_size=8)
-        >>>
         >>> _ = rb.extend({"obs": torch.ones(3, 4)})
         >>> rb.sample(4)["obs"][:, 0].tolist()
         [0.0, 0.0, 1.0, 1.0]

@@ -29,7 +29,6 @@ class ParameterScheduler:
 
     >>> from engram import ParameterScheduler, PrioritizedSampler
     >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
-    >>>
     >>> class Halves(ParameterScheduler):
     ...     def value(self):
     ...         return self.initial_value / 2**self.step_count

@@ -80,7 +80,6 @@ class Extent(NamedTuple):
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2), batch_size=4)
-    >>>
     >>> _ = rb.extend(torch.arange(4), lane=1)
     >>> extent = rb.storage.extent()
     >>> extent.capacity, extent.filled, extent.size
@@ -563,7 +562,6 @@ class Sampler(Protocol):
     ...     def state_dict(self):
     ...         return {}
     ...     def load_state_dict(self, state_dict): ...
-    >>>
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Newest(), batch_size=3)
     >>> _ = rb.extend(torch.arange(10))
     >>> rb.sample()
@@ -576,7 +574,6 @@ class Sampler(Protocol):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.sampler.draw(rb.storage.extent(), 4, key=7).rows.shape
         torch.Size([4])

@@ -50,7 +50,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     processes of one machine share a buffer's memory: prefer these.
 
     Args:
-        *args, **kwargs: those of :class:`TensorDictReplayBuffer`.
+        *args: those of :class:`TensorDictReplayBuffer`, and its keywords.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -378,7 +378,6 @@ class Checkpointer:
         >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
         >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
-        >>>
         >>> checkpoints = Checkpointer("request-example", rb, poll_every=1)
         >>> checkpoints.request()
         >>> checkpoints.poll(100).wait().step
@@ -397,7 +396,6 @@ class Checkpointer:
         >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
         >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
-        >>>
         >>> checkpoints = Checkpointer("signals-example", rb, poll_every=1)
         >>> with checkpoints.listen_signals():
         ...     signal.raise_signal(signal.SIGUSR2)  # as `kill -USR2 PID` in a shell
@@ -479,7 +477,6 @@ class Checkpointer:
         >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
         >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
-        >>>
         >>> with Checkpointer("serve-example", rb).serve() as endpoint:
         ...     print(endpoint.address.partition(":")[0])
         unix

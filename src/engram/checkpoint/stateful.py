@@ -40,7 +40,6 @@ class StatefulReplay:
     >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
     >>> folder = tempfile.TemporaryDirectory()
     >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
-    >>>
     >>> state = replay.state_dict()
     >>> rb.empty()
     >>> replay.load_state_dict(state)
@@ -84,7 +83,6 @@ class StatefulReplay:
         >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
         >>> folder = tempfile.TemporaryDirectory()
         >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
-        >>>
         >>> handle = replay.begin()  # the model's own state may be copied meanwhile
         >>> replay.state_dict() == {"checkpoint": handle.wait().name}
         True
@@ -109,7 +107,6 @@ class StatefulReplay:
         >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
         >>> folder = tempfile.TemporaryDirectory()
         >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
-        >>>
         >>> replay.state_dict() == replay.state_dict()  # one checkpoint a step
         True
         >>> folder.cleanup()
@@ -132,8 +129,8 @@ class StatefulReplay:
         """Restore the checkpoint that a state names; of an empty name, forget all rows.
 
         Raises:
-            ValueError: another library's state. FileNotFoundError: that checkpoint was removed.
-            As :meth:`Checkpointer.restore`: the buffer is as that says.
+            ValueError: another library's state. FileNotFoundError: that checkpoint was removed; the buffer is as it was. Others: as
+                :meth:`Checkpointer.restore`.
 
         >>> import tempfile, torch
         >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -141,7 +138,6 @@ class StatefulReplay:
         >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
         >>> folder = tempfile.TemporaryDirectory()
         >>> replay = Checkpointer(folder.name, rb).stateful(lambda: 7)
-        >>>
         >>> replay.load_state_dict({"checkpoint": ""})  # of a buffer that held no rows
         >>> len(rb)
         0

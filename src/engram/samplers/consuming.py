@@ -136,7 +136,6 @@ class ConsumingSampler(NativeSampler):
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
         >>> _ = rb.extend(torch.arange(4))
         >>> _ = rb.sample()
-        >>>
         >>> rb.sampler.used_rows(10).tolist()
         [0, 1, 2, 3]
         """
@@ -176,7 +175,6 @@ class ConsumingSampler(NativeSampler):
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
         >>> _ = rb.extend(torch.arange(4))
         >>> _ = rb.sample()
-        >>>
         >>> rb.sampler.state_dict()["counts"].tolist()
         [1, 1, 1, 1]
         """

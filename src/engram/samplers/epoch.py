@@ -166,7 +166,6 @@ class SamplerWithoutReplacement(NativeSampler):
         >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=4)
         >>> _ = rb.extend(torch.arange(10))
-        >>>
         >>> _ = rb.sample()
         >>> state = rb.sampler.state_dict()
         >>> state["rows"], state["visited"]

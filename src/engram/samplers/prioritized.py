@@ -328,7 +328,6 @@ class PrioritizedSampler(NativeSampler):
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, alpha=0.6, beta=0.4), batch_size=4)
         >>> _ = rb.extend(torch.arange(10))
-        >>>
         >>> rb.sampler.check_priority(torch.tensor([1.0, -1.0]), 2)
         Traceback (most recent call last):
         engram.errors.PriorityError: ...
@@ -410,7 +409,6 @@ class PrioritizedSampler(NativeSampler):
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, alpha=0.6, beta=0.4), batch_size=4)
         >>> _ = rb.extend(torch.arange(10))
-        >>>
         >>> state = rb.sampler.state_dict()
         >>> state["alpha"], state["leaves"].dtype
         (0.6, torch.float64)

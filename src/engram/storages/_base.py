@@ -41,7 +41,6 @@ class Storage(Declared, Dumpable, Port):
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-    >>>
     >>> from engram import Storage
     >>> isinstance(rb.storage, Storage), rb.storage.initialized
     (True, False)
@@ -159,7 +158,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.storage.share()  # other processes may have it now
         >>> int(rb[9])
@@ -286,7 +284,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> other = LazyTensorStorage(100)
         >>> other.load_state_dict(rb.storage.state_dict())
@@ -362,7 +359,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.storage.dumps("storage-loads-example")
         >>> rb.storage.set(0, torch.tensor(99))
@@ -384,7 +380,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.storage.close()
         >>> rb.storage.closed
@@ -418,7 +413,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.storage.set([0, 9], torch.tensor([7, 8]))
         >>> rb[[0, 9]]
@@ -441,7 +435,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.storage.get(slice(2, 4))
         tensor([2, 3])
@@ -477,7 +470,6 @@ class Storage(Declared, Dumpable, Port):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(10))
         >>> rb.storage.contains(9), rb.storage.contains(torch.tensor([9, 10])).tolist()
         (True, [True, False])

@@ -564,7 +564,6 @@ class TensorStorage(Storage):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>>
         >>> _ = rb.extend({"obs": torch.arange(10)})
         >>> state = rb.storage.state_dict()
         >>> len(state["rows"]), state["write_count"]

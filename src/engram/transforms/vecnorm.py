@@ -121,7 +121,6 @@ class VecNorm(KeyedTransform, Stateful):
         >>> from engram import VecNorm
         >>> norm = VecNorm(["obs"], decay=1.0)
         >>> _ = norm({"obs": torch.tensor([1.0, 3.0])})
-        >>>
         >>> norm.inv({"obs": torch.tensor([4.0])})["obs"].tolist()
         [4.0]
         """
@@ -273,7 +272,6 @@ class VecNorm(KeyedTransform, Stateful):
         >>> from engram import VecNorm
         >>> norm = VecNorm(["obs"], decay=1.0)
         >>> _ = norm({"obs": torch.tensor([1.0, 3.0])})
-        >>>
         >>> norm.state_dict()["0.mean"]
         tensor(2., dtype=torch.float64)
         """

@@ -179,7 +179,6 @@ class TensorDictMaxValueWriter(NativeWriter):
         >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
         >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="score"))
         >>> _ = rb.extend(TensorDict({"score": torch.tensor([3.0, 1.0])}, [2]))
-        >>>
         >>> [rb.writer.get_insert_index(TensorDict({"score": torch.tensor(score)}, [])) for score in (2.0, 0.5)]
         [1, None]
         """
@@ -253,7 +252,6 @@ class TensorDictMaxValueWriter(NativeWriter):
         >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
         >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="score"))
         >>> _ = rb.extend(TensorDict({"score": torch.tensor([3.0, 1.0])}, [2]))
-        >>>
         >>> rb.writer.state_dict()
         {'rank_key': ['score'], 'reduction': 'sum'}
         """

@@ -61,7 +61,6 @@ class RoundRobinWriter(NativeWriter):
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-        >>>
         >>> _ = rb.extend(torch.arange(5))
         >>> _ = rb.writer.write_at([1, 3], torch.tensor([10, 30]))
         >>> rb[:].tolist()
