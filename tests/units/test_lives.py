@@ -28,6 +28,7 @@ from engram import (
     replay_draws,
 )
 from tests import fresh
+from tests.serving.servers import serving
 from tests.units.model import UNIT, check, episodes
 
 
@@ -177,6 +178,35 @@ class TestOpenedAgain:
         again = ReplayBuffer.open(tmp_path / "s", sample_unit=Pairs())
         assert len(again.sample()["step"]) == 4
         again.close()
+
+
+class TestServed:
+    def test_batches_and_priorities(self, tmp_path):
+        unit = Sequence(4, burn_in=2, bootstrap=1, priority_eta=0.5)
+        rb = TensorDictPrioritizedReplayBuffer(
+            alpha=1.0,
+            beta=1.0,
+            eps=0.0,
+            storage=LazyMemmapStorage(60, scratch_dir=tmp_path / "s"),
+            sample_unit=unit,
+            batch_size=8,
+        )
+        rb.extend(episodes(0, 8, 7))
+        with serving(tmp_path / "s") as server:
+            with ReplayBuffer.connect(server.address) as remote:
+                batch = remote.sample()
+                check(batch)
+                assert batch.keys() >= {"anchor_index", "anchor_generation", "priority_weight"}
+                batch["td_error"] = torch.rand(len(batch)) + 0.5
+                remote.update_tensordict_priority(batch)
+                expected = unit.anchor_priorities(batch["td_error"], batch)
+                remote.sample()  # what was sent before has been done
+                with pytest.raises(NotImplementedError, match="on a server"):
+                    remote.submit_update_if_present(index=[0], generation=[1], patch={"step": torch.zeros(1)})
+            leaves = torch.tensor(rb.state_dict()["_sampler"]["leaves"].tolist())
+            assert leaves[expected.anchors].tolist() == pytest.approx(expected.priority.tolist())
+            assert set(leaves.tolist()) == {1.0, 0.0} | set(leaves[expected.anchors].tolist())
+        rb.close()
 
 
 class TestAhead:

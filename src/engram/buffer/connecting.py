@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from engram._unsupported import meant
 from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.on_ray import attached_by_name
-from engram.buffer.recipe import kind_of, noted_settings
+from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.fleet import check_missing
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
             storage=storage,
             sampler=sampler,
             writer=RemoteWriter(served),
+            sample_unit=noted_unit(noted),
             **settings,
             **kind.open_arguments(noted),
         )

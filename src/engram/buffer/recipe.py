@@ -305,6 +305,13 @@ def kind_of(noted: dict[str, object], call: str) -> type[ReplayBuffer]:
     return kind
 
 
+def noted_unit(noted: dict[str, object]) -> units.SampleUnit | None:
+    """The sample unit that was noted; None: there is none, or it is of the user's own."""
+    unit = noted.get("sample_unit")
+    own = isinstance(unit, dict) and unit.get("custom")
+    return None if own else cast("units.SampleUnit | None", _made_again(unit, units.SampleUnit.known, "sample_unit"))
+
+
 def noted_settings(noted: dict[str, object]) -> dict[str, Any]:
     """The arguments of the constructor that were noted, besides the components. Raises ``CorruptStore``: they are none."""
     settings: dict[str, Any] = {name: noted[name] for name in ("batch_size", "prefetch", "output") if name in noted}

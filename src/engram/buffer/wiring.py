@@ -109,13 +109,14 @@ class Wiring:
 
     def _reader_of(self, unit: SampleUnit, source: DeclaredSampler) -> UnitReader | None:
         """What reads batches of the unit. Raises ``TypeError``: it does not go with the storage or the sampler."""
+        if self.storage.traits.is_remote:
+            return None  # the server does
         unit.check(self.storage, source)
         reader = unit.read_with(source, Named(self.user_index, self.rows_named))
-        if reader is not None and (isinstance(source, Expander) or self.storage.traits.is_remote):
-            got = f"the expander {type(source).__name__}" if isinstance(source, Expander) else "rows on a server"
+        if reader is not None and isinstance(source, Expander):
             raise TypeError(
-                f"sample_unit: {type(unit).__name__}: expected a sampler of rows that are here, got {got}. Put expanders around a "
-                "SliceSampler(window=WindowSpec(…)), and give units to the buffer on the server."
+                f"sample_unit: {type(unit).__name__}: expected a sampler of rows, got the expander {type(source).__name__}. Put it "
+                "around a SliceSampler(window=WindowSpec(…))."
             )
         return reader
 

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.format.schema import Schema
     from engram.remote.wire import Column
+    from engram.units import SampleUnit
 
 
 class Batches(NamedTuple):
@@ -89,6 +90,7 @@ class Service:
     def __init__(self, rb: ReplayBuffer) -> None:
         self._rb = rb
         self._wiring = Wiring(rb.storage, Compose.of(None), collate_fn=None, pinning=None, generator=None)
+        self._wiring.unit = unit = _unit_of(rb)
         self._wiring.connect(rb.sampler, rb.writer, rb.batch_size)
         self._reading = ReadPath(self._wiring)
         store = rb.storage.memory
@@ -100,7 +102,9 @@ class Service:
         self._answers, self._dumps = Answers(), Dumps()
         self._key = ThreadKey()
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
-        self._stored_bytes, self._drawn_bytes = self._schema.row_bytes, drawn_bytes(rb.sampler, self._schema)
+        records = 1 if unit is None else unit.total
+        self._stored_bytes = records * self._schema.row_bytes
+        self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema)
         #: Clients that write.
         self.writers = 0
         #: Held while a part of an epoch is drawn: it begins none that was not asked for.
@@ -363,6 +367,11 @@ class Service:
             raise NotOnce(str(error)) from error
 
 
+def _unit_of(rb: ReplayBuffer) -> SampleUnit | None:
+    wiring: Wiring = vars(rb)["_wiring"]
+    return wiring.unit
+
+
 def why_alone(rb: ReplayBuffer) -> str:
     """Why batches cannot have rows of other stores, too; empty: they can."""
     sampler, storage = samplers.declared(rb.sampler), rb.storage
@@ -370,6 +379,8 @@ def why_alone(rb: ReplayBuffer) -> str:
         return f"{rb.writer!r} keeps the best rows of one store"
     if storage.ndim > 1:
         return f"rows with ndim={storage.ndim} are numbered within one store"
+    if (unit := _unit_of(rb)) is not None and unit.total != 1:
+        return f"{unit!r} reads windows around rows of one store"
     if sampler.drop_last:
         return "drop_last counts the rows of one store"
     if not sampler.rows_together()[0]:

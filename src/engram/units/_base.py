@@ -40,6 +40,11 @@ class UnitBase:
         elif "expand" in vars(cls) and "read_with" not in vars(cls):  # else its parent's rows would be read
             cls.read_with = UnitBase.read_with  # type: ignore[method-assign]
 
+    @property
+    def total(self) -> int:
+        """Records that a drawn row stands for; 1 where the unit does not say."""
+        return 1
+
     def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
         """The rows to read in place of those that were drawn, in the user's form, and what is said of them."""
         raise NotImplementedError(

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from engram.storages import coordinates
+
 
 class Entries(Protocol):
     """What is said of the records of a batch: ``info``, or a TensorDict."""
@@ -102,10 +104,11 @@ def of_anchors(td_error: Tensor, info: Entries, eta: float | None) -> AnchorPrio
             f"{call}: td_error: expected an error per record, {list(batch)}, got {list(td_error.shape)}. Give a record that was padded any."
         )
     errors = _one_per_record(td_error.detach().reshape(count, -1), 1)
-    anchors = index.reshape(count, -1)
+    columns = index.shape[valid.ndim :]  # coordinates of each anchor
+    anchors, sizes = _numbers_of(index.reshape(count, *columns))
     counted = valid.reshape(-1) if eta is None else (valid & learned).reshape(-1)
     counted, errors = counted.to(anchors.device), errors.to(anchors.device)
-    found, which = torch.unique(anchors[counted], dim=0, return_inverse=True)
+    found, which = torch.unique(anchors[counted], return_inverse=True)
     errors = errors[counted]
     empty = errors.new_zeros(len(found))
     priority = empty.scatter_reduce(0, which, errors, "amax", include_self=False)
@@ -114,7 +117,18 @@ def of_anchors(td_error: Tensor, info: Entries, eta: float | None) -> AnchorPrio
     if generation is not None:
         held = generation.reshape(-1)[counted]
         generation = held.new_zeros(len(found)).scatter_reduce(0, which, held, "amin", include_self=False)
-    return AnchorPriorities(found if index.ndim > valid.ndim else found[:, 0], priority, generation)
+    return AnchorPriorities(coordinates(found, sizes[1:]), priority, generation)
+
+
+def _numbers_of(index: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """One number for each anchor, int64 ``[n]``, and of coordinates ``[n, ndim]`` the sizes by which they are told apart."""
+    if index.ndim == 1:
+        return index, ()
+    sizes = tuple((index.amax(0) + 1).tolist()) if len(index) else (1,) * index.shape[1]
+    numbers = torch.zeros_like(index[:, 0])
+    for place, size in zip(index.unbind(1), sizes, strict=True):
+        numbers = numbers * size + place
+    return numbers, sizes
 
 
 def _one_per_record(errors: Tensor, dims: int) -> Tensor:
