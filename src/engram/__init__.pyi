@@ -78,7 +78,9 @@ from engram.schedulers import StepScheduler as StepScheduler
 from engram.serving import serve as serve
 from engram.sizing import StoragePlan as StoragePlan
 from engram.sizing import plan as plan
+from engram.storages import CompressedListStorage as CompressedListStorage
 from engram.storages import LazyMemmapStorage as LazyMemmapStorage
+from engram.storages import LazyStackStorage as LazyStackStorage
 from engram.storages import LazyTensorStorage as LazyTensorStorage
 from engram.storages import ListStorage as ListStorage
 from engram.storages import Storage as Storage

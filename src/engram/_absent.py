@@ -4,13 +4,11 @@ from __future__ import annotations
 
 _LAYOUTS = "dumps and Checkpointer have one layout, which they write and read by themselves."
 _QUERIES = "rb[:] has all rows, lane by lane; a SliceSampler draws windows of trajectories."
-_LISTS = "A ListStorage keeps rows of any shape and type."
 
 _INSTEAD = {
     **dict.fromkeys(
         ("Trajectory", "TrajectoryPredicate", "filter_trajectories", "iter_trajectories", "traj"), _QUERIES
     ),
-    **dict.fromkeys(("CompressedListStorage", "LazyStackStorage"), _LISTS),
     **dict.fromkeys(
         (
             "CompressedListStorageCheckpointer",

@@ -158,7 +158,10 @@ class ReadPath:
         wiring = self._wiring
         if wiring.collate_fn is not None:
             return wiring.collate_fn(data)
-        return data if wiring.storage.traits.has_fields else collate.stack(data)
+        if wiring.storage.traits.has_fields:
+            return data
+        stack = wiring.storage.stacked
+        return collate.stack(data) if stack is None else stack(data)
 
     def copied(self, data: object, *, stacked: bool) -> Any:
         """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from torch import Tensor
 
 from engram import writers
-from engram._tensordict import children, is_tensor_collection, is_tensorclass, put, tensordict_type
+from engram._tensordict import children, is_lazy_stack, is_tensor_collection, is_tensorclass, put, tensordict_type
 from engram._words import warn
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import register
@@ -343,7 +343,7 @@ def _to_store(data: Any, call: str) -> object:
         raise ValueError(
             f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data."
         )
-    entries = children(data)
+    entries = data.keys() if is_lazy_stack(data) else children(data)  # whose entries may not go together
     if "index" in entries or "index_generation" in entries:
         return data.exclude("index", "index_generation")
     return data

@@ -21,7 +21,7 @@ from engram.storages._port import Count, Port, Rows
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from engram.format.parts import PartReader
@@ -54,6 +54,9 @@ class Storage(Declared, Dumpable, Port):
     pending_limit: Rules | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
+
+    #: Makes a batch of items, in place of a dense stack; None: nothing does.
+    stacked: Callable[[list[object]], object] | None = None
 
     #: Whether it is in a forked child, which has not written yet, and its rows were not shared.
     _inherited = False

@@ -299,9 +299,17 @@ class ListStorage(Storage):
                 "write_count": self._write_count,
                 "clock": self._next,
                 "numbers": torch.tensor(self._numbers[: len(self._items)], dtype=torch.int64, device="cpu"),
-                "items": pack(self._items),
+                "items": pack(self._items_to_save()),
                 "priorities": saved_priorities(self._priorities, without),
             }
+
+    def _items_to_save(self) -> list[object]:
+        """The items as they are packed. The lock is held."""
+        return self._items
+
+    def _items_of(self, saved: list[object], where: str) -> list[object]:
+        """The items of a state, as they are kept. Raises ``ValueError``: they are none."""
+        return saved
 
     _loads = ("ListStorage",)
 
@@ -324,6 +332,7 @@ class ListStorage(Storage):
         if n and not (int(numbers.min()) > 0 and int(numbers.max()) < clock and len(torch.unique(numbers)) == n):
             raise ValueError(f"{where}: numbers: expected each ticket once, in [1, {clock}).")
         items = unpack(state_dict["items"], self._device, f"{where}: items")
+        items = self._items_of(items, f"{where}: items")
         if len(items) != n:
             raise ValueError(f"{where}: items: expected {n}, one per ticket, got {len(items)}.")
         priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")

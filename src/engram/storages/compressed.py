@@ -1,0 +1,367 @@
+"""Lists whose items are kept compressed, and lists whose batches are lazy stacks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Unpack, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram._checks import check_count
+from engram._dtypes import DTYPE_NAMES, DTYPE_OF
+from engram._raw import raw_bytes
+from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type
+from engram.nested import map_leaves
+from engram.storages.list import ListStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from tensordict import TensorDict
+
+    from engram._unsupported import TracingArguments
+
+#: In a saved item: a tensor, a TensorDict, and what is said of them.
+_TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
+
+
+class LazyStackStorage(ListStorage):
+    """A :class:`ListStorage` of TensorDicts whose batches are lazy stacks: shapes may differ, and entries be strings.
+
+    Args:
+        max_size, device: as for :class:`ListStorage`.
+        stack_dim: the dimension of batches along which rows are stacked; a negative one counts from the end of the batch's.
+
+    Raises:
+        ValueError: ``max_size`` below 1. TypeError: ``stack_dim`` is no int.
+
+    A batch shares the tensors of the rows: it is made at once, and an entry is stacked when it is asked for.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyStackStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyStackStorage(10), batch_size=4)
+    >>> _ = rb.extend([TensorDict({"tokens": torch.zeros(n), "text": f"{n} tokens"}) for n in (3, 5)])
+    >>> batch = rb.sample()
+    >>> batch.shape, type(batch).__name__, len(batch[0]["tokens"]) in (3, 5)
+    (torch.Size([4]), 'LazyStackedTensorDict', True)
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        stack_dim: int = 0,
+        device: torch.device | str | None = None,
+        **later: Unpack[TracingArguments],
+    ) -> None:
+        super().__init__(max_size, device=device, **later)
+        self.stack_dim = check_count("LazyStackStorage: stack_dim", stack_dim, least=-64, most=64)
+
+    def stacked(self, items: list[object]) -> object:
+        """A lazy stack of some rows, which are not copied.
+
+        Raises ``TypeError``: they are no TensorDicts. ``RuntimeError``: other batch sizes, or no rows. ``ValueError``: no such dimension.
+
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyStackStorage
+        >>> LazyStackStorage(3, stack_dim=-1).stacked([TensorDict(batch_size=[2])] * 5).shape
+        torch.Size([2, 5])
+        """
+        from tensordict import LazyStackedTensorDict
+
+        if not items:
+            raise RuntimeError("LazyStackStorage: expected rows to stack, got none.")
+        odd = next((item for item in items if not is_tensor_collection(item)), None)
+        if odd is not None:
+            raise TypeError(
+                f"LazyStackStorage: expected TensorDicts, got {type(odd).__name__}. Use a ListStorage, or a collate_fn of your own."
+            )
+        rows = cast("list[TensorDict]", items)
+        sizes = {row.batch_size for row in rows}
+        if len(sizes) > 1:
+            raise RuntimeError(
+                f"LazyStackStorage: expected rows of one batch size, got {', '.join(str(list(size)) for size in sizes)}."
+            )
+        dims = len(rows[0].batch_size) + 1
+        if not -dims <= self.stack_dim < dims:
+            raise ValueError(
+                f"LazyStackStorage: stack_dim: expected one in [{-dims}, {dims}), as batches have {dims} dimensions, got {self.stack_dim}."
+            )
+        # Entries of the batch are no entries of what is stored.
+        return LazyStackedTensorDict(*(row.copy() for row in rows), stack_dim=self.stack_dim % dims)
+
+    def __getitem__(self, index: object) -> object:
+        """A row, or a lazy stack of some."""
+        found = super().__getitem__(index)
+        return self.stacked(found) if isinstance(found, list) else found
+
+
+class _Leaf:
+    """A compressed tensor."""
+
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, data: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.data, self.shape, self.dtype = data, shape, dtype
+
+
+class _Entries:
+    """A TensorDict of which the tensors are compressed."""
+
+    __slots__ = ("batch_size", "device", "entries")
+
+    def __init__(self, entries: dict[str, object], batch_size: torch.Size, device: torch.device | None) -> None:
+        self.entries, self.batch_size, self.device = entries, batch_size, device
+
+
+class _CompressedItems(ListStorage):
+    """A list of compressed items, which come out as they were."""
+
+    compression_level: int
+    _compress: Callable[[Tensor], Tensor] | None
+    _decompress: Callable[[Tensor, dict[str, object]], Tensor] | None
+
+    def _stored(self, items: list[object]) -> list[object]:
+        return [self._compressed(item) for item in items]
+
+    def _compressed(self, item: object) -> object:
+        return map_leaves(item, self._compressed_leaf)
+
+    def _compressed_leaf(self, leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            plain = leaf.detach().to("cpu").resolve_conj().resolve_neg()
+            if self._compress is not None:
+                data = self._compress(plain)
+            else:
+                raw = _zstd(type(self).__name__).compress(_bytes_of(plain), level=self.compression_level)
+                data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            return _Leaf(data, leaf.shape, leaf.dtype)
+        if is_plain_tensordict(leaf):
+            entries = {key: self._compressed(value) for key, value in children(leaf).items()}
+            return _Entries(entries, leaf.batch_size, leaf.device)
+        return leaf
+
+    def _whole(self, item: object) -> object:
+        return map_leaves(item, self._whole_leaf)
+
+    def _whole_leaf(self, leaf: object) -> object:
+        if isinstance(leaf, _Entries):
+            entries = {key: self._whole(value) for key, value in leaf.entries.items()}
+            return tensordict_type()(entries, batch_size=leaf.batch_size, device=self._device if leaf.device else None)
+        return self._tensor(leaf) if isinstance(leaf, _Leaf) else leaf
+
+    def _tensor(self, leaf: _Leaf) -> Tensor:
+        who = type(self).__name__
+        device = self._device or torch.device("cpu")
+        if self._decompress is not None:
+            made = self._decompress(leaf.data, {"shape": leaf.shape, "dtype": leaf.dtype, "device": device})
+        else:
+            raw = bytearray(_zstd(who).decompress(_bytes_of(leaf.data)))
+            if len(raw) != leaf.shape.numel() * leaf.dtype.itemsize:
+                raise RuntimeError(f"{who}: expected the bytes of {list(leaf.shape)} {leaf.dtype}, got {len(raw)}.")
+            made = torch.frombuffer(raw, dtype=leaf.dtype) if raw else torch.empty(0, dtype=leaf.dtype)
+            made = made.reshape(leaf.shape)
+        return made.to(device)
+
+    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[object], list[int]]:
+        items, moved = super().read(rows, expected)
+        return [self._whole(item) for item in items], moved
+
+    def _items_to_save(self) -> list[object]:
+        return [_saved(item) for item in self._items]
+
+    def _items_of(self, saved: list[object], where: str) -> list[object]:
+        return [_loaded(item, where) for item in saved]
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(map(_size, self._items))
+
+
+class CompressedListStorage(_CompressedItems):
+    """A :class:`ListStorage` that keeps tensors compressed, those in TensorDicts, dicts, lists and tuples, too: for images and the like.
+
+    Args:
+        max_size: rows.
+        compression_fn: makes a uint8 tensor ``[n]`` of a tensor. Default: Zstandard, of Python's standard library from 3.14 on, and
+            before of ``engram-replay[zstd]``.
+        decompression_fn: makes a tensor of that and of a dict with its ``"shape"``, ``"dtype"`` and ``"device"``.
+        compression_level: of Zstandard: larger is smaller and slower.
+        device: where tensors that are read are to be.
+
+    Raises:
+        ValueError: ``max_size`` below 1, or a level that Zstandard does not know. TypeError: one of the two functions alone, or no
+            function. ModuleNotFoundError: there is no Zstandard.
+
+    Objects that are no tensors are kept as they are. :meth:`bytes` says how much the tensors take.
+
+    Cost: writing compresses each tensor by itself, and reading decompresses it: at Zstandard's speed.
+
+    >>> import torch
+    >>> from engram import CompressedListStorage, ReplayBuffer
+    >>> import zlib
+    >>> def small(tensor):
+    ...     return torch.frombuffer(bytearray(zlib.compress(tensor.numpy().tobytes())), dtype=torch.uint8)
+    >>> def large(data, said):
+    ...     return torch.frombuffer(bytearray(zlib.decompress(data.numpy().tobytes())), dtype=said["dtype"]).view(said["shape"])
+    >>> storage = CompressedListStorage(10, compression_fn=small, decompression_fn=large)
+    >>> rb = ReplayBuffer(storage=storage, batch_size=4)
+    >>> _ = rb.extend([{"pixels": torch.zeros(84, 84)} for _ in range(3)])
+    >>> rb.sample()["pixels"].shape, storage.bytes() < 300
+    (torch.Size([4, 84, 84]), True)
+    """
+
+    _loads = ("CompressedListStorage",)
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        compression_fn: Callable[[Tensor], Tensor] | None = None,
+        decompression_fn: Callable[[Tensor, dict[str, object]], Tensor] | None = None,
+        compression_level: int = 3,
+        device: torch.device | str = "cpu",
+        **later: Unpack[TracingArguments],
+    ) -> None:
+        super().__init__(max_size, device=device, **later)
+        who = type(self).__name__
+        for name, one in (("compression_fn", compression_fn), ("decompression_fn", decompression_fn)):
+            if one is not None and not callable(one):
+                raise TypeError(f"{who}: {name}: expected a callable, got {type(one).__name__}.")
+        if (compression_fn is None) != (decompression_fn is None):
+            raise TypeError(f"{who}: expected compression_fn and decompression_fn together, got one of them.")
+        level = check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
+        self.compression_level = level
+        self._compress, self._decompress = compression_fn, decompression_fn
+        if compression_fn is None:
+            low, high = _zstd(who).CompressionParameter.compression_level.bounds()
+            if not low <= level <= high:
+                raise ValueError(
+                    f"{who}: compression_level: expected one in [{low}, {high}], as Zstandard has, got {level}."
+                )
+
+    def bytes(self) -> int:
+        """Bytes that the compressed tensors take.
+
+        >>> from engram import CompressedListStorage
+        >>> CompressedListStorage(3, compression_fn=lambda x: x, decompression_fn=lambda x, said: x).bytes()
+        0
+        """
+        return self.nbytes
+
+    def to_bytestream(self, data: Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:  # type: ignore[valid-type]
+        r"""The bytes of a tensor or an array. Raises ``TypeError``: something else.
+
+        >>> import torch
+        >>> from engram import CompressedListStorage
+        >>> storage = CompressedListStorage(3, compression_fn=lambda x: x, decompression_fn=lambda x, said: x)
+        >>> storage.to_bytestream(torch.tensor([1, 2], dtype=torch.uint8))
+        b'\x01\x02'
+        """
+        tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"to_bytestream: expected a tensor or an array, got {type(data).__name__}.")
+        return _bytes_of(tensor)
+
+
+def _zstd(who: str) -> ModuleType:
+    """Zstandard, of the standard library or its backport. Raises ``ModuleNotFoundError``."""
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{who}: Zstandard is part of Python from 3.14 on. Before: pip install 'engram-replay[zstd]', or pass compression_fn and "
+            "decompression_fn."
+        ) from error
+    return zstd
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return raw_bytes(tensor.detach().to("cpu")).numpy().tobytes()
+
+
+def _size(item: object) -> int:
+    sizes: list[int] = []
+
+    def note(leaf: object) -> None:
+        if isinstance(leaf, _Leaf):
+            sizes.append(leaf.data.nbytes)
+        elif isinstance(leaf, _Entries):
+            map_leaves(leaf.entries, note)
+
+    map_leaves(item, note)
+    return sum(sizes)
+
+
+def _saved(item: object) -> object:
+    """A compressed item of tensors and containers alone."""
+    return map_leaves(item, _saved_leaf)
+
+
+def _saved_leaf(leaf: object) -> object:
+    if isinstance(leaf, _Leaf):
+        return {_TENSOR: leaf.data, "shape": _numbers(leaf.shape), "dtype": _text(DTYPE_NAMES[leaf.dtype])}
+    if isinstance(leaf, _Entries):
+        device = _text("" if leaf.device is None else "device")
+        return {_TENSORDICT: _saved(leaf.entries), "batch": _numbers(leaf.batch_size), "device": device}
+    return leaf
+
+
+def _numbers(sizes: torch.Size) -> Tensor:
+    return torch.tensor(list(sizes), dtype=torch.int64, device="cpu")
+
+
+def _loaded(saved: object, where: str) -> object:
+    """What :func:`_saved` was made of. Raises ``ValueError``: no such item."""
+    if isinstance(saved, dict) and _TENSOR in saved:
+        data, shape, dtype = saved[_TENSOR], _sizes(saved.get("shape"), where), _said(saved.get("dtype"), where)
+        if len(saved) != 3 or not isinstance(data, Tensor) or data.dtype is not torch.uint8 or dtype not in DTYPE_OF:
+            raise ValueError(f"{where}: expected a compressed tensor, got {list(saved)}.")
+        return _Leaf(data, shape, DTYPE_OF[dtype])
+    if isinstance(saved, dict) and _TENSORDICT in saved:
+        entries, batch, device = (
+            saved[_TENSORDICT],
+            _sizes(saved.get("batch"), where),
+            _said(saved.get("device"), where),
+        )
+        if len(saved) != 3 or not isinstance(entries, dict):
+            raise ValueError(f"{where}: expected a compressed TensorDict, got {list(saved)}.")
+        made = {str(key): _loaded(value, where) for key, value in entries.items()}
+        return _Entries(made, batch, torch.device("cpu") if device else None)
+    if isinstance(saved, dict):
+        return {key: _loaded(value, where) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        return (
+            [_loaded(value, where) for value in saved]
+            if isinstance(saved, list)
+            else tuple(_loaded(v, where) for v in saved)
+        )
+    raise ValueError(f"{where}: expected a compressed item, got a {type(saved).__name__}.")
+
+
+def _text(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def _said(text: object, where: str) -> str:
+    if not isinstance(text, Tensor) or text.dtype is not torch.uint8 or text.ndim != 1 or len(text) > 64:
+        raise ValueError(f"{where}: expected a word as bytes, got {type(text).__name__}.")
+    return _bytes_of(text).decode("ascii", "replace")
+
+
+def _sizes(sizes: object, where: str) -> torch.Size:
+    if not isinstance(sizes, Tensor) or sizes.dtype is not torch.int64 or sizes.ndim != 1 or len(sizes) > 64:
+        raise ValueError(f"{where}: expected the sizes of a shape, got {type(sizes).__name__}.")
+    shape = torch.Size(sizes.tolist())
+    if any(size < 0 for size in shape) or math.prod(shape) > 1 << 47:
+        raise ValueError(f"{where}: expected the sizes of a shape, got {list(shape)}.")
+    return shape
