@@ -70,6 +70,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("units/sequence/written", "TorchRL"): Floor("times", 10),
     **_every(("cleanrl/dqn", "cleanrl/sac"), "SB3", Floor("times", 1, within_iqr=True)),
     **_every(("cleanrl/dqn/buffer", "cleanrl/sac/buffer"), "SB3", Floor("times", 1.5)),
+    **_every(("ensembles/all", "ensembles/drawn"), "TorchRL", Floor("times", 5)),
     ("batches/stacks", "SB3"): Floor("share", 1.2),
     **_every(("batches/once-45-B", "batches/once-1-kB"), "uniform", Floor("share", 1.1)),
     ("batches/update", "cpprb"): Floor("times", 1),

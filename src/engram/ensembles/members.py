@@ -38,8 +38,16 @@ class _Raw(ReadPath):
 
     def drawn(self, key: int, rows: int, timeout: float) -> Drawn:
         """So many rows, or fewer. Raises ``RuntimeError``: none, or more."""
-        self._key.set(key)
-        drawn: Drawn = self.sample_with(self._key, rows, True, timeout)  # type: ignore[assignment] # what finish returns
+        wiring, own = self._wiring, self._key
+        own.set(key)
+        memory = wiring.storage.memory
+        if memory is not None and wiring.draws_natively:  # sample_with, without its calls
+            tracks = wiring.of_writer.tracks_tickets
+            columns = memory.sample_unlimited(own, rows, True, tracks)
+            if columns is not None:
+                info: dict[Entry, Tensor] = {"index_generation": columns.pop()} if tracks else {}
+                return Drawn(columns, columns.pop(), info)
+        drawn: Drawn = self.sample_with(own, rows, True, timeout)  # type: ignore[assignment] # what finish returns
         if drawn.rows.ndim == 1 and not 0 < drawn.rows.shape[0] <= rows:
             raise RuntimeError(
                 f"sample: expected {rows} rows of {self._wiring.sampler!r}, or fewer, and one at least, got {len(drawn.rows)}."
@@ -101,8 +109,11 @@ class Member:
             RuntimeError: it gives other rows than were asked for, as windows that are cut are. What drawing raises, with its number.
         """
         try:
-            self.wiring.gate.check_open("sample")
+            if not self.wiring.gate.samples:
+                self.wiring.gate.check_open("sample")
             drawn = self._raw.drawn(key, rows, timeout)
+            if self.wiring.draws_uniformly:  # never fewer
+                return drawn
             parts, missing = [drawn], rows - self._rows_of(drawn)
             if missing and self.wiring.of_sampler.draws_windows and not self.wiring.of_sampler.has_epochs:
                 self._refuse(rows, rows - missing)

@@ -38,8 +38,38 @@ class _Part(NamedTuple):
     drawn: Drawn
 
 
+class _Parts(NamedTuple):
+    """The parts of a batch, those of one member together."""
+
+    parts: list[_Part]
+    total: int
+    shape: tuple[int, ...]
+    """Of the rows of one of them."""
+    order: Tensor | None
+    """Which of them, one behind the other, comes at each place; None: they are in order."""
+
+    @classmethod
+    def of(cls, parts: list[_Part], places: list[int]) -> _Parts:
+        """``places``: of each, one behind the other. Raises ``RuntimeError``: they have several shapes."""
+        shapes = [(part.drawn.rows.shape[0] // len(part.places), *part.drawn.rows.shape[1:]) for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            got = [f"{list(shape)} of member {part.member.number}" for part, shape in zip(parts, shapes, strict=True)]
+            raise RuntimeError(
+                f"sample: expected parts of one shape, got {', '.join(dict.fromkeys(got))}. Give the members samplers that draw the same."
+            )
+        order = sorted(range(len(places)), key=places.__getitem__)
+        in_order = places == sorted(places)
+        return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Tensors of each part, ``[parts, rows, ...]``."""
+        joined = values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type] # any sequence
+        joined = joined.view(self.total, joined.shape[0] // self.total, *joined.shape[1:])
+        return joined if self.order is None else joined.index_select(0, self.order)
+
+
 #: Parts of a batch, their members ``[parts]``, and what the batch is said to be.
-_Raw: TypeAlias = "tuple[list[_Part], Tensor, dict[Entry, Tensor]]"
+_Raw: TypeAlias = "tuple[_Parts, Tensor, dict[Entry, Tensor]]"
 
 
 class EnsembleReadPath(ReadPath):
@@ -72,48 +102,42 @@ class EnsembleReadPath(ReadPath):
         ids = sampler.choice.chosen(
             key, rows, [(member.wiring.source, member.wiring.storage) for member in self._members]
         )
-        parts = []
+        parts, order = [], []
         for number in sorted(set(ids)):
             member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]
-            if member.draws_rows:
-                drawn = member.draw(plans.key_of(key, number, 0), rows * len(places), timeout)
+            order += places
+            if len(places) == 1 or member.draws_rows:
+                drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
                 parts.append(_Part(member, places, drawn))
             else:
                 parts += [
                     _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
                 ]
-        return parts, torch.tensor(ids, device="cpu"), self._said(parts)
+        batch = _Parts.of(parts, order)
+        return batch, torch.tensor(ids, device="cpu"), self._said(batch)
 
-    def _said(self, parts: Sequence[_Part]) -> dict[Entry, Tensor]:
+    def _said(self, batch: _Parts) -> dict[Entry, Tensor]:
         """The entries of a batch's info, ``[parts, rows, ...]``: those that all members have, and :data:`MISSING` ones."""
-        shapes = {_shape_of(part.drawn.rows, len(part.places)) for part in parts}
-        if len(shapes) > 1:
-            got = [
-                f"{list(_shape_of(part.drawn.rows, len(part.places)))} of member {part.member.number}" for part in parts
-            ]
-            raise RuntimeError(
-                f"sample: expected parts of one shape, got {', '.join(dict.fromkeys(got))}. Give the members samplers that draw the same."
-            )
-        order, places = _order(parts)
+        parts = batch.parts
         index = [part.member.wiring.user_index(part.drawn.rows) for part in parts]
-        if len({one.shape[1:] for one in index}) > 1:
+        if any(one.ndim != index[0].ndim for one in index):
             raise RuntimeError(
                 "sample: expected members with the same ndim, got several. Sample from each of them by itself."
             )
-        said: dict[Entry, Tensor] = {_INDEX: _joined(index, order, places)}
-        for key in dict.fromkeys(key for part in parts for key in part.drawn.info):
-            values = [part.drawn.info.get(key) for part in parts]
-            if all(value is not None for value in values):
-                said[key] = _joined([value for value in values if value is not None], order, places)
-            elif key in MISSING:
-                like = next(value for value in values if value is not None)
-                filled = [
+        said: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
+        for key in dict.fromkeys([key for part in parts for key in part.drawn.info]):
+            found = [(part, part.drawn.info.get(key)) for part in parts]
+            values = [value for _, value in found if value is not None]
+            if len(values) < len(found) and key in MISSING:
+                like = values[0]
+                values = [
                     like.new_full((len(part.drawn.rows), *like.shape[1:]), MISSING[str(key)])
                     if value is None
                     else value
-                    for part, value in zip(parts, values, strict=True)
+                    for part, value in found
                 ]
-                said[key] = _joined(filled, order, places)
+            if len(values) == len(found):
+                said[key] = batch.joined(values)
         return said
 
     # ---- putting together ----------------------------------------------------------------------------------------------
@@ -123,20 +147,17 @@ class EnsembleReadPath(ReadPath):
         raw = cast("_Raw", (columns, rows, info))
         return self._finished(*raw, return_info=return_info)
 
-    def _finished(self, parts: list[_Part], rows: Tensor, info: dict[Entry, Tensor], *, return_info: bool) -> object:
-        wiring = self._wiring
+    def _finished(self, batch: _Parts, rows: Tensor, info: dict[Entry, Tensor], *, return_info: bool) -> object:
+        wiring, parts = self._wiring, batch.parts
+        computed = parts[0].member.wiring.source.computed_keys
         data: object
-        computed: dict[Entry, bool] = {}
-        plain = wiring.collate_fn is None and all(part.member.is_plain for part in parts)
-        if plain and self._are_alike([part.member for part in parts]):
-            data = self._gathered(parts)
-            computed = dict(parts[0].member.wiring.source.computed_keys)
+        if wiring.collate_fn is None and self._are_alike(parts):
+            data = self._gathered(batch)
             if computed:
                 add_fields(data, {key: info[key].squeeze(-1) if flat else info[key] for key, flat in computed.items()})
         else:
             data = self._collated(parts, rows)
-        for part in parts:
-            computed |= part.member.wiring.source.computed_keys
+            computed = {key: flat for part in parts for key, flat in part.member.wiring.source.computed_keys.items()}
         if wiring.transform.reads:
             data = wiring.transform.forward(data)
         if is_tensor_collection(data):
@@ -144,22 +165,23 @@ class EnsembleReadPath(ReadPath):
         sample = (data, self._info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, None)
 
-    def _are_alike(self, chosen: Sequence[Member]) -> bool:
+    def _are_alike(self, parts: Sequence[_Part]) -> bool:
         """Whether rows of members can be gathered into one block: raises as :func:`check_alike` if they have other fields."""
-        members = [member for member in self._members if member.is_plain and member.memory is not None]
-        stores = tuple(member.memory for member in members)
+        keys = parts[0].member.wiring.source.computed_keys
+        for part in parts:
+            member = part.member
+            if not member.is_plain or member.wiring.source.computed_keys != keys:
+                return False
+        stores = tuple([member.wiring.storage.memory for member in self._members])
         if stores != self._alike:
-            check_alike(members)
+            check_alike([member for member in self._members if member.is_plain and member.memory is not None])
             self._alike = stores
-        keys = chosen[0].wiring.source.computed_keys
-        return all(member.wiring.source.computed_keys == keys for member in chosen)
+        return True
 
-    def _gathered(self, parts: Sequence[_Part]) -> object:
-        order, places = _order(parts)
-        fields = zip(*(part.drawn.columns for part in parts), strict=True)
-        columns = [_joined(field, order, places) for field in fields]
-        shape = (places, *_shape_of(parts[0].drawn.rows, len(parts[0].places)))
-        return parts[0].member.wiring.storage.batch(columns, shape)
+    def _gathered(self, batch: _Parts) -> object:
+        fields = zip(*[part.drawn.columns for part in batch.parts], strict=True)
+        columns = [batch.joined(field) for field in fields]
+        return batch.parts[0].member.wiring.storage.batch(columns, (batch.total, *batch.shape))
 
     def _collated(self, parts: Sequence[_Part], ids: Tensor) -> object:
         made: dict[int, object] = {}
@@ -220,29 +242,6 @@ def _stack(leaves: list[Tensor]) -> Tensor:
             f"sample: expected parts of tensors, got {type(leaves[0]).__name__}. Pass collate_fn= to the ensemble."
         )
     return torch.stack(leaves)
-
-
-def _shape_of(rows: Tensor, parts: int) -> tuple[int, ...]:
-    """Of the rows of one of so many parts."""
-    return (rows.shape[0] // parts, *rows.shape[1:])
-
-
-def _order(parts: Sequence[_Part]) -> tuple[Tensor | None, int]:
-    """Which of all parts, one behind the other, comes at each place; None: they are in order. And how many there are."""
-    places = [at for part in parts for at in part.places]
-    if all(at == place for at, place in enumerate(places)):
-        return None, len(places)
-    order = [0] * len(places)
-    for at, place in enumerate(places):
-        order[place] = at
-    return torch.tensor(order, device="cpu"), len(places)
-
-
-def _joined(values: Sequence[Tensor], order: Tensor | None, parts: int) -> Tensor:
-    """Tensors one behind the other, ``[parts, rows, ...]``, in an order of the parts."""
-    joined = values[0] if len(values) == 1 else torch.cat(list(values))
-    joined = joined.view(parts, joined.shape[0] // parts, *joined.shape[1:])
-    return joined if order is None else joined.index_select(0, order)
 
 
 def _lead(index: Tensor, members: Sequence[Member]) -> torch.Size:
