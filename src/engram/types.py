@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeVar
 
+    from engram._progress import Progress
     from engram.checkpoint.options import Options, RestoreOptions
     from engram.checkpoint.reports import RestoreReport, SaveReport
     from engram.checkpoint.select import Wanted
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     #: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.
     Device: TypeAlias = torch.device | str | None
     Wait: TypeAlias = float | None
+    #: What is passed as ``progress=``.
+    Watch: TypeAlias = Callable[[Progress], object] | None
     StrPath: TypeAlias = str | os.PathLike[str]
     Size: TypeAlias = int | None
     #: Columns, rows and info of a batch.

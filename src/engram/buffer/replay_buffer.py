@@ -50,7 +50,6 @@ from engram.types import Batch, Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from engram._progress import OnProgress
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.transforms import Compose
-    from engram.types import Device, Savers, Size, StrPath, Told, Wait
+    from engram.types import Device, Savers, Size, StrPath, Told, Wait, Watch
 
 E = TypeVar("E")
 
@@ -1075,7 +1074,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._following.refuse("load_state_dict")
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
-    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: OnProgress | None = None) -> None:
+    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: Watch = None) -> None:
         """Save the buffer as a folder, which in one step replaces one that was saved there; on NFS and the like in two.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
@@ -1108,9 +1107,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """
         self._saving.dumps(path, prefetch, progress)
 
-    def loads(
-        self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: OnProgress | None = None
-    ) -> None:
+    def loads(self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: Watch = None) -> None:
         """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
 
         Args:
