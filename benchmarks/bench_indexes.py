@@ -49,6 +49,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     yield from _slices(libraries, data, share)
     yield _best(libraries, data, share)
     yield from _groups(libraries, share)
+    yield _query(libraries, share)
     if libraries["engram"].module is not None:
         yield _returns(libraries, data, share)
         yield from _scaling(libraries["engram"].module, share)
@@ -242,6 +243,20 @@ def grouped(rows: int) -> TensorDict:
     keys = torch.randperm(rows // 16, generator=torch.Generator().manual_seed(0)).repeat_interleave(16)
     fields = {"query": keys, "obs": torch.rand(rows, 8), "next": {"reward": torch.rand(rows, 1)}}
     return TensorDict(fields, batch_size=[rows])
+
+
+def _query(libraries: rivals.Libraries, share: float) -> Row:
+    """Of 10,000 episodes of 50 steps those with a large sum of rewards, about one in six."""
+    number = torch.arange(500_000)
+    following = {"obs": torch.rand(500_000, 8), "reward": torch.rand(500_000, 1)}
+    fields = {"obs": torch.rand(500_000, 8), "episode": number // 50, "next": following}
+    data = TensorDict(fields, batch_size=[500_000])
+    sides = []
+    for library in _torch_likes(libraries):
+        replay = _buffer(library, data, library.module.RandomSampler())
+        sides.append(Side(library.name, partial(replay.query, library.module.traj.reward.sum() > 27)))
+    timing = alternate(sides, Effort(calls=1, blocks=10).scaled(share))
+    return timed("query/reward-sum", "query 10,000 episodes · sum of rewards", timing, times=("TorchRL",))
 
 
 def _torchrl_groups() -> Any:

@@ -99,6 +99,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("indexes/without-replacement", "TorchRL"): Floor("times", 8),
     ("indexes/max-value", "TorchRL"): Floor("times", 20),
     ("groups/random", "TorchRL"): Floor("times", 10),
+    ("query/reward-sum", "TorchRL"): Floor("times", 5),
     ("slices/by-end", "TorchRL"): Floor("times", 40),
     ("slices/by-id", "TorchRL"): Floor("times", 20),
     ("slices/written", "TorchRL"): Floor("times", 100),

@@ -124,6 +124,8 @@ NAMES = [
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "Traits",
+    "Trajectory",
+    "TrajectoryPredicate",
     "Transition",
     "UncleanStore",
     "VecNorm",
@@ -134,7 +136,9 @@ NAMES = [
     "WriterEnsemble",
     "WriterStalled",
     "__version__",
+    "filter_trajectories",
     "find_start_stop_traj",
+    "iter_trajectories",
     "num_threads",
     "plan",
     "prefill_replay_buffer",
@@ -142,6 +146,7 @@ NAMES = [
     "replay_draws",
     "serve",
     "set_num_threads",
+    "traj",
 ]
 
 

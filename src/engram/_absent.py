@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 _LAYOUTS = "dumps and Checkpointer have one layout, which they write and read by themselves."
-_QUERIES = "rb[:] has all rows, lane by lane; a SliceSampler draws windows of trajectories."
 
 _INSTEAD = {
-    **dict.fromkeys(
-        ("Trajectory", "TrajectoryPredicate", "filter_trajectories", "iter_trajectories", "traj"), _QUERIES
-    ),
     **dict.fromkeys(
         (
             "CompressedListStorageCheckpointer",

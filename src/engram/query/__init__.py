@@ -1,0 +1,1 @@
+"""Stored trajectories by what is true of them. What imports tensordict is imported when it is first used."""

@@ -1,0 +1,198 @@
+"""``rb.query``: the stored trajectories of which a predicate is true."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from engram.query.boundaries import boundary_keys
+from engram.query.predicates import TrajectoryPredicate, reject
+from engram.query.segments import Segments, missing
+from engram.samplers.trajectory_tables import Boundaries, numbers_by_path, shared_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tensordict import TensorDictBase
+    from torch import Tensor
+
+    from engram.field_paths import FieldPath
+    from engram.query.trajectory import Trajectory
+    from engram.storages import Storage
+    from engram.store import Store
+    from engram.transforms import Compose
+
+
+class Queried(Protocol):
+    """What a query asks of a buffer."""
+
+    @property
+    def storage(self) -> Storage:
+        """Its rows."""
+
+    @property
+    def transform(self) -> Compose:
+        """What batches go through."""
+
+
+class Query:
+    """The stored trajectories of which a predicate is true: ``rb.query(predicate=None, *, trajectory_key=None)``.
+
+    Args:
+        predicate: made with :data:`engram.traj`, ``traj.reward.sum() > 100``; then only the fields that it names are read of all
+            trajectories, and all fields of those of which it is true. Or any callable that takes a :class:`Trajectory`. None: all.
+        trajectory_key: the field with trajectory ids. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or ``"episode"``, or else
+            the end flags ``("next", "done")``, ``"terminated"`` and ``"truncated"``, with a warning.
+
+    Returns a list of :class:`Trajectory`, copies, oldest first; lane by lane, and with ``ndim > 1`` column by column. One that goes on
+    across the end of the storage is whole; one that a writer overwrites during the call is left out. Read transforms are applied to
+    each. An empty buffer has none.
+
+    Raises:
+        TypeError: rows are no TensorDicts of one step each, or the predicate is none, or compares steps without ``any()`` or ``all()``.
+        KeyError: no such field, or nothing that tells trajectories apart.
+
+    Cost: the first call scans the rows once for their trajectories; afterwards O(trajectories + steps that are read). Predicates
+    of :data:`engram.traj` are evaluated for all trajectories at once, without a call for each.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, traj
+    >>> from tensordict import TensorDict
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> _ = rb.extend(TensorDict({"episode": torch.arange(9) // 3, ("next", "reward"): torch.arange(9.0)}, [9]))
+    >>> [int(it.episode[0]) for it in rb.query((traj.reward.sum() > 5) & (traj.length == 3))]
+    [1, 2]
+    """
+
+    def __init__(self, buffer: Queried) -> None:
+        self._buffer = buffer
+
+    def __call__(
+        self, predicate: Callable[[Trajectory], object] | None = None, *, trajectory_key: object = None
+    ) -> list[Trajectory]:
+        """As the class says."""
+        reject(predicate)
+        storage = self._buffer.storage
+        if not len(storage):
+            return []
+        if not storage.traits.has_fields:
+            return self._of_list(storage, predicate, trajectory_key)
+        memory = storage.memory
+        if memory is None or memory.schema.structure.kind != "tensordict" or memory.schema.structure.batch:
+            raise TypeError(
+                f"query: expected rows that are TensorDicts of one step each, got those of a {type(storage).__name__} with "
+                f"{'rows elsewhere' if memory is None else memory.schema.structure.kind}."
+            )
+        stored = Stored(storage, memory, trajectory_key)
+        transforms = self._buffer.transform.reads
+        if predicate is None:
+            return self._made(stored)
+        many = predicate.many if isinstance(predicate, TrajectoryPredicate) else None
+        if transforms or many is None:
+            return [it for it in self._made(stored) if bool(predicate(it))]
+        named = cast("TrajectoryPredicate", predicate).required_keys() or frozenset()
+        segments = stored.segments(named)
+        if len(segments.lengths):
+            stored.keep(many(segments))
+        return self._made(stored)
+
+    def _made(self, stored: Stored) -> list[Trajectory]:
+        """All trajectories that are left, with all fields."""
+        from engram.query.trajectory import Trajectory
+
+        transform = self._buffer.transform
+        made = [Trajectory(data) for data in stored.read()]
+        return [Trajectory(transform.forward(it.data)) for it in made] if transform.reads else made
+
+    def _of_list(
+        self, storage: Storage, predicate: Callable[[Trajectory], object] | None, trajectory_key: object
+    ) -> list[Trajectory]:
+        """The same of a list's items, which lie in memory as they are."""
+        from tensordict import TensorDictBase
+
+        from engram.query.splitting import filter_trajectories
+        from engram.query.trajectory import Trajectory
+
+        extent = storage.extent()
+        items = storage[extent.rows(torch.arange(extent.size, device="cpu"))]
+        seam = extent.seam[0] if extent.size == extent.capacity else 0
+        if not all(isinstance(item, TensorDictBase) and not item.batch_dims for item in items):
+            raise TypeError("query: expected items that are TensorDicts of one step each, got others in the list.")
+        data = torch.stack([*items[seam:], *items[:seam]])
+        transform = self._buffer.transform
+        found = filter_trajectories(data, None, trajectory_key=trajectory_key)
+        if transform.reads:
+            found = [Trajectory(transform.forward(it.data.clone())) for it in found]
+        return [it for it in found if predicate is None or bool(predicate(it))]
+
+
+class Stored:
+    """The trajectories of a store at one moment: which rows they have, and the tickets of these."""
+
+    def __init__(self, storage: Storage, memory: Store, trajectory_key: object) -> None:
+        self._storage, self._memory = storage, memory
+        self._numbers = numbers_by_path(memory)
+        by_id, keys = boundary_keys(self._numbers.keys(), trajectory_key, "query")
+        boundaries = Boundaries(by_id, tuple(self._numbers[key] for key in keys))
+        name = "-".join(["query", "id" if by_id else "end", *map(str, boundaries.which)])
+        runs = torch.from_numpy(shared_table(memory, name, boundaries, 1).runs().reshape(-1, 3))
+        self._lengths = runs[:, 2]
+        self._rows = self._rows_of(runs)
+        self._tickets = storage.tickets_of(self._rows)
+        self._drop((self._tickets < 0).nonzero().flatten())
+
+    def _rows_of(self, runs: Tensor) -> Tensor:
+        """int64 ``[N]``: of all steps, trajectory by trajectory. ``runs``: track, first place and length of each."""
+        width = math.prod(self._memory.schema.columns)
+        steps = self._memory.lane_length // width
+        each = torch.repeat_interleave(torch.arange(len(runs), device="cpu"), runs[:, 2])
+        step = torch.arange(len(each), device="cpu") - (runs[:, 2].cumsum(0) - runs[:, 2])[each]
+        track, place = runs[:, 0][each], runs[:, 1][each] + step
+        return track // width * self._memory.lane_length + place % steps * width + track % width
+
+    def _drop(self, steps: Tensor) -> None:
+        """Leave out the trajectories of some steps."""
+        if len(steps):
+            kept = torch.ones(len(self._lengths), dtype=torch.bool, device="cpu")
+            kept[self._of()[steps]] = False
+            self.keep(kept)
+
+    def _of(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(self._lengths), device="cpu"), self._lengths)
+
+    def keep(self, which: Tensor) -> None:
+        """Go on with some trajectories: bool ``[K]``."""
+        steps = torch.repeat_interleave(which, self._lengths)
+        self._lengths, self._rows, self._tickets = self._lengths[which], self._rows[steps], self._tickets[steps]
+
+    def _columns(self, which: list[int] | None) -> list[Tensor]:
+        """Fields of all steps; trajectories of which a row has moved are left out."""
+        columns, moved = self._memory.read(self._rows, expected=self._tickets, which=which)
+        if moved:
+            whole = torch.ones(len(self._lengths), dtype=torch.bool, device="cpu")
+            whole[self._of()[moved]] = False
+            steps = torch.repeat_interleave(whole, self._lengths)
+            columns = [column[steps] for column in columns]
+            self.keep(whole)
+        return columns
+
+    def segments(self, keys: frozenset[object]) -> Segments:
+        """The fields of these keys. Raises ``KeyError``."""
+        paths: list[FieldPath] = []
+        for key in keys:
+            path = (key,) if isinstance(key, str) else cast("FieldPath", key)
+            found = [one for one in (path, ("next", *path)) if one in self._numbers][:1]
+            if not found or (len(path) > 1 and found[0] != path):
+                raise KeyError(missing(path, self._numbers))
+            paths += found
+        which = [self._numbers[path] for path in paths]
+        columns = self._columns(which) if which else []
+        return Segments(dict(zip(paths, (column.cpu() for column in columns), strict=True)), self._lengths)
+
+    def read(self) -> list[TensorDictBase]:
+        """All fields of each trajectory."""
+        columns = self._columns(None)
+        data = cast("TensorDictBase", self._storage.batch(columns, len(self._rows)))
+        return list(data.split(self._lengths.tolist())) if len(self._lengths) else []

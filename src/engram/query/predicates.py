@@ -1,0 +1,308 @@
+"""What may be true of a trajectory: ``traj.reward.sum() > 100``."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from engram.field_paths import checked_path, public
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.query.segments import Path, Reduction, Segments
+    from engram.query.trajectory import Trajectory
+
+    #: Of many trajectories, of which each has one value.
+    OfMany: TypeAlias = Callable[[Segments], Tensor]
+    Compare: TypeAlias = Callable[..., object]
+
+
+class TrajectoryPredicate:
+    """Whether something is true of a trajectory. Comparisons with :data:`traj` make them, and ``&``, ``|`` and ``~`` join them.
+
+    Args:
+        fn: says so of a :class:`Trajectory`.
+        description: for messages.
+        keys: of the entries that it reads, if they are known: no others are read then.
+
+    >>> from engram import traj
+    >>> (traj.reward.sum() > 100) & ~(traj.length >= 200)
+    TrajectoryPredicate(((traj.reward.sum() > 100) & ~(traj.length >= 200)))
+    """
+
+    def __init__(
+        self, fn: Callable[[Trajectory], object], description: str = "predicate", keys: frozenset[object] | None = None
+    ) -> None:
+        self._fn = fn
+        self._description = description
+        self._keys = keys
+        self._of_many: OfMany | None = None
+
+    @classmethod
+    def of_many(
+        cls, fn: Callable[[Trajectory], object], description: str, keys: frozenset[object] | None, many: OfMany | None
+    ) -> TrajectoryPredicate:
+        """One that says so of many trajectories at once, too: bool ``[K]``."""
+        made = cls(fn, description, keys)
+        made._of_many = many
+        return made
+
+    @property
+    def many(self) -> OfMany | None:
+        """Says so of many trajectories at once; None: of one by one only."""
+        return self._of_many
+
+    @property
+    def description(self) -> str:
+        """For messages."""
+        return self._description
+
+    def required_keys(self) -> frozenset[object] | None:
+        """Keys of the entries that it reads; None: they are not known.
+
+        >>> from engram import traj
+        >>> ((traj.reward.sum() > 1) | (traj["next", "done"].any())).required_keys() == {"reward", ("next", "done")}
+        True
+        """
+        return self._keys
+
+    def __call__(self, trajectory: Trajectory) -> bool:
+        return bool(self._fn(trajectory))
+
+    def _joined(self, other: object, symbol: str, joins: Compare) -> TrajectoryPredicate:
+        if not isinstance(other, TrajectoryPredicate):
+            reject(other)
+            raise TypeError(
+                f"{self._description} {symbol} …: expected a TrajectoryPredicate, got {type(other).__name__}."
+            )
+        mine, theirs, keys = self.many, other.many, None
+        needed = self.required_keys(), other.required_keys()
+        if needed[0] is not None and needed[1] is not None:
+            keys = needed[0] | needed[1]
+        both = None if mine is None or theirs is None else lambda it: cast("Tensor", joins(mine(it), theirs(it)))
+        description = f"({self._description} {symbol} {other.description})"
+        return TrajectoryPredicate.of_many(lambda it: joins(self(it), other(it)), description, keys, both)
+
+    def __and__(self, other: object) -> TrajectoryPredicate:
+        return self._joined(other, "&", operator.and_)
+
+    def __or__(self, other: object) -> TrajectoryPredicate:
+        return self._joined(other, "|", operator.or_)
+
+    def __invert__(self) -> TrajectoryPredicate:
+        mine = self._of_many
+        many = None if mine is None else lambda it: ~mine(it)
+        return TrajectoryPredicate.of_many(lambda it: not self(it), f"~{self._description}", self._keys, many)
+
+    def __repr__(self) -> str:
+        return f"TrajectoryPredicate({self._description})"
+
+
+class Comparison:
+    """A comparison of each step, which :meth:`any` or :meth:`all` makes a predicate."""
+
+    def __init__(self, field: Field, other: object, symbol: str, compare: Compare) -> None:
+        self._field, self._other, self._compare = field, other, compare
+        self._description = f"({field.description} {symbol} {other!r})"
+
+    def any(self) -> TrajectoryPredicate:
+        """True if it holds for any step."""
+        return self._predicate("any")
+
+    def all(self) -> TrajectoryPredicate:
+        """True if it holds for every step."""
+        return self._predicate("all")
+
+    def _predicate(self, how: str) -> TrajectoryPredicate:
+        field, other, compare = self._field, self._other, self._compare
+
+        def of_one(trajectory: Trajectory) -> object:
+            held = torch.as_tensor(compare(field.of(trajectory), other))
+            return held.any() if how == "any" else held.all()
+
+        def of_many(segments: Segments) -> Tensor:
+            held = cast("Tensor", compare(segments.field(field.path), other))
+            return segments.any(held) if how == "any" else segments.all(held)
+
+        # A tensor might have an entry for each step.
+        many = None if isinstance(other, Tensor) and other.ndim else of_many
+        return TrajectoryPredicate.of_many(of_one, f"{self._description}.{how}()", field.keys, many)
+
+    def __call__(self, trajectory: Trajectory | None = None) -> bool:
+        del trajectory
+        raise TypeError(self._ambiguous())
+
+    def _ambiguous(self) -> str:
+        return (
+            f"{self._description}: expected one bool for each trajectory, got a comparison of each step. Write "
+            f"{self._description}.any() or .all()."
+        )
+
+    def __bool__(self) -> bool:
+        raise TypeError(self._ambiguous())
+
+    def __repr__(self) -> str:
+        return f"Comparison{self._description}"
+
+
+class _Comparable:
+    """What ``<``, ``==`` and so on compare."""
+
+    description: str
+    __hash__ = None  # type: ignore[assignment] # as == makes a predicate
+
+    def _compared(self, other: object, symbol: str, compare: Compare) -> object:
+        raise NotImplementedError
+
+    def __gt__(self, other: object) -> object:
+        return self._compared(other, ">", operator.gt)
+
+    def __ge__(self, other: object) -> object:
+        return self._compared(other, ">=", operator.ge)
+
+    def __lt__(self, other: object) -> object:
+        return self._compared(other, "<", operator.lt)
+
+    def __le__(self, other: object) -> object:
+        return self._compared(other, "<=", operator.le)
+
+    def __eq__(self, other: object) -> object:  # type: ignore[override]
+        return self._compared(other, "==", operator.eq)
+
+    def __ne__(self, other: object) -> object:  # type: ignore[override]
+        return self._compared(other, "!=", operator.ne)
+
+    def __repr__(self) -> str:
+        return self.description
+
+    def _check(self, other: object) -> None:
+        if isinstance(other, _Comparable):
+            raise TypeError(f"{self.description}: expected a number to compare with, got {other.description}.")
+
+
+class Scalar(_Comparable):
+    """One number of a trajectory."""
+
+    def __init__(
+        self, of_one: Callable[[Trajectory], object], of_many: OfMany, description: str, keys: frozenset[object]
+    ) -> None:
+        self._of_one, self._of_many, self.description, self._keys = of_one, of_many, description, keys
+
+    def _compared(self, other: object, symbol: str, compare: Compare) -> TrajectoryPredicate:
+        self._check(other)
+        description = f"({self.description} {symbol} {other!r})"
+
+        def of_many(segments: Segments) -> Tensor:
+            held = cast("Tensor", compare(self._of_many(segments), other))
+            if held.numel() != len(segments.lengths):
+                raise RuntimeError(
+                    f"{description}: expected one number of each trajectory, got shape {list(held.shape[1:])}. Store the number in a field "
+                    "of its own, or reduce it with sum(), max() …."
+                )
+            return held.reshape(-1).bool()
+
+        many = None if isinstance(other, Tensor) and other.ndim else of_many
+        return TrajectoryPredicate.of_many(lambda it: compare(self._of_one(it), other), description, self._keys, many)
+
+
+class Field(_Comparable):
+    """An entry of each step, to be compared or reduced."""
+
+    def __init__(self, key: object, description: str) -> None:
+        self.path: Path = checked_path(key, "traj[key]")
+        self.description = description
+        self.keys = frozenset({cast("object", public(self.path))})
+
+    def of(self, trajectory: Trajectory) -> Tensor:
+        """Of one trajectory. Raises ``KeyError``: it has none."""
+        value = trajectory.get(public(self.path))
+        if value is None:
+            raise KeyError(
+                f"{self.description}: expected the key {public(self.path)!r}, or that of the next step, got {trajectory!r}."
+            )
+        return value
+
+    def _compared(self, other: object, symbol: str, compare: Compare) -> Comparison:
+        self._check(other)
+        return Comparison(self, other, symbol, compare)
+
+    def _reduced(self, how: Reduction, of_one: Callable[[Tensor], object]) -> Scalar:
+        return Scalar(
+            lambda it: of_one(self.of(it)),
+            lambda segments: segments.reduced(segments.field(self.path), how),
+            f"{self.description}.{how}()",
+            self.keys,
+        )
+
+    def sum(self) -> Scalar:
+        """The sum over all steps."""
+        return self._reduced("sum", torch.sum)
+
+    def mean(self) -> Scalar:
+        """The mean over all steps."""
+        return self._reduced("mean", lambda values: values.float().mean())
+
+    def max(self) -> Scalar:
+        """The largest value."""
+        return self._reduced("max", torch.max)
+
+    def min(self) -> Scalar:
+        """The smallest value."""
+        return self._reduced("min", torch.min)
+
+    def first(self) -> Scalar:
+        """That of the first step."""
+        return self._reduced("first", lambda values: values[0])
+
+    def last(self) -> Scalar:
+        """That of the last step."""
+        return self._reduced("last", lambda values: values[-1])
+
+
+class TrajectoryRef:
+    """What predicates are made of: ``traj.reward`` and ``traj["next", "reward"]`` are entries of each step, ``traj.length`` and
+    ``traj.total_reward`` numbers of the trajectory.
+    """
+
+    @property
+    def length(self) -> Scalar:
+        """Steps."""
+        return Scalar(lambda it: it.length, lambda segments: segments.lengths, "traj.length", frozenset())
+
+    @property
+    def total_reward(self) -> Scalar:
+        """The sum of the rewards."""
+        reward = Field("reward", "traj.reward")
+        return Scalar(
+            lambda it: it.total_reward,
+            lambda segments: segments.reduced(segments.field(reward.path), "sum"),
+            "traj.total_reward",
+            reward.keys,
+        )
+
+    def __getattr__(self, name: str) -> Field:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Field(name, f"traj.{name}")
+
+    def __getitem__(self, key: object) -> Field:
+        return Field(key, f"traj[{key!r}]")
+
+    def __repr__(self) -> str:
+        return "traj"
+
+
+traj = TrajectoryRef()
+"""Begins predicates: ``(traj.reward.sum() > 100) & (traj.length < 200)``."""
+
+
+def reject(predicate: object) -> None:
+    """Raise ``TypeError`` for a comparison of each step, or what cannot be called."""
+    if isinstance(predicate, Comparison):
+        predicate()
+    if predicate is not None and not callable(predicate):
+        raise TypeError(f"query: expected a predicate, or a callable, got {type(predicate).__name__}.")

@@ -1,0 +1,80 @@
+"""Trajectories of a TensorDict whose steps lie in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from engram.query.boundaries import boundary_keys
+from engram.query.predicates import reject
+from engram.query.trajectory import Trajectory
+from engram.trajectories import find_start_stop_traj
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+
+def iter_trajectories(data: TensorDictBase, trajectory_key: object = None) -> Iterator[Trajectory]:
+    """The trajectories in a TensorDict ``[N]`` whose steps follow one another, as :class:`Trajectory` around views.
+
+    They are told apart as by ``rb.query``.
+
+    Raises:
+        TypeError: no TensorDict. ValueError: not one batch dimension.
+        KeyError: no ids and no end flags, or none of that key.
+
+    >>> import torch
+    >>> from engram import iter_trajectories
+    >>> from tensordict import TensorDict
+    >>> data = TensorDict({"episode": torch.tensor([0, 0, 1, 1, 1]), "x": torch.arange(5)}, [5])
+    >>> [trajectory.x.tolist() for trajectory in iter_trajectories(data)]
+    [[0, 1], [2, 3, 4]]
+    """
+    check_flat(data, "iter_trajectories")
+    if len(data):
+        start, stop = _parts(data, trajectory_key, "iter_trajectories")
+        for first, last in zip(start, stop, strict=True):
+            yield Trajectory(data[first : last + 1])
+
+
+def filter_trajectories(
+    data: TensorDictBase, predicate: Callable[[Trajectory], object] | None = None, *, trajectory_key: object = None
+) -> list[Trajectory]:
+    """Those of :func:`iter_trajectories` of which a predicate is true; None: all. Raises as that; ``TypeError``: no predicate.
+
+    >>> import torch
+    >>> from engram import filter_trajectories, traj
+    >>> from tensordict import TensorDict
+    >>> data = TensorDict({"episode": torch.tensor([0, 0, 1, 1, 1]), "x": torch.arange(5)}, [5])
+    >>> filter_trajectories(data, traj.x.sum() > 3)[0].x.tolist()
+    [2, 3, 4]
+    """
+    reject(predicate)
+    check_flat(data, "filter_trajectories")
+    return [it for it in iter_trajectories(data, trajectory_key) if predicate is None or bool(predicate(it))]
+
+
+def check_flat(data: object, call: str) -> None:
+    """Raise ``TypeError``, ``ValueError`` unless it is a TensorDict ``[N]``."""
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(f"{call}: expected a TensorDict, got {type(data).__name__}.")
+    if data.batch_dims != 1:
+        raise ValueError(f"{call}: expected a TensorDict with one batch dimension, [N], got {list(data.batch_size)}.")
+
+
+def _parts(data: TensorDictBase, trajectory_key: object, call: str) -> tuple[list[int], list[int]]:
+    """First and last step of each trajectory."""
+    known = [(key,) if isinstance(key, str) else key for key in data.keys(include_nested=True, leaves_only=True)]
+    by_id, keys = boundary_keys(known, trajectory_key, call)
+    signals = [cast("Tensor", data.get(key)).reshape(len(data), -1) for key in keys]
+    if by_id:
+        ids = signals[0]
+        ends = torch.cat([(ids[1:] != ids[:-1]).any(1), torch.ones(1, dtype=torch.bool, device=ids.device)])
+    else:
+        ends = torch.stack([(signal != 0).any(1) for signal in signals]).any(0)
+    start, stop, _ = find_start_stop_traj(end=ends, at_capacity=False)
+    return start[:, 0].tolist(), stop[:, 0].tolist()
