@@ -59,6 +59,12 @@ def check_larger_than_memory(said):
     assert int(right) > 70
 
 
+def check_grpo_data_path(said):
+    first, last = (int(share) for share in re.findall(r"right with (\d+) %$", said, re.MULTILINE))
+    assert last > 3 * first
+    assert said.endswith("batches with a group of several prompts: 0\n")
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
@@ -101,6 +107,7 @@ CHECKS = {
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
     "her.py": check_her,
+    "grpo_data_path.py": check_grpo_data_path,
     "larger_than_memory.py": check_larger_than_memory,
     "r2d2.py": check_r2d2,
     "recurrent_slices.py": check_recurrent_slices,
@@ -112,6 +119,7 @@ QUICKLY = {
     **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
     "her.py": ["--bits", "10", "--steps", "1600"],
+    "grpo_data_path.py": ["--rounds", "150"],
     "larger_than_memory.py": ["--memory", "0", "--updates", "60"],
     "r2d2.py": ["--steps", "400"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],

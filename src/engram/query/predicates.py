@@ -40,21 +40,11 @@ class TrajectoryPredicate:
         self._fn = fn
         self._description = description
         self._keys = keys
-        self._of_many: OfMany | None = None
-
-    @classmethod
-    def of_many(
-        cls, fn: Callable[[Trajectory], object], description: str, keys: frozenset[object] | None, many: OfMany | None
-    ) -> TrajectoryPredicate:
-        """One that says so of many trajectories at once, too: bool ``[K]``."""
-        made = cls(fn, description, keys)
-        made._of_many = many
-        return made
 
     @property
     def many(self) -> OfMany | None:
         """Says so of many trajectories at once; None: of one by one only."""
-        return self._of_many
+        return None
 
     @property
     def description(self) -> str:
@@ -85,7 +75,7 @@ class TrajectoryPredicate:
             keys = needed[0] | needed[1]
         both = None if mine is None or theirs is None else lambda it: cast("Tensor", joins(mine(it), theirs(it)))
         description = f"({self._description} {symbol} {other.description})"
-        return TrajectoryPredicate.of_many(lambda it: joins(self(it), other(it)), description, keys, both)
+        return BatchedPredicate(lambda it: joins(self(it), other(it)), description, keys, both)
 
     def __and__(self, other: object) -> TrajectoryPredicate:
         return self._joined(other, "&", operator.and_)
@@ -94,12 +84,30 @@ class TrajectoryPredicate:
         return self._joined(other, "|", operator.or_)
 
     def __invert__(self) -> TrajectoryPredicate:
-        mine = self._of_many
+        mine = self.many
         many = None if mine is None else lambda it: ~mine(it)
-        return TrajectoryPredicate.of_many(lambda it: not self(it), f"~{self._description}", self._keys, many)
+        return BatchedPredicate(lambda it: not self(it), f"~{self._description}", self._keys, many)
 
     def __repr__(self) -> str:
         return f"TrajectoryPredicate({self._description})"
+
+
+class BatchedPredicate(TrajectoryPredicate):
+    """One that may say so of many trajectories at once, too: bool ``[K]``."""
+
+    def __init__(
+        self,
+        fn: Callable[[Trajectory], object],
+        description: str,
+        keys: frozenset[object] | None,
+        many: OfMany | None,
+    ) -> None:
+        super().__init__(fn, description, keys)
+        self._many = many
+
+    @property
+    def many(self) -> OfMany | None:
+        return self._many
 
 
 class Comparison:
@@ -130,7 +138,7 @@ class Comparison:
 
         # A tensor might have an entry for each step.
         many = None if isinstance(other, Tensor) and other.ndim else of_many
-        return TrajectoryPredicate.of_many(of_one, f"{self._description}.{how}()", field.keys, many)
+        return BatchedPredicate(of_one, f"{self._description}.{how}()", field.keys, many)
 
     def __call__(self, trajectory: Trajectory | None = None) -> bool:
         del trajectory
@@ -206,7 +214,7 @@ class Scalar(_Comparable):
             return held.reshape(-1).bool()
 
         many = None if isinstance(other, Tensor) and other.ndim else of_many
-        return TrajectoryPredicate.of_many(lambda it: compare(self._of_one(it), other), description, self._keys, many)
+        return BatchedPredicate(lambda it: compare(self._of_one(it), other), description, self._keys, many)
 
 
 class Field(_Comparable):
