@@ -9,6 +9,7 @@ of earlier rounds are drawn again (Li et al. 2025, "RePO").
 """
 
 import argparse
+import logging
 
 import torch
 from torch.distributions import Categorical
@@ -47,6 +48,7 @@ def main():
     parser.add_argument("--strategy", default="recency", choices=("random", "recency", "reward", "variance"))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    logging.getLogger("engram").setLevel("WARNING")
     torch.manual_seed(options.seed)
 
     right = torch.randint(WORDS, (PROMPTS,))

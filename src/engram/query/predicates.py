@@ -55,7 +55,7 @@ class TrajectoryPredicate:
         """Keys of the entries that it reads; None: they are not known.
 
         >>> from engram import traj
-        >>> ((traj.reward.sum() > 1) | (traj["next", "done"].any())).required_keys() == {"reward", ("next", "done")}
+        >>> ((traj.reward.sum() > 1) | (traj["next", "done"] > 0).any()).required_keys() == {"reward", ("next", "done")}
         True
         """
         return self._keys
