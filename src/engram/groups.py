@@ -79,16 +79,21 @@ class GroupIndex(LockedIndex[_native.Groups]):
             _native.format_groups(block.address, block.nbytes, store.capacity, number, field.row_bytes)
 
         known: GroupIndex | None = store.indexes.get((name, KIND))
-        if known is None:
-            nbytes = _native.groups_bytes(store.capacity, field.row_bytes)
-            known = store.indexes.lasting(name, KIND, nbytes, make)[0]
-        if known.core.field != number:
-            other = public(store.schema.fields[known.core.field].key)
+        if known is not None:  # perhaps with keys of another length
+            known.check_field(store, name, number)
+        nbytes = _native.groups_bytes(store.capacity, field.row_bytes)
+        index: GroupIndex = store.indexes.lasting(name, KIND, nbytes, make)[0]
+        index.check_field(store, name, number)
+        return index
+
+    def check_field(self, store: Store, name: str, number: int) -> None:
+        """Raise ``IncompatibleStore`` if the keys are another field."""
+        if self.core.field != number:
+            fields = store.schema.fields
             raise IncompatibleStore(
-                f"index {name!r}: expected groups by {other!r}, as the store's index of that name has, got {public(key)!r}. Give it "
-                "another name: index=…."
+                f"index {name!r}: expected groups by {public(fields[self.core.field].key)!r}, as the store's index of that name has, got "
+                f"{public(fields[number].key)!r}. Give it another name: index=…."
             )
-        return known
 
     def draw(
         self, key: int, groups: int, each: int, *, newest: bool, without: Tensor

@@ -25,6 +25,7 @@ from engram import (
 )
 from tests import stress
 from tests.samplers.machine import SETTINGS, StoreMachine, stressed
+from tests.serving.servers import serving
 
 
 def steps(lengths, first=0, **more):
@@ -306,6 +307,16 @@ def test_keys_that_are_not_there():
         buffer(TensorDict({"x": torch.arange(4)}, [4])).query()
     with pytest.raises(RuntimeError, match=r"one number of each trajectory.*\[2\]"):
         rb.query(traj.obs.first() > 3)
+
+
+def test_rows_on_a_server(tmp_path):
+    rb = buffer(steps([3, 2]), storage=lambda size: LazyMemmapStorage(size, scratch_dir=tmp_path / "s"))
+    with serving(tmp_path / "s") as served:
+        there = ReplayBuffer.connect(served.address)
+        with pytest.raises(RuntimeError, match=r"query.*got a connection.*readonly=True"):
+            there.query()
+        there.close()
+    rb.close()
 
 
 def test_rows_without_trajectories():

@@ -501,3 +501,17 @@ def test_one_name_stands_for_one_key():
         rb.sample()
     rb.set_sampler(PromptGroupSampler(num_groups=1, group_key="user", index="users"))
     rb.sample()
+
+
+def test_an_index_whose_maker_died_before_it_had_scanned_the_rows_scans_them(tmp_path):
+    """The other process has attached it with its last write, and is the first to ask for it."""
+    rb = buffer([1, 2, 3], 2, storage=LazyMemmapStorage(6, scratch_dir=tmp_path / "s"))
+    other = ReplayBuffer.open(tmp_path / "s", batch_size=2)
+    assert rb.sampler.groups == 3
+    folder = tmp_path / "s" / ".engram" / "indexes" / "main"
+    (folder / f".unscanned-{KIND}").touch()
+    other.extend(rows([4], 3))
+    assert other.sampler.groups == 4
+    assert not (folder / f".unscanned-{KIND}").exists()
+    other.close()
+    rb.close()

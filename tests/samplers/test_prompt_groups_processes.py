@@ -8,6 +8,7 @@ import torch
 from engram import LazyMemmapStorage, LazyTensorStorage, PromptGroupSampler, RandomSampler, ReplayBuffer
 from tests import stress
 from tests.samplers.groupers import rows, write, write_for_ever
+from tests.serving.servers import serving
 from tests.store.processes import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore:PromptGroupSampler", "ignore:this process was forked")
@@ -73,6 +74,18 @@ def test_writers_that_are_killed_leave_groups_whole(tmp_path):
             check(reader.sample())
         check_all(rb)
     reader.close()
+    rb.close()
+
+
+def test_a_server_draws_groups(tmp_path):
+    rb = store(tmp_path / "s", 90)
+    with serving(tmp_path / "s") as served:
+        there = ReplayBuffer.connect(served.address, batch_size=12)
+        there.extend(rows(4, 0, 20))
+        for _ in range(5):
+            check(there.sample())
+        there.close()
+    check_all(rb)
     rb.close()
 
 

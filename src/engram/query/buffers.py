@@ -52,7 +52,7 @@ class Query:
 
     Raises:
         TypeError: rows are no TensorDicts of one step each, or the predicate is none, or compares steps without ``any()`` or ``all()``.
-        KeyError: no such field, or nothing that tells trajectories apart.
+        KeyError: no such field, or nothing that tells trajectories apart. RuntimeError: the buffer is a connection.
 
     Cost: the first call scans the rows once for their trajectories; afterwards O(trajectories + steps that are read). Predicates
     of :data:`engram.traj` are evaluated for all trajectories at once, without a call for each.
@@ -75,6 +75,11 @@ class Query:
         """As the class says."""
         reject(predicate)
         storage = self._buffer.storage
+        if storage.traits.is_remote:
+            raise RuntimeError(
+                "query: expected rows that this process reads, got a connection. Call it where the store is, or open its folder: "
+                "ReplayBuffer.open(…, readonly=True)."
+            )
         if not len(storage):
             return []
         if not storage.traits.has_fields:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-from tensordict import TensorDictBase
 
 from engram.query.boundaries import boundary_keys
 from engram.query.predicates import reject
-from engram.query.trajectory import Trajectory
 from engram.trajectories import find_start_stop_traj
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tensordict import TensorDictBase
     from torch import Tensor
+
+    from engram.query.trajectory import Trajectory
 
 
 def iter_trajectories(data: TensorDictBase, trajectory_key: object = None) -> Iterator[Trajectory]:
@@ -34,6 +35,8 @@ def iter_trajectories(data: TensorDictBase, trajectory_key: object = None) -> It
     >>> [trajectory.x.tolist() for trajectory in iter_trajectories(data)]
     [[0, 1], [2, 3, 4]]
     """
+    from engram.query.trajectory import Trajectory
+
     check_flat(data, "iter_trajectories")
     if len(data):
         start, stop = _parts(data, trajectory_key, "iter_trajectories")
@@ -60,6 +63,8 @@ def filter_trajectories(
 
 def check_flat(data: object, call: str) -> None:
     """Raise ``TypeError``, ``ValueError`` unless it is a TensorDict ``[N]``."""
+    from tensordict import TensorDictBase
+
     if not isinstance(data, TensorDictBase):
         raise TypeError(f"{call}: expected a TensorDict, got {type(data).__name__}.")
     if data.batch_dims != 1:
