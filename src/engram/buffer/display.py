@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,6 +12,7 @@ from engram.format.schema import name_of
 from engram.inspect import gauges
 from engram.limits import limit_stats
 from engram.plotting.rows import Scan
+from engram.query.buffers import Query
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,10 +41,11 @@ _LEFT = "style='text-align:left'"
 
 
 class Shown:
-    """A buffer as text, in a terminal with rich, and in a notebook."""
+    """A buffer as text, in a terminal with rich, and in a notebook; and what is found in it."""
 
     _wiring: Wiring
     _settings: Settings
+    query = cast("Query", property(Query, doc=Query.__doc__))
 
     def __repr__(self) -> str:
         if self._settings.unmade is not None:

@@ -45,7 +45,6 @@ from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.limits import WAIT_S, checked_timeout
 from engram.plotting import Plots
-from engram.query.buffers import Query
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
@@ -1493,7 +1492,6 @@ class ReplayBuffer(Shown, Generic[Batch]):
     explain = inspect.explain
     count_usage = inspect.count_usage
     plot = cast("Plots", property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: see docs/seeing.md."))
-    query = cast("Query", property(Query, doc=Query.__doc__))
 
 
 register(ReplayBuffer)
