@@ -52,21 +52,22 @@ nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Addres
         *masses = {static_cast<double>(taken->rows - taken->start - taken->count), 1.0, taken->rows};
       }
       const auto count = static_cast<std::int64_t>(taken->count);
-      buffers.add(layout, count);
+      store.find_fields();
+      const std::size_t fields = buffers.add(layout, count);
       std::unique_ptr<std::int64_t[]> unseen;
       if (with_rows) {
         buffers.add(kNumbers, count);
       } else {
         unseen.reset(new std::int64_t[taken->count]);
       }
-      std::int64_t* const ranks = with_rows ? buffers.at<std::int64_t>(store.fields()) : unseen.get();
+      std::int64_t* const ranks = with_rows ? buffers.at<std::int64_t>(fields) : unseen.get();
       if (with_numbers) buffers.add(kNumbers, count);
       if (shuffle) {
         order_ranks(taken->key, taken->rows, taken->start, taken->count, ranks);
       } else {
         std::iota(ranks, ranks + taken->count, static_cast<std::int64_t>(taken->start));
       }
-      store.read_ranked(ranks, taken->count, buffers.first(store.fields()),
+      store.read_ranked(ranks, taken->count, buffers.first(fields),
                         with_numbers ? buffers.at<std::int64_t>(buffers.size() - 1) : nullptr);
       store.count_sampled(ranks, taken->count);
     }

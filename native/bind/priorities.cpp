@@ -33,8 +33,8 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
   OutputBuffers buffers;
   {
     const WithoutInterpreter running(Priorities::brief(n) && store.reads_briefly(n));
-    const std::size_t f = store.fields();
-    buffers.add(layout, size);
+    store.find_fields();
+    const std::size_t f = buffers.add(layout, size);
     buffers.add(kNumbers, size);
     buffers.add(kNumbers, size);
     buffers.add(single_precision ? kFloat : kDouble, size);

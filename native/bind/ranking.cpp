@@ -66,7 +66,7 @@ nb::object write_of(Ranking& self, Store& store, const Intake& intake, std::uint
   std::uint64_t first = 0;
   if (!rows.empty()) {  // else no index need hear of it
     nb::gil_scoped_release release;
-    first = store.scatter(rows.data(), rows.size(), store.all(), taken.columns(), true, kept.data(), ranks.size());
+    first = store.scatter(rows.data(), rows.size(), store.all().first(taken.columns().size()), taken.columns(), true, kept.data(), ranks.size());
   }
   const auto n = static_cast<std::int64_t>(ranks.size());
   OutputBuffer written(kNumbers, n), lasting(kNumbers, n);

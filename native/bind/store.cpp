@@ -6,11 +6,13 @@
 #include "store.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -62,6 +64,11 @@ class Values {
 using Inputs = Values<const std::byte*>;
 using Outputs = Values<std::byte*>;
 using Which = Values<std::uint64_t>;
+
+std::vector<std::byte> bytes_in(const nb::bytes& raw) {
+  const auto* first = reinterpret_cast<const std::byte*>(raw.c_str());
+  return {first, first + raw.size()};
+}
 
 // What a request wrote, and 0; or -1, and what can come next.
 template <class Append>
@@ -119,9 +126,15 @@ void bind_writes(nb::class_<Store>& type) {
   type
       .def(
           "add_field",
-          [](Store& self, Address data, std::uint64_t row_bytes) { self.add_field({at<std::byte>(data), row_bytes}); },
-          "data"_a, "row_bytes"_a,
-          "One field more, which holds what the live rows have; no other thread or process may use the store meanwhile.")
+          [](Store& self, Address data, std::uint64_t row_bytes, std::optional<nb::bytes> fill) {
+            self.add_field({at<std::byte>(data), row_bytes}, fill ? std::optional(bytes_in(*fill)) : std::nullopt);
+          },
+          "data"_a, "row_bytes"_a, "fill"_a = nb::none(),
+          "One field more, which holds what the live rows have; no other thread may add one or write meanwhile. `fill`: a row of it, for "
+          "writes that leave the field out.")
+      .def(
+          "set_fill", [](Store& self, std::uint64_t field, const nb::bytes& fill) { self.set_fill(field, bytes_in(fill)); }, "field"_a,
+          "fill"_a, "What rows hold in a field that become live without being written; no other thread may use the store meanwhile.")
       .def(
           "append",
           [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows) {
@@ -228,9 +241,10 @@ void bind_reads(nb::class_<Store>& type) {
             std::vector<std::int64_t> moved;
             {
               const WithoutInterpreter running(self.reads_briefly(n));
-              buffers.add(layout, static_cast<std::int64_t>(n));
-              moved = self.gather(at<std::int64_t>(rows), n, self.all(), buffers.first(self.fields()),
-                                  at<std::int64_t>(expected), nullptr);
+              self.find_fields();
+              const std::size_t fields = buffers.add(layout, static_cast<std::int64_t>(n));
+              moved = self.gather(at<std::int64_t>(rows), n, self.all().first(fields), buffers.first(fields), at<std::int64_t>(expected),
+                                  nullptr);
             }
             return nb::make_tuple(std::move(buffers).tensors(static_cast<std::int64_t>(n)), moved);
           },
@@ -290,7 +304,8 @@ void bind_draws(nb::class_<Store>& type) {
             OutputBuffers buffers;
             {
               const WithoutInterpreter running(self.reads_briefly(n));
-              buffers.add(layout, size);
+              self.find_fields();
+              const std::size_t fields = buffers.add(layout, size);
               std::vector<std::int64_t> unseen;
               const auto extra = [&](bool wanted) -> std::int64_t* {
                 if (!wanted) return nullptr;
@@ -300,7 +315,7 @@ void bind_draws(nb::class_<Store>& type) {
               std::int64_t* rows = extra(with_rows);
               std::int64_t* numbers = extra(with_numbers);
               if (rows == nullptr && self.hears_samples()) unseen.resize(n), rows = unseen.data();
-              self.sample_uniform(key, n, buffers.first(self.fields()), rows, numbers, masses_of_block());
+              self.sample_uniform(key, n, buffers.first(fields), rows, numbers, masses_of_block());
               self.count_sampled(rows, n);
             }
             if (unless_limited) self.count_wait(start);

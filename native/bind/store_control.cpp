@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -142,27 +143,38 @@ void bind_holds(nb::class_<Store>& type) {
           "A context manager: empties a paused store, whose rows may be written to directly inside. If that fails it stays empty.");
 }
 
-// Indexes, which hear of every write.
+// What calls a callable of Python's. The store keeps that alive: so it must not keep the store alive.
+std::function<void()> calling(nb::callable callable) {
+  auto held = std::shared_ptr<nb::callable>(new nb::callable(std::move(callable)), [](nb::callable* callable) {
+    nb::gil_scoped_acquire acquire;
+    delete callable;
+  });
+  return [held] {
+    nb::gil_scoped_acquire acquire;
+    (*held)();
+  };
+}
+
+// Indexes, which hear of every write, and fields.
 void bind_indexes(nb::class_<Store>& type) {
   type
       .def(
           "on_new_index",
-          [](Store& self, nb::callable attach) {
-            // The store keeps the callable alive: so the callable must not keep the store alive.
-            auto held = std::shared_ptr<nb::callable>(new nb::callable(std::move(attach)), [](nb::callable* callable) {
-              nb::gil_scoped_acquire acquire;
-              delete callable;
-            });
-            self.on_new_index([held] {
-              nb::gil_scoped_acquire acquire;
-              (*held)();
-            });
-          },
+          [](Store& self, nb::callable attach) { self.on_new_index(calling(std::move(attach))); },
           "attach"_a, "Called by a write that finds that another process has made an index.")
       .def("knows_indexes", &Store::knows_indexes, "epoch"_a)
       .def_prop_ro("index_epoch", [](const Store& self) { return self.control().counters().index_epoch.load(); })
       .def("next_index_epoch",
            [](Store& self) { return self.control().writable().counters().index_epoch.fetch_add(1, std::memory_order_seq_cst) + 1; })
+      .def(
+          "on_new_fields",
+          [](Store& self, nb::callable adopt) { self.on_new_fields(calling(std::move(adopt))); },
+          "adopt"_a, "Called by a call that finds that another process has added fields.")
+      .def("find_fields", [](const Store& self) { self.find_fields(); }, "Adopts the fields that another process has added.")
+      .def("knows_fields", &Store::knows_fields, "epoch"_a)
+      .def_prop_ro("fields_epoch", [](const Store& self) { return self.control().counters().fields_epoch.load(); })
+      .def("next_fields_epoch",
+           [](Store& self) { return self.control().writable().counters().fields_epoch.fetch_add(1, std::memory_order_seq_cst) + 1; })
       .def("attach", &Store::attach, "index"_a, nb::keep_alive<1, 2>(), "Tells an index of every write from now on.");
 }
 

@@ -261,13 +261,27 @@ bool look_at_tensor(PyObject* object, Values& values) {
 }
 
 Layout::Layout(const nb::list& specs) {
-  for (nb::handle spec : specs) specs_.push_back(spec_of(spec));
+  std::vector<RowSpec> given;
+  for (nb::handle spec : specs) given.push_back(spec_of(spec));
+  set(std::move(given));
+}
+
+void Layout::add(nb::handle spec) {
+  std::vector<RowSpec> more = specs();
+  more.push_back(spec_of(spec));
+  set(std::move(more));
+}
+
+void Layout::set(std::vector<RowSpec> specs) {
+  all_.push_back(std::make_unique<const std::vector<RowSpec>>(std::move(specs)));
+  current_.store(all_.back().get(), std::memory_order_release);
 }
 
 bool Layout::fits(const nb::list& values, std::int64_t n) const {
-  if (exchange == nullptr || values.size() != specs_.size()) return false;
-  for (std::size_t i = 0; i < specs_.size(); ++i) {
-    if (bytes_of(values[i].ptr(), specs_[i], n) == nullptr) return false;
+  const std::vector<RowSpec>& specs = this->specs();
+  if (exchange == nullptr || values.size() != specs.size()) return false;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    if (bytes_of(values[i].ptr(), specs[i], n) == nullptr) return false;
   }
   return true;
 }
@@ -348,10 +362,10 @@ void OutputBuffers::add(const RowSpec& spec, std::int64_t most) {
   addresses_.push_back(buffers_.back().data());
 }
 
-void OutputBuffers::add(const Layout& layout, std::int64_t most) {
-  buffers_.reserve(layout.specs().size() + 8);
-  addresses_.reserve(layout.specs().size() + 8);
-  for (const RowSpec& spec : layout.specs()) add(spec, most);
+void OutputBuffers::add(const std::vector<RowSpec>& specs, std::int64_t most) {
+  buffers_.reserve(specs.size() + 8);
+  addresses_.reserve(specs.size() + 8);
+  for (const RowSpec& spec : specs) add(spec, most);
 }
 
 nb::list OutputBuffers::tensors(std::int64_t n, std::int64_t each) && {
@@ -366,6 +380,7 @@ void bind_tensors(nb::module_& m) {
       .def("fits", &Layout::fits, "values"_a, "n"_a,
            "Whether the values are n rows (n < 0: one row without that dimension) that can be copied as bytes as they are. "
            "False where that cannot be told.")
+      .def("add", &Layout::add, "spec"_a, "One field more, from the next call on.")
       .def(
           "allocate",
           [](const Layout& self, std::int64_t n) {

@@ -7,8 +7,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -54,10 +56,16 @@ class Layout {
   /// Whether the values are n rows (n < 0: one row without that dimension) that can be copied as bytes as they are.
   bool fits(const nanobind::list& values, std::int64_t n) const;
 
-  const std::vector<RowSpec>& specs() const { return specs_; }
+  /// One field more. Calls that have begun with those of before end with them; one thread at a time adds.
+  void add(nanobind::handle spec);
+
+  const std::vector<RowSpec>& specs() const { return *current_.load(std::memory_order_acquire); }
 
  private:
-  std::vector<RowSpec> specs_;
+  void set(std::vector<RowSpec> specs);
+
+  std::vector<std::unique_ptr<const std::vector<RowSpec>>> all_;
+  std::atomic<const std::vector<RowSpec>*> current_;
 };
 
 /// dtypes of what accompanies rows.
@@ -92,7 +100,9 @@ class OutputBuffer {
 class OutputBuffers {
  public:
   void add(const RowSpec& spec, std::int64_t most);
-  void add(const Layout& layout, std::int64_t most);
+  void add(const std::vector<RowSpec>& specs, std::int64_t most);
+  /// Returns the number of fields.
+  std::size_t add(const Layout& layout, std::int64_t most) { return add(layout.specs(), most), buffers_.size(); }
 
   /// Where the i-th begins, as T.
   template <class T>

@@ -68,19 +68,20 @@ class Sampled {
   Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, const WindowSpec& spec,
           const Batched& batched)
       : store_(store),
-        fields_(layout.specs().size()),
+        specs_(layout.specs()),
+        fields_(specs_.size()),
         stride_(batched.padded || spec.whole ? spec.length : 0),
         burn_in_(spec.burn_in),
         shown_(batched.shown),
         flat_(batched.flat) {
-    check(fields_ == 0 || fields_ == store.fields(), "a layout of all fields, or of none");
+    check(fields_ <= store.fields(), "a layout of all fields, or of none");
     check(flat_ || stride_ > 0, "windows of equal length");
     constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
     check(n < kMost && (stride_ == 0 || n == 0 || stride_ < kMost / n), "a batch of more rows than there is memory");
     const auto allocate = [&](std::uint64_t places) -> WindowMemory {
       most_ = static_cast<std::int64_t>(places);
       buffers_ = {};
-      buffers_.add(layout, most_);
+      buffers_.add(specs_, most_);
       if (shown_) {
         buffers_.add(kNumbers, most_);
       } else {
@@ -89,7 +90,7 @@ class Sampled {
       numbers_.resize(places);
       return {buffers_.first(fields_), rows(), numbers_.data()};
     };
-    windows_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, spec,
+    windows_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all().first(fields_), choose, n, spec,
                             batched.padded, allocate);
     for (const Steps& steps : windows_) total_ += places(steps);
     count();
@@ -203,6 +204,7 @@ class Sampled {
   }
 
   const Store& store_;
+  const std::vector<RowSpec>& specs_;
   std::uint64_t fields_;  // that are read
   std::int64_t most_ = 0;  // places while they are read
   std::uint64_t stride_, burn_in_;

@@ -109,6 +109,7 @@ struct Counters {
   Word scatters;                 // writes by number, edits among them: of another process's an index hears nothing else
   Word patches;                  // rows patched that still had the ticket expected
   Word patches_dropped;          // entries of patches that came too late
+  Word fields_epoch;             // changes before store.json names more fields, while no process writes
 };
 
 /// Section "counters", behind those: what is counted of samples, and what rates and curves are made of. Zero in stores of versions that

@@ -80,10 +80,9 @@ class Disk {
   Disk(const Disk&) = delete;
   Disk& operator=(const Disk&) = delete;
 
-  /// One field more, in memory only.
-  void add_field() { files_.emplace_back(); }
-  bool has(std::uint64_t field) const { return !files_[field].path.empty(); }
-  bool is_open(std::uint64_t field) const { return files_[field].descriptor.load(std::memory_order_acquire) >= 0; }
+  /// Fields that are added later lie in memory only.
+  bool has(std::uint64_t field) const { return field < files_.size() && !files_[field].path.empty(); }
+  bool is_open(std::uint64_t field) const { return field < files_.size() && files_[field].descriptor.load(std::memory_order_acquire) >= 0; }
 
   /// Opens the files of fields that have one. Where that fails, the field stays with its mapping; or, if `must`, throws DiskError.
   void open(std::span<const std::uint64_t> which, bool must = false) const;

@@ -527,7 +527,7 @@ void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weight
 void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
                         std::int64_t* numbers, double* weights, Masses* masses) const {
   draw(key, 0, n, rows, numbers, weights, masses);
-  std::vector<std::int64_t> moved = store.gather(rows, n, store.all(), batch, numbers, nullptr);
+  std::vector<std::int64_t> moved = store.gather(rows, n, store.all().first(batch.size()), batch, numbers, nullptr);
   const Deadline deadline;
   std::vector<std::int64_t> again, its_number;
   std::vector<double> its_weight;
@@ -552,7 +552,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
       numbers[i] = its_number[i];
       if (weights != nullptr) weights[i] = its_weight[i] * scale;
       for (std::uint64_t f = 0; f < memory.size(); ++f) memory[f] = batch[f] + i * store.row_bytes(f);
-      if (!store.gather(rows + i, 1, store.all(), memory, numbers + i, nullptr).empty()) still.push_back(position);
+      if (!store.gather(rows + i, 1, store.all().first(batch.size()), memory, numbers + i, nullptr).empty()) still.push_back(position);
     }
     moved = std::move(still);
     store.control().count_redraws(1);

@@ -18,12 +18,13 @@ constexpr auto kWhileWaiting = std::chrono::milliseconds(10);
 }  // namespace
 
 Store::Store(Control control, std::vector<Field> fields, std::uint64_t participant)
-    : control_(control), participant_(&control_.participant(participant)), fields_(std::move(fields)) {
-  all_.resize(fields_.size());
-  std::iota(all_.begin(), all_.end(), std::uint64_t{0});
-  for (const Field& field : fields_) row_bytes_ += field.row_bytes;
-  for (std::uint64_t f = fields_.size(); f-- > 0;) {
-    const Field& field = fields_[f];
+    : control_(control), participant_(&control_.participant(participant)), needed_(fields.size()) {
+  auto table = std::make_unique<Table>();
+  for (const Field& field : fields) table->add(field, {});
+  tables_->current.store(table.get(), std::memory_order_release);
+  tables_->all.push_back(std::move(table));
+  for (std::uint64_t f = fields.size(); f-- > 0;) {
+    const Field& field = fields[f];
     if (field.contiguous()) continue;
     check(field.stride >= field.row_bytes && (group_.stride == 0 || field.stride == group_.stride), "one distance between rows");
     std::byte* const begin = group_.data == nullptr ? field.data : std::min(field.data, group_.data);
@@ -32,13 +33,37 @@ Store::Store(Control control, std::vector<Field> fields, std::uint64_t participa
   }
 }
 
-void Store::add_field(Field field) {
-  all_.push_back(fields_.size());
-  fields_.push_back(field);
-  row_bytes_ += field.row_bytes;
-  if (disk_ == nullptr) return;
-  disk_->add_field();
-  longest_ = longest_of(all_);
+void Store::Table::add(Field field, std::vector<std::byte> fill) {
+  all.push_back(fields.size());
+  fields.push_back(field);
+  fills.push_back(std::move(fill));
+  row_bytes += field.row_bytes;
+}
+
+// Of a store in files this one is read and written through its mapping: its file is known when the store is opened the next time.
+void Store::add_field(Field field, std::optional<std::vector<std::byte>> fill) {
+  check(!fill || fill->size() == field.row_bytes, "a row to fill the field with");
+  const bool left_out = fill.has_value();
+  auto table = std::make_unique<Table>(this->table());
+  table->add(field, std::move(fill).value_or(std::vector<std::byte>{}));
+  tables_->current.store(table.get(), std::memory_order_release);
+  tables_->all.push_back(std::move(table));
+  if (!left_out) needed_ = fields();
+}
+
+void Store::set_fill(std::uint64_t f, std::vector<std::byte> fill) {
+  check(f < fields() && fill.size() == row_bytes(f), "a row to fill a field of the store with");
+  tables_->all.back()->fills[f] = std::move(fill);
+}
+
+void Store::check_columns(std::uint64_t columns) const {
+  check(needed_ <= columns && columns <= fields(), "another number of columns than the store has fields");
+}
+
+void Store::find_fields() const {
+  if (!on_new_fields_ || !has_new_fields()) [[likely]] return;
+  let_go();
+  on_new_fields_();
 }
 
 void Store::join(std::shared_ptr<Participants> participants) {

@@ -54,9 +54,23 @@ class Store {
   /// before the first write. Throws Stalled: the table is full.
   void join(std::shared_ptr<Participants> participants);
 
-  /// One field more, which holds what the live rows have: reads and writes move it from now on, after all others. To be
-  /// called while no other thread or process uses the store.
-  void add_field(Field field);
+  /// One field more, which holds what the live rows have: reads and writes move it from now on, after all others. To be called while
+  /// no other thread adds one or writes. Readers go on: what they have begun with the fields of before they end with these.
+  /// `fill`: a row of it. Then writes may leave the field out, and those that do write this.
+  void add_field(Field field, std::optional<std::vector<std::byte>> fill = std::nullopt);
+
+  /// What rows hold in a field that become live without being written, in place of zeros. To be called while no other thread uses the
+  /// store.
+  void set_fill(std::uint64_t field, std::vector<std::byte> fill);
+
+  /// Called by a call that finds that another process has added fields, before it reads or writes a row: it adds them here.
+  void on_new_fields(std::function<void()> adopt) { on_new_fields_ = std::move(adopt); }
+
+  /// All fields that there were at that epoch are here.
+  void knows_fields(std::uint64_t epoch) { indexes_->fields_epoch.store(epoch, std::memory_order_release); }
+
+  /// Looks whether another process has added fields since, and adopts them.
+  void find_fields() const;
 
   /// Called by a write that finds that another process has made an index, before the write is told to the indexes: it
   /// attaches what is new.
@@ -87,17 +101,17 @@ class Store {
   void count_wait(std::chrono::steady_clock::time_point since) const;
   /// Whether reading, or writing, n whole rows is over before another thread has been woken: they lie in memory, and are few and
   /// small. Measured: benchmarks/bench_threads.py.
-  bool reads_briefly(std::uint64_t n) const { return in_memory_ && !control_.only_reads() && n <= kBriefReads && n * row_bytes_ <= kBriefBytes; }
-  bool writes_briefly(std::uint64_t n) const { return in_memory_ && n <= kBriefWrites && n * row_bytes_ <= kBriefBytes; }
-  std::uint64_t fields() const { return fields_.size(); }
+  bool reads_briefly(std::uint64_t n) const { return in_memory_ && !control_.only_reads() && n <= kBriefReads && n * row_bytes() <= kBriefBytes; }
+  bool writes_briefly(std::uint64_t n) const { return in_memory_ && n <= kBriefWrites && n * row_bytes() <= kBriefBytes; }
+  std::uint64_t fields() const { return table().fields.size(); }
   /// 0 … fields - 1: what a read of whole rows names.
-  std::span<const std::uint64_t> all() const { return all_; }
-  std::uint64_t row_bytes(std::uint64_t field) const { return fields_[field].row_bytes; }
-  const Field& field(std::uint64_t number) const { return fields_[number]; }
+  std::span<const std::uint64_t> all() const { return table().all; }
+  std::uint64_t row_bytes(std::uint64_t number) const { return field(number).row_bytes; }
+  const Field& field(std::uint64_t number) const { return table().fields[number]; }
   /// Of the file that the rows of a field lie in: its number, which is that of its first field, and the rows of all fields in it, as one
   /// field.
-  std::uint64_t file_of(std::uint64_t number) const { return fields_[number].contiguous() ? number : lead_; }
-  const Field& rows_of_file(std::uint64_t number) const { return fields_[number].contiguous() ? fields_[number] : group_; }
+  std::uint64_t file_of(std::uint64_t number) const { return field(number).contiguous() ? number : lead_; }
+  const Field& rows_of_file(std::uint64_t number) const { return field(number).contiguous() ? field(number) : group_; }
 
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
   /// null. Returns t0: row i has ticket number t0 + i.
@@ -240,6 +254,8 @@ class Store {
   void look_after_others(Need need = Need::none) const;
   void find_usage() const;
   void admit(ClaimGuard& claim) const;
+  void wait_while_paused(ClaimGuard& claim) const;
+  bool has_new_fields() const { return control_.counters().fields_epoch.load(std::memory_order_acquire) != indexes_->fields_epoch; }
   Participant& writer() const { return control_.writable(), *participant_; }
   std::uint64_t own_pause() const;
   Stalled paused_in_vain() const;  // says who has paused the store
@@ -267,7 +283,7 @@ class Store {
   std::optional<DiskError> read_fields(std::span<const std::int64_t> rows, const std::uint32_t* at, std::span<const std::uint64_t> which,
                                        Batch batch) const;
   std::vector<std::uint64_t> files_of(std::span<const std::uint64_t> which) const;
-  std::uint64_t offset_of(std::uint64_t f) const { return static_cast<std::uint64_t>(fields_[f].data - group_.data); }
+  std::uint64_t offset_of(std::uint64_t f) const { return static_cast<std::uint64_t>(field(f).data - group_.data); }
   void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
   void check_live(const std::int64_t* rows, std::uint64_t n) const;
   bool holds_earlier_lap(std::uint64_t row, const Place& place) const;
@@ -288,7 +304,7 @@ class Store {
   std::uint64_t block_rows(std::span<const std::uint64_t> which) const;
   const Field* longest_of(std::span<const std::uint64_t> which) const;
   const Field* longest_in_file(std::span<const std::uint64_t> which) const {
-    return longest_ == nullptr || which.data() == all_.data() ? longest_ : longest_of(which);
+    return longest_ == nullptr || which.data() == all().data() ? longest_ : longest_of(which);
   }
   std::vector<std::int64_t> gather_from_disk(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                                              Batch batch, const std::int64_t* expected, std::int64_t* numbers_out) const;
@@ -298,9 +314,26 @@ class Store {
   Control control_;
   bool in_memory_ = true;  // not in files on a disk
   Participant* participant_;
-  std::vector<Field> fields_;
-  std::vector<std::uint64_t> all_;  // 0 … fields - 1
-  std::uint64_t row_bytes_ = 0;     // of all fields
+  /// The fields, in order. Each table is complete and never changed: older ones stay for calls that have begun with them.
+  struct Table {
+    std::vector<Field> fields;
+    std::vector<std::vector<std::byte>> fills;  // of each field a row of what unwritten rows hold; empty: zeros
+    std::vector<std::uint64_t> all;             // 0 … fields - 1
+    std::uint64_t row_bytes = 0;                // of all fields
+    void add(Field field, std::vector<std::byte> fill);
+  };
+  struct Tables {
+    std::atomic<const Table*> current{nullptr};
+    std::vector<std::unique_ptr<Table>> all;
+  };
+  const Table& table() const { return *tables_->current.load(std::memory_order_acquire); }
+  std::uint64_t row_bytes() const { return table().row_bytes; }
+  void check_columns(std::uint64_t columns) const;
+  void put_fill(std::uint64_t f, std::uint64_t first, std::uint64_t n) const;
+  void fill_others(std::uint64_t from, const std::int64_t* rows, std::uint64_t n) const;
+
+  std::unique_ptr<Tables> tables_ = std::make_unique<Tables>();
+  std::uint64_t needed_ = 0;  // of the fields, from the first on: what no write leaves out
   std::unique_ptr<Disk> disk_;
   const Field* longest_ = nullptr;  // of those that lie in files
   Field group_;                     // the rows of all fields that lie between one another
@@ -314,10 +347,11 @@ class Store {
     std::atomic<Index*> hears_samples{nullptr};
     Word asked_usage{0};  // when it was looked for last
     Word epoch{0};  // of the store's indexes when all of them were attached
+    Word fields_epoch{0};  // of the store's fields when all of them were here
   };
   std::unique_ptr<Indexes> indexes_ = std::make_unique<Indexes>();
   std::shared_ptr<Participants> others_;  // null: no process shares this store
-  std::function<void()> on_new_index_;
+  std::function<void()> on_new_index_, on_new_fields_;
   std::uint64_t pauses_ = 0, placings_ = 0;  // of each, how many are within each other
   /// When dead participants were last looked for, on the steady clock.
   std::unique_ptr<std::atomic<std::int64_t>> last_look_ = std::make_unique<std::atomic<std::int64_t>>(0);

@@ -41,8 +41,8 @@ class FirstError {
 
 void Store::use(std::unique_ptr<Disk> disk) {
   disk_ = std::move(disk);
-  for (std::uint64_t f = 0; f < fields_.size(); ++f) disk_->expect(rows_of_file(f), f, control_.capacity());
-  longest_ = longest_of(all_);
+  for (std::uint64_t f = 0; f < fields(); ++f) disk_->expect(rows_of_file(f), f, control_.capacity());
+  longest_ = longest_of(all());
 }
 
 // Of the fields that lie in files the one with the longest rows, those of one file counted as one; null: none does.
@@ -60,19 +60,19 @@ std::vector<std::uint64_t> Store::files_of(std::span<const std::uint64_t> which)
   std::vector<std::uint64_t> files;
   bool together = false;
   for (const std::uint64_t f : which) {
-    if (fields_[f].contiguous() || !std::exchange(together, true)) files.push_back(file_of(f));
+    if (field(f).contiguous() || !std::exchange(together, true)) files.push_back(file_of(f));
   }
   return files;
 }
 
 // Of fields that lie between one another, pieces of whole rows are read, changed and written back.
 bool Store::refill(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from) const {
-  const std::uint64_t file = file_of(f), bytes = fields_[f].row_bytes;
+  const std::uint64_t file = file_of(f), bytes = row_bytes(f);
   if (disk_ == nullptr || !disk_->has(file) || !disk_->writes.is_cold()) return false;
   disk_->open({&file, 1});
   if (!disk_->is_open(file)) return false;
-  if (fields_[f].contiguous()) {
-    disk_->write(fields_[f], f, first, n, from, nullptr);
+  if (field(f).contiguous()) {
+    disk_->write(field(f), f, first, n, from, nullptr);
     return true;
   }
   const std::lock_guard one_at_a_time(disk_->changing);
@@ -97,7 +97,7 @@ std::optional<DiskError> Store::read_fields(std::span<const std::int64_t> rows, 
   std::vector<std::byte> together;
   std::optional<DiskError> error;
   for (std::uint64_t f = 0; f < which.size(); ++f) {
-    const Field& field = fields_[which[f]];
+    const Field& field = this->field(which[f]);
     const auto out = [&](std::uint64_t i) { return batch[f] + at[i] * field.row_bytes; };
     if (!disk_->is_open(file_of(which[f]))) {
       for (std::uint64_t i = 0; i < rows.size(); ++i) gather_rows(field, &rows[i], 1, out(i), nullptr);
@@ -129,7 +129,7 @@ std::vector<std::int64_t> Store::gather_from_disk(const std::int64_t* rows, std:
   std::vector<std::int64_t> sorted(n);
   for (std::uint64_t i = 0; i < n; ++i) sorted[i] = rows[order[i]];
   std::uint64_t row_bytes = 0;
-  for (const std::uint64_t f : which) row_bytes += fields_[f].row_bytes;
+  for (const std::uint64_t f : which) row_bytes += field(f).row_bytes;
   const auto rows_from = [&](std::uint64_t begin, std::uint64_t count) {
     return std::span<const std::int64_t>(sorted).subspan(begin, std::min(count, n - begin));
   };

@@ -30,8 +30,17 @@ Stalled Store::paused_in_vain() const {
                  "Try again when that is over. A Checkpointer pauses it for a moment only, whatever its size");
 }
 
-// Lets a writer through that has just taken a claim: at once, but for a store that is paused.
-void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
+// Lets a writer through that has just taken a claim: at once, but for a store that is paused, or has got fields meanwhile. Fields are
+// added while it is paused: a writer that does not see them is over before they are there.
+void Store::admit(ClaimGuard& claim) const {
+  for (wait_while_paused(claim); on_new_fields_ && has_new_fields(); wait_while_paused(claim)) {
+    claim.give_back();  // its thread may wait for the one that adds fields, and that one for all claims
+    find_fields();
+    claim.take_again();
+  }
+}
+
+void Store::wait_while_paused([[maybe_unused]] ClaimGuard& claim) const {
 #ifndef ENGRAM_WITHOUT_PAUSE  // the tests must fail then: make negative-controls
   if (control_.lock_page().pause.load(std::memory_order_seq_cst) == 0) return;
   let_go();

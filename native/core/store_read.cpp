@@ -57,7 +57,7 @@ class Spans {
 
 std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
   std::uint64_t bytes = 0;
-  for (const std::uint64_t f : which) bytes += fields_[f].row_bytes;
+  for (const std::uint64_t f : which) bytes += row_bytes(f);
   return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kMostBlockRows);
 }
 
@@ -74,7 +74,8 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
   std::uint64_t words[kMostBlockRows];
   std::uint64_t ends[kMostBlockRows];
   const std::uint64_t runs = mostly_runs(rows, n) ? runs_of(rows, n, ends) : 0;
-  const Field* first = which.empty() ? nullptr : &fields_[which[0]];
+  const std::vector<Field>& fields = table().fields;
+  const Field* first = which.empty() ? nullptr : &fields[which[0]];
   for (std::uint64_t i = 0, row = 0; first != nullptr && i < runs; row = ends[i++]) prefetch_run(*first, rows[row], ends[i] - row);
   std::uint64_t bad = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -86,9 +87,9 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
     if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
   }
   for (std::uint64_t f = 0; f < which.size(); ++f) {
-    const Field& field = fields_[which[f]];
+    const Field& field = fields[which[f]];
     std::byte* out = batch[f] + at * field.row_bytes;
-    const Field* next = f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr;
+    const Field* next = f + 1 < which.size() ? &fields[which[f + 1]] : nullptr;
     if (runs > 0) {
       gather_runs(field, rows, ends, runs, out, next);
     } else {
@@ -110,10 +111,10 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
 bool Store::read_row(std::int64_t row, Batch batch, std::uint64_t at, std::int64_t* numbers_out) const {
   std::int64_t* number = numbers_out == nullptr ? nullptr : numbers_out + at;
   std::uint64_t moved = 0;
-  if (disk_ == nullptr || !disk_->reads.is_cold()) return read_block(&row, 1, all_, batch, at, nullptr, number, &moved);
+  if (disk_ == nullptr || !disk_->reads.is_cold()) return read_block(&row, 1, all().first(batch.size()), batch, at, nullptr, number, &moved);
   std::vector<std::byte*> fields(batch.size());
-  for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + at * fields_[f].row_bytes;
-  return gather_from_disk(&row, 1, all_, fields, nullptr, number).empty();
+  for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + at * row_bytes(f);
+  return gather_from_disk(&row, 1, all().first(batch.size()), fields, nullptr, number).empty();
 }
 
 namespace {
@@ -142,8 +143,8 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
   check(batch.size() == which.size(), "another number of outputs than fields named");
   std::uint64_t bytes = 0;
   for (const std::uint64_t f : which) {
-    check(f < fields_.size(), "a field outside the store");
-    bytes += fields_[f].row_bytes;
+    check(f < fields(), "a field outside the store");
+    bytes += row_bytes(f);
   }
   check_rows(rows, n, control_.capacity());
   if (const Field* field = longest_in_file(which);
@@ -172,8 +173,9 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
 
 void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                            std::int64_t* numbers_out, Masses* masses) const {
-  check(batch.size() == fields_.size(), "another number of outputs than the store has fields");
+  check(batch.size() <= fields(), "another number of outputs than the store has fields");
   look_after_others();
+  const std::span<const std::uint64_t> which = all().first(batch.size());
   const Spans spans(control_);
   if (spans.total() == 0) throw NothingLive("no row has been written");
   if (masses != nullptr) {
@@ -181,7 +183,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
     *masses = {static_cast<double>(live), 1.0, live};
   }
   const Random random(key);
-  const std::uint64_t block = block_rows(all_);
+  const std::uint64_t block = block_rows(which);
   std::atomic<bool> impatient{false};
 
   // Draws position i again until its row is whole. Rejection keeps the draw uniform over the live rows.
@@ -196,17 +198,17 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   };
 
   const auto draw = [&](std::uint64_t i) { return spans.row(random.below(spans.total(), i)); };
-  if (const Field* field = longest_in_file(all_); field != nullptr && disk_->reads.is_cold(*field, n, draw)) {
+  if (const Field* field = longest_in_file(which); field != nullptr && disk_->reads.is_cold(*field, n, draw)) {
     std::vector<std::int64_t> rows(n);
     for (std::uint64_t i = 0; i < n; ++i) rows[i] = draw(i);
-    for (const std::int64_t i : gather_from_disk(rows.data(), n, all_, batch, nullptr, numbers_out)) {
+    for (const std::int64_t i : gather_from_disk(rows.data(), n, which, batch, nullptr, numbers_out)) {
       redraw(static_cast<std::uint64_t>(i), &rows[static_cast<std::uint64_t>(i)]);
     }
     if (rows_out != nullptr) std::copy(rows.begin(), rows.end(), rows_out);
     if (impatient.load(std::memory_order_relaxed)) sample_listed(random, n, batch, rows_out, numbers_out);
     return;
   }
-  for_each_chunk(n, row_bytes_, block, [&](std::uint64_t begin, std::uint64_t end) {
+  for_each_chunk(n, row_bytes(), block, [&](std::uint64_t begin, std::uint64_t end) {
     std::int64_t drawn[2][kMostBlockRows];
     std::int64_t *chosen = drawn[0], *upcoming = drawn[1];
     const auto choose = [&](std::uint64_t i, std::int64_t* rows) {
@@ -219,7 +221,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
       if (i + block < end) choose(i + block, upcoming);
       const std::uint64_t count = std::min(block, end - i);
       std::uint64_t moved = 0;
-      read_block(chosen, count, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved);
+      read_block(chosen, count, which, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved);
       for (; moved != 0; moved &= moved - 1) {
         const auto j = static_cast<std::uint64_t>(std::countr_zero(moved));
         redraw(i + j, &chosen[j]);
@@ -266,15 +268,16 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
     if (gaps || !spans.ranks_are_rows()) ranks[i] = gaps ? live[rank] : spans.row(rank);
   }
-  std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
+  const std::span<const std::uint64_t> which = all().first(batch.size());
+  std::vector<std::int64_t> moved = gather(ranks, n, which, batch, nullptr, numbers_out);
   if (moved.empty()) return;
   let_go();
   const Deadline deadline;
   std::vector<std::byte*> fields(batch.size());
   while (!moved.empty()) {
     const auto i = static_cast<std::uint64_t>(moved.back());
-    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + i * fields_[f].row_bytes;
-    if (gather(ranks + i, 1, all_, fields, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i).empty()) {
+    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + i * row_bytes(f);
+    if (gather(ranks + i, 1, which, fields, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i).empty()) {
       moved.pop_back();
       continue;
     }

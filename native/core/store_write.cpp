@@ -175,7 +175,7 @@ bool Store::goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n,
 // DiskError.
 void Store::put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick,
                 bool to_file) const {
-  const Field& field = fields_[f];
+  const Field& field = this->field(f);
   const std::uint64_t bytes = field.row_bytes;
   const bool direct = to_file && n > 0 && disk_->is_open(file_of(f)) && disk_->writes.way() == Residency::Way::direct;
   if (field.contiguous() && (direct || (to_file && n * bytes >= kOwnCall && disk_->is_open(f)))) {
@@ -190,15 +190,30 @@ void Store::put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std
   }
 }
 
+// What rows hold in a field that their writer leaves out, as it knows fewer.
+void Store::put_fill(std::uint64_t f, std::uint64_t first, std::uint64_t n) const {
+  const Table& table = this->table();
+  const Field& field = table.fields[f];
+  const std::vector<std::byte>& fill = table.fills[f];
+  for (std::uint64_t row = first; row < first + n; ++row) copy_to_shared(field.row(row), fill.data(), fill.size());
+}
+
+// The same of rows anywhere, in the fields from `from` on.
+void Store::fill_others(std::uint64_t from, const std::int64_t* rows, std::uint64_t n) const {
+  for (std::uint64_t f = from; f < fields(); ++f) {
+    for (std::uint64_t i = 0; i < n; ++i) put_fill(f, static_cast<std::uint64_t>(rows[i]), 1);
+  }
+}
+
 // The same of whole rows: those of the columns from `begin` on, or the ones that `pick` names. What lies in one file is put together,
-// and written by one call.
+// and written by one call. Fields that the columns lack are filled.
 void Store::put_whole(std::uint64_t first, std::uint64_t n, Columns columns, std::uint64_t begin, const std::int64_t* pick,
                       bool to_files) const {
   const bool together = to_files && group_.stride > 0 && disk_->is_open(lead_) &&
                         (n * group_.stride >= kOwnCall || disk_->writes.way() == Residency::Way::direct);
   std::vector<std::byte> rows(together ? n * group_.stride : 0);
-  for (std::uint64_t f = 0; f < fields_.size(); ++f) {
-    const Field& field = fields_[f];
+  for (std::uint64_t f = 0; f < columns.size(); ++f) {
+    const Field& field = this->field(f);
     const std::byte* from = columns[f] + (pick == nullptr ? begin * field.row_bytes : 0);
     if (together && !field.contiguous()) {
       scatter_run({rows.data() + offset_of(f), field.row_bytes, field.stride}, 0, n, from, pick);
@@ -207,6 +222,7 @@ void Store::put_whole(std::uint64_t first, std::uint64_t n, Columns columns, std
     }
   }
   if (together) disk_->write(group_, lead_, first, n, rows.data(), nullptr);
+  for (std::uint64_t f = columns.size(); f < fields(); ++f) put_fill(f, first, n);
 }
 
 // The rows at positions p0 … of a lane. `pick`, if not null, names for each of them its place in rows_out.
@@ -247,9 +263,9 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
                        const std::int64_t* pick, Over over, std::uint64_t* written) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
   const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
-  const bool to_files = goes_to_files(all_, n, [&](std::uint64_t i) { return static_cast<std::int64_t>(start + (p0 + i) % length); });
+  const bool to_files = goes_to_files(all(), n, [&](std::uint64_t i) { return static_cast<std::int64_t>(start + (p0 + i) % length); });
   const std::uint64_t most = to_files ? kFileBytes : kChunkBytes;
-  const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes_));
+  const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes()));
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
   if (over == Over::missing) {
     const std::uint64_t end = control_.end(lane), lapped = end - std::min(end, p0 + length);
@@ -269,7 +285,7 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
 
 std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
   check(lane < control_.lanes(), "a lane outside the store");
-  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  check_columns(columns.size());
   AdmittedInsert admitted(control_, n);
   look_after_others();
   ClaimGuard claim(writer());
@@ -295,7 +311,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
 // Rows that others reserved are claimed by their numbers, not as those of a ring: only what this call wrote has them. And the
 // indexes are told as of rows by number, since some may have passed these positions by when their first writer died.
 std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve) {
-  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  check_columns(columns.size());
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -345,7 +361,7 @@ std::uint64_t Store::append_at(std::uint64_t lane, std::uint64_t position, std::
 
 std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns,
                                     std::int64_t* rows_out) {
-  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  check_columns(columns.size());
   for (std::uint64_t i = 0; i < n; ++i) {
     check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
   }
@@ -405,7 +421,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
     const std::uint64_t filled = control_.filled(lane);
     if (covered <= filled) continue;
     if (covered > filled + 1 && number == 0) {
-      zeros.resize(row_bytes_);
+      zeros.resize(row_bytes());
       number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
       claim.note(number, 1, -1, 0);
     }
@@ -420,8 +436,9 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
         continue;
       }
       fence(std::memory_order_release);
-      for (const Field& field : fields_) {
-        copy_to_shared(field.row(gap), zeros.data(), field.row_bytes);
+      for (std::uint64_t f = 0; f < fields(); ++f) {
+        copy_to_shared(field(f).row(gap), zeros.data(), row_bytes(f));
+        put_fill(f, gap, 1);
       }
       fence(std::memory_order_release);
       commit(gap, number);
@@ -449,10 +466,10 @@ void Store::check_live(const std::int64_t* rows, std::uint64_t n) const {
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                              Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of) {
   check(columns.size() == which.size(), "another number of columns than fields named");
-  for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
-  check(!grow || which.size() == fields_.size(), "rows by number without all fields");
+  for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
+  check(!grow || (needed_ <= which.size() && which.size() <= fields()), "rows by number without all fields");
   // Of fields that lie elsewhere is not known whether these are all.
-  const bool whole = !which.empty() && which.size() == fields_.size();
+  const bool whole = !which.empty() && which.size() == fields();
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);
@@ -460,9 +477,9 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   const auto ask_for = [&](std::int64_t row) {
     __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(row)), 1);
     __builtin_prefetch(&control_.lap(static_cast<std::uint64_t>(row)), 1);
-    for (const std::uint64_t f : which) prefetch_row(fields_[f], row);
+    for (const std::uint64_t f : which) prefetch_row(field(f), row);
   };
-  const std::uint64_t chunk = std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, row_bytes_), 1, kScattered);
+  const std::uint64_t chunk = std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, row_bytes()), 1, kScattered);
   for (std::uint64_t i = 0; i < std::min(n, chunk); ++i) ask_for(rows[i]);
   AdmittedInsert admitted(control_, grow ? n : 0);
   look_after_others();
@@ -496,7 +513,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       for (std::uint64_t k = i + chunk; k < std::min(n, i + chunk + most); ++k) ask_for(rows[k]);
       i = write_chunk(i, most, over, at, [&](std::uint64_t marked) {
         for (std::uint64_t f = 0; f < which.size(); ++f) {
-          const Field& field = fields_[which[f]];
+          const Field& field = this->field(which[f]);
           const std::byte* from = columns[f] + (pick == nullptr ? begin * field.row_bytes : 0);
           const std::int64_t* const picked = pick == nullptr ? nullptr : pick + begin;
           if (to_files) {
@@ -505,6 +522,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
             scatter_rows(field, rows + begin, marked, from, picked);
           }
         }
+        if (grow) fill_others(which.size(), rows + begin, marked);
       });
     }
   };
@@ -524,7 +542,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
 std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
                            const std::int64_t* expected, std::int64_t* numbers_out) {
   check(columns.size() == which.size(), "another number of columns than fields named");
-  for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
+  for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] != -1) check_rows(rows + i, 1, control_.capacity());
   }
@@ -558,7 +576,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
       if (!control_.word(row).compare_exchange_strong(seen, ticket(number, State::writing), std::memory_order_acq_rel)) continue;
       fence(std::memory_order_release);
       for (std::uint64_t f = 0; f < which.size(); ++f) {
-        put(which[f], row, 1, columns[f] + i * fields_[which[f]].row_bytes, nullptr, to_files);
+        put(which[f], row, 1, columns[f] + i * row_bytes(which[f]), nullptr, to_files);
       }
       fence(std::memory_order_release);
       commit(row, number);

@@ -58,6 +58,10 @@ class StoragePlan(NamedTuple):
     grouped: int = 0
     """``group_small_fields``, as it was given."""
 
+    @property
+    def first_fields(self) -> int:
+        return len(self.fields)
+
     def from_disk(self, batch_size: int) -> float:
         """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.
 

@@ -30,6 +30,7 @@ from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
 from engram.buffer.making import Arguments as Making
 from engram.buffer.making import make_at_first_use, taken_from
+from engram.buffer.new_fields import add_field
 from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
@@ -752,7 +753,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         return self[:end]
 
     def write_all(self, data: object, end: int | None = None) -> None:
-        """``rb[:end] = data``; ``end`` defaults to the number of rows given."""
+        """``rb[:end] = data``; ``end`` defaults to the number of rows given. New entries become fields, as by :meth:`add_field`."""
         self[: rows_of(data) if end is None else end] = data
 
     # ---- components ----------------------------------------------------------------------------------------------------
@@ -1491,6 +1492,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     health = inspect.health
     explain = inspect.explain
     count_usage = inspect.count_usage
+    add_field = add_field
     plot = cast("Plots", property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: see docs/seeing.md."))
 
 

@@ -12,6 +12,7 @@ from engram import storages
 from engram._tensordict import is_tensor_collection
 from engram.buffer.end_flags import EndFlags
 from engram.buffer.field_updates import CALL, FieldUpdates
+from engram.buffer.new_fields import add_entries
 from engram.buffer.write_path import new_containers
 from engram.field_paths import checked_path
 from engram.nested import flatten, has_entries
@@ -94,6 +95,8 @@ class RowAccess:
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))
+        if isinstance(index, slice) and not index.start and index.step in (None, 1):
+            add_entries(wiring.storage, where, value, call, self._settings.ignored)
         prepared = wiring.storage.prepare_at(where, value, call, ignored=self._settings.ignored)
         wiring.storage.notify(wiring.storage.edit(where, prepared), value)
 

@@ -330,11 +330,12 @@ class Expander(DeclaredSampler):
 
     def _expansion_of(self, memory: Store) -> Expansion:
         """The read of a store's rows. It is replaced as a whole if another store was read last: other threads may be drawing."""
+        memory.core.find_fields()
         found = self._expansion
-        if found is None or found.memory is not memory:
+        if found is None or not found.reads(memory):
             with self._lock:
                 found = self._expansion
-                if found is None or found.memory is not memory:
+                if found is None or not found.reads(memory):
                     found = self._expansion = self._new_expansion(memory)
         return found
 

@@ -53,7 +53,7 @@ class Expansion:
         )
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
-        self.memory = memory
+        self.memory, self._fields = memory, reading.fields
         self._trajectories = keys.table or "main", boundaries
         self._stacked = [
             (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
@@ -78,6 +78,10 @@ class Expansion:
             self._goals = self._relabelling.native(reading.fields, specs, unknown, keys.end_when == "all")
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
+
+    def reads(self, memory: Store) -> bool:
+        """Whether it reads the fields that a store has now."""
+        return self.memory is memory and self._fields == memory.schema.fields
 
     @cached_property
     def _table(self) -> _native.Trajectories:

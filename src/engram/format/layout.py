@@ -14,6 +14,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/buffer.json    which components the last buffer had
     <dir>/.engram/grouped        the small fields of a store that groups them: in each row all of its fields, which have no file then
     <dir>/.engram/adopted        if it is there, the rows were there before the store, and stay without it
+    <dir>/.engram/column-<n>     field n, which was added: until its file has its own name, too
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ MAKER = "maker"
 TEMPORARY = "temporary"
 ADOPTED = "adopted"
 GROUPED = "grouped"
+#: Of a field that is added, with its number behind.
+COLUMN = "column-"
+#: What ``adopted`` holds where the rows lie in files of the folder, as their fields are named.
+IN_FILES = b'{"segments": null}'
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
 NO_RECORD = b"{}".ljust(4096)
 
@@ -107,12 +112,16 @@ class Grouping(Protocol):
     def grouped(self) -> int:
         """Bytes of a row up to which a field is small."""
 
+    @property
+    def first_fields(self) -> int:
+        """How many fields the store had at first."""
+
 
 def group_of(schema: Grouping) -> Group | None:
     """The fields that lie together, those of wide dtypes first; None: each has a file of its own."""
     if not schema.grouped:
         return None
-    fields = schema.fields
+    fields = schema.fields[: schema.first_fields]
     small = [number for number, field in enumerate(fields) if 0 < field.row_bytes <= schema.grouped]
     if len(small) < 2 or schema.capacity < 2:
         return None
@@ -130,6 +139,18 @@ def row_files(directory: Path, schema: Schema, hidden: str = FOLDER) -> dict[int
     together = group.offsets if group else {}
     found = {n: (field_path(directory, f.key), f.row_bytes) for n, f in enumerate(schema.fields) if n not in together}
     return {**found, min(together): (directory / hidden / GROUPED, group.stride)} if group else found
+
+
+def unnamed_column(directory: Path, number: int) -> Path:
+    """The file of a field that is added, until it has its name."""
+    return directory / FOLDER / f"{COLUMN}{number}"
+
+
+def column_path(directory: Path, schema: Schema, number: int) -> Path:
+    """Where the rows of a field lie that is not among others: perhaps it has just been added."""
+    hidden = unnamed_column(directory, number)
+    added = number >= schema.first_fields
+    return hidden if added and hidden.exists() else field_path(directory, schema.fields[number].key)
 
 
 def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:

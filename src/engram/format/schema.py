@@ -27,6 +27,8 @@ VERSION = (2, 0)
 _dumped = functools.partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 #: Of the description of a store whose small fields lie together.
 GROUPED_VERSION = (2, 1)
+#: Of a description with fields that were added to a store which held rows.
+ADDED_VERSION = (2, 2)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
@@ -131,11 +133,49 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: tuple[int, int] = VERSION
     grouped: int = 0
     """In the folder of a store: fields whose rows have at most so many bytes lie in one file; 0: none. Rows that are saved do not
-    depend on it: :func:`encode` leaves it out."""
+    depend on it: :func:`encode` leaves it out. Fields that were added have files of their own."""
+    added: tuple[str, ...] = ()
+    """Of the last fields, which were added to a store that held rows: what a row has whose writer leaves them out, its bytes in
+    hexadecimal digits; those of one number, where all numbers of the row are equal."""
 
     @property
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields)
+
+    @property
+    def first_fields(self) -> int:
+        """How many fields the store had at first."""
+        return len(self.fields) - len(self.added)
+
+    def fill(self, number: int) -> bytes | None:
+        """A row of a field as it is where its writer leaves it out; None: no writer may."""
+        if number < self.first_fields:
+            return None
+        raw = bytes.fromhex(self.added[number - self.first_fields])
+        return raw * (self.fields[number].row_bytes // len(raw)) if raw else raw
+
+    def grown(self, field: Field, fill: bytes) -> Schema:
+        """The schema with one field more, the last one. Containers that it lies in and that are not there are made like the root.
+
+        Args:
+            field: the new one.
+            fill: a row of it.
+
+        Raises:
+            ValueError: its key is taken, or no entry can be added there; or as :meth:`validate`.
+        """
+        width = DTYPES[field.dtype]
+        short = fill[:width] if fill == fill[:width] * (len(fill) // width) else fill
+        structure = _with_leaf(self.structure, self.structure, field.key, 0, len(self.fields))
+        more = {"fields": (*self.fields, field), "structure": structure, "added": (*self.added, short.hex())}
+        schema = msgspec.structs.replace(self, **more)
+        schema.validate()
+        return schema
+
+    def until(self, number: int) -> Schema:
+        """The schema as it was before that field was added, and those behind it."""
+        structure, added = _without_leaves(self.structure, number), self.added[: number - self.first_fields]
+        return msgspec.structs.replace(self, fields=self.fields[:number], structure=structure, added=added)
 
     def validate(self) -> None:
         """Check all that types cannot say.
@@ -149,10 +189,25 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.grouped < 1 << 62:
             raise ValueError(f"{self.grouped} bytes of a row that is grouped are impossible")
         validate_fields(self.fields, self.capacity)
+        if self.added:
+            self._validate_added()
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
             raise ValueError("the structure does not name every field once")
+
+    def _validate_added(self) -> None:
+        if len(self.added) >= len(self.fields):
+            raise ValueError(f"{len(self.added)} of {len(self.fields)} fields were added: there was none at first")
+        for field, digits in zip(self.fields[self.first_fields :], self.added, strict=True):
+            try:
+                nbytes = len(bytes.fromhex(digits))
+            except ValueError:
+                nbytes = -1
+            if nbytes not in (field.row_bytes, min(field.row_bytes, DTYPES[field.dtype])) or digits != digits.lower():
+                raise ValueError(
+                    f"field {field.name}: a fill of {len(digits)} digits for rows of {field.row_bytes} bytes"
+                )
 
     def _collect_leaves(self, node: Node, path: tuple[str, ...], leaves: list[int]) -> list[tuple[int, ...]]:
         """Check a node and what is below it; the shapes of its leaves."""
@@ -171,6 +226,33 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"the structure has fields at {path} that do not begin with its batch size {list(node.batch)}"
             )
         return shapes
+
+
+def _with_leaf(node: Node, root: Node, key: tuple[str, ...], at: int, number: int) -> Node:
+    name = key[at]
+    where = name_of(key[:at]) if at else "the row"
+    if node.kind not in ("tensordict", "dict", "tensorclass") or (node.kind == "tensorclass" and at == 0):
+        raise ValueError(f"field {name_of(key)}: {where} is a {node.kind}, which takes no entry more")
+    child = node.children.get(name)
+    if at == len(key) - 1:
+        if child is not None:
+            raise ValueError(f"field {name_of(key)} is there already")
+        child = Node("leaf", number)
+    else:
+        if child is not None and not child.children:
+            raise ValueError(f"field {name_of(key)}: {name_of(key[: at + 1])} has no entries, and takes none")
+        child = _with_leaf(child or Node(root.kind, batch=root.batch), root, key, at + 1, number)
+    return msgspec.structs.replace(node, children={**node.children, name: child})
+
+
+def _without_leaves(node: Node, first: int) -> Node:
+    """A node without the leaves of fields from ``first`` on, and without containers that hold nothing else."""
+    children = {}
+    for name, child in node.children.items():
+        kept = child if child.kind == "leaf" else _without_leaves(child, first)
+        if kept.field < first and (kept.children or not child.children):
+            children[name] = kept
+    return msgspec.structs.replace(node, children=children)
 
 
 #: Made once: msgspec takes its time to read annotations.
@@ -327,28 +409,48 @@ def encode(value: msgspec.Struct) -> bytes:
     entries = msgspec.to_builtins(value)
     if isinstance(value, Schema):
         del entries["grouped"]
+        if value.added:
+            entries["version"] = ADDED_VERSION
+        else:
+            del entries["added"]
     return _dumped(entries).encode()
 
 
 def encode_store(schema: Schema) -> bytes:
-    """``store.json``: as :func:`encode`, and in a later version which fields lie together, if some do."""
-    if not schema.grouped:
+    """``store.json``: as :func:`encode`, and in later versions which fields lie together, and the checksum of fields that were added."""
+    if not schema.grouped and not schema.added:
         return encode(schema)
-    return _dumped(msgspec.to_builtins(schema) | {"version": GROUPED_VERSION}).encode()
+    entries = msgspec.to_builtins(schema) | {"version": ADDED_VERSION if schema.added else GROUPED_VERSION}
+    if not schema.grouped:
+        del entries["grouped"]
+    if schema.added:
+        entries["sum"] = _sum_of(entries)
+    else:
+        del entries["added"]
+    return _dumped(entries).encode()
+
+
+def _sum_of(entries: dict[str, object]) -> str:
+    return f"{xxhash.xxh3_64_intdigest(_dumped(entries).encode()):016x}"
 
 
 def fingerprint(raw: bytes) -> int:
-    """xxh3-64 of ``store.json``. The control block holds it too, so that the two belong together."""
+    """xxh3-64 of ``store.json`` as the store was made. The control block holds it too, so that the two belong together."""
     return int(xxhash.xxh3_64_intdigest(raw))
+
+
+def first_fingerprint(schema: Schema, raw: bytes) -> int:
+    """The :func:`fingerprint` of a store whose description is ``raw`` now, and says this."""
+    return fingerprint(encode_store(schema.until(schema.first_fields)) if schema.added else raw)
 
 
 def decode_store(raw: bytes, path: str) -> Schema:
     """Read ``store.json``. Raises as :func:`decode`."""
-    return decode(raw, path, newest=GROUPED_VERSION)
+    return decode(raw, path, of_store=True)
 
 
-def decode(raw: bytes, path: str, *, newest: tuple[int, int] = VERSION) -> Schema:
-    """Read what :func:`encode` has written, of a version up to the ``newest``.
+def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
+    """Read what :func:`encode` has written, or :func:`encode_store`.
 
     Raises:
         IncompatibleStore: another format version.
@@ -373,7 +475,8 @@ def decode(raw: bytes, path: str, *, newest: tuple[int, int] = VERSION) -> Schem
         and all(type(v) is int and v >= 0 for v in version)
     ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    if version[0] != newest[0] or version[1] > newest[1]:
+    newest = ADDED_VERSION if of_store else VERSION
+    if tuple(version) not in ((VERSION, GROUPED_VERSION, ADDED_VERSION) if of_store else (VERSION, ADDED_VERSION)):
         newer = tuple(version) > newest
         raise IncompatibleStore(
             f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
@@ -384,13 +487,32 @@ def decode(raw: bytes, path: str, *, newest: tuple[int, int] = VERSION) -> Schem
             )
         )
     try:
-        if ("grouped" in tree) != (version == [*GROUPED_VERSION]):
-            raise ValueError(
-                f"grouped: expected in version 2.1, and in no other, got {'it' if 'grouped' in tree else 'none'} in version "
-                f"{version[0]}.{version[1]}"
-            )
+        _check_version(tree, tuple(version), of_store=of_store)
+        given = tree.pop("sum", None)
+        if given is not None and given != _sum_of(tree):
+            raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
         schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
         schema.validate()
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
     return schema
+
+
+def _check_version(tree: dict[str, object], version: tuple[int, ...], *, of_store: bool) -> None:
+    """Raise ``ValueError`` for entries that a description of this version does not have."""
+    expected = {
+        "grouped": of_store and (version == GROUPED_VERSION or (version == ADDED_VERSION and "grouped" in tree)),
+        "added": version == ADDED_VERSION,
+        "sum": of_store and version == ADDED_VERSION,
+    }
+    for entry, wanted in expected.items():
+        if (entry in tree) != wanted:
+            only = {
+                "grouped": "version 2.1 or 2.2 of a store",
+                "added": "version 2.2",
+                "sum": "version 2.2 of a store",
+            }[entry]
+            raise ValueError(
+                f"{entry}: expected in {only}, and in no other, got {'it' if entry in tree else 'none'} in version "
+                f"{version[0]}.{version[1]}"
+            )

@@ -153,7 +153,7 @@ def read_store(path: Path) -> tuple[schema.Schema, control.Header]:
     if (header.capacity, header.lanes, header.schema_sum) != (
         decoded.capacity,
         decoded.lanes,
-        schema.fingerprint(description),
+        schema.first_fingerprint(decoded, description),
     ):
         raise CorruptStore(
             f"{folder / layout.CONTROL}: expected the header of this store's description, got another's."

@@ -39,6 +39,8 @@ class EndMarks(NamedTuple):
     """Entries of ``info`` that are among the tensors: the place of each."""
     merged: list[tuple[Entry, Merge, int, int]]
     """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
+    fields: int = 0
+    """Columns of the batch."""
 
     @classmethod
     def none(cls) -> EndMarks:
@@ -67,7 +69,8 @@ class EndMarks(NamedTuple):
         places: dict[Entry, int] = {}
         merged: list[tuple[Entry, Merge, int, int]] = []
         ends, never, done, in_place, begun, begun_is_column = _UNWANTED, False, _UNWANTED, False, _UNWANTED, False
-        at = len(store.tensors) + 1
+        stored = len(store.schema.fields)
+        at = stored + 1
         if truncated_key is not None:
             *above, name = truncated_key
             within = within and name not in ("done", "terminated")
@@ -106,7 +109,7 @@ class EndMarks(NamedTuple):
         if weighted:
             places["priority_weight"] = at
         wanted = _native.Marks(ends, never, done, in_place, begun, begun_is_column, padded or specified, specified)
-        return cls(wanted, places, merged)
+        return cls(wanted, places, merged, stored)
 
     def info(self, tensors: Sequence[Tensor], *, numbered: bool, flat: bool = True) -> Info:
         """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets. ``flat``: tensors are ``[B, ...]``,

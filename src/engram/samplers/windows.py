@@ -18,12 +18,13 @@ from engram.samplers.trajectory_tables import StaticTable, TrajectoryKeys, numbe
 from engram.samplers.window_settings import Setting, WindowSettings
 from engram.samplers.window_spec import WindowSpec
 from engram.store import Key as DrawKey
-from engram.store import Masses
+from engram.store import Masses, dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engram.format.schema import Schema
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
     from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
@@ -47,6 +48,8 @@ class _Bound(NamedTuple):
     """
 
     memory: Store
+    schema: Schema
+    layout: _native.Layout
     table: _native.Trajectories
     static: StaticTable | None
     marks: dict[Shown | Literal["apart"], EndMarks]
@@ -57,6 +60,10 @@ class _Bound(NamedTuple):
     """What the online queue has taken. Draws write to it."""
     id_key: FieldPath | None
     """The field that trajectories are told by; None: they are told by end flags, or are static."""
+
+    def fits(self, memory: Store | None) -> bool:
+        """Whether this is what a store has now."""
+        return memory is not None and self.memory is memory and self.schema is memory.schema
 
 
 class WindowSampler(NativeSampler):
@@ -159,10 +166,10 @@ class WindowSampler(NativeSampler):
         """A storage's table and marks, looked for if another storage was drawn from last."""
         memory = None if storage is None else storage.memory
         bound = self._bound
-        if bound is None or bound.memory is not memory:
+        if bound is None or not bound.fits(memory):
             with self._lock:
                 bound = self._bound
-                if bound is None or bound.memory is not memory:
+                while bound is None or not bound.fits(memory):  # again, if a field is added meanwhile
                     bound = self._bound = self._find(storage, memory, length)
         return bound
 
@@ -177,6 +184,7 @@ class WindowSampler(NativeSampler):
                 f"{name}: expected a tensor storage, got a {type(storage).__name__}. "
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
+        schema = memory.schema
         static, id_key, rules, numbers = None, None, self.rules, numbers_by_path(memory)
         counted = length if settings.window is None else settings.window.reach
         if rules is not None:
@@ -207,7 +215,8 @@ class WindowSampler(NativeSampler):
             for shown in marks
             for numbered in (False, True)
         }
-        return _Bound(memory, table, static, marks, batched, taken, id_key)
+        layout = _native.Layout(dlpack_specs(schema.fields))
+        return _Bound(memory, schema, layout, table, static, marks, batched, taken, id_key)
 
     def _taken_of(self, tracks: int) -> Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
@@ -234,7 +243,7 @@ class WindowSampler(NativeSampler):
     def _draw(
         self,
         storage: SampledStorage,
-        layout: _native.Layout,
+        layout: _native.Layout | None,
         key: DrawKey,
         n: int,
         *,
@@ -242,7 +251,7 @@ class WindowSampler(NativeSampler):
         shown: Shown | Literal["apart"],
         finished: tuple[int, int] | None = None,
     ) -> tuple[EndMarks, list[Tensor]]:
-        """Draw windows in one native call: the fields of a layout, which may be empty, rows and marks as shown, tickets if numbered.
+        """Draw windows in one native call: all fields, or those of a layout, rows and marks as shown, tickets if numbered.
 
         A window with a row that moves meanwhile is replaced by another one. ``finished``: as in :meth:`sample_apart`.
         """
@@ -253,11 +262,12 @@ class WindowSampler(NativeSampler):
             spec = spec.finished(*finished)
         store = storage.memory
         assert store is not None  # else there is nothing to draw, and the buffer says so
+        store.core.find_fields()
         bound = self._bound
-        if bound is None or bound.memory is not store:
+        if bound is None or bound.memory is not store or bound.schema is not store.schema:
             bound = self._bound_to(storage, length)
-        marks = bound.marks[shown]
-        arguments = (store.core, layout, key.address, count, spec, bound.batched[shown, numbered], marks.wanted)
+        marks, fields = bound.marks[shown], layout or bound.layout
+        arguments = (store.core, fields, key.address, count, spec, bound.batched[shown, numbered], marks.wanted)
         if bound.static is None:
             tensors = self._choose(bound.table, arguments)
         else:
@@ -294,9 +304,9 @@ class WindowSampler(NativeSampler):
             numbered = True
             shown = "beside" if shown == "nothing" else shown  # as its weights are drawn anyway
         elif shown == "nothing":
-            return self._draw(storage, store.layout, key, n, numbered=False, shown=shown)[1], None, {}
-        marks, tensors = self._draw(storage, store.layout, key, n, numbered=numbered, shown=shown)
-        fields = len(store.tensors)
+            return self._draw(storage, None, key, n, numbered=False, shown=shown)[1], None, {}
+        marks, tensors = self._draw(storage, None, key, n, numbered=numbered, shown=shown)
+        fields = marks.fields
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered, flat=self.settings.flat)
 
     def laid_out(self, columns: list[Tensor], rows: Tensor, info: Info) -> ReadBatch:
@@ -340,19 +350,24 @@ class WindowSampler(NativeSampler):
         assert store is not None
         retries, bits = Retries(), key
         while True:
+            schema = store.schema
             marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
             rows, *marked = drawn
-            columns, moved = read(Draw(rows, drawn[-1], self._ends(store, marks, drawn, n) if ended else {}))
+            columns, moved = read(Draw(rows, drawn[-1], self._ends(marks, drawn, n) if ended else {}))
+            if store.schema is not schema:  # a field was added meanwhile
+                continue
             if not moved:
                 break
             retries.again(rows, moved, ", of a window,")
             bits = DrawKey.of(retries.key_of(key.value))
         there = [tensor.to(store.device) for tensor in marked]
         numbered = numbered or self.anchors is not None
-        tensors = [*columns[: len(store.tensors)], rows, *there]
+        stored = columns[: marks.fields]
+        stored += [rows] * (marks.fields - len(stored))  # fields that were added since the columns were chosen
+        tensors = [*stored, rows, *there]
         return columns, rows, marks.info(tensors, numbered=numbered)
 
-    def _ends(self, store: Store, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
+    def _ends(self, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
         """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""
         settings, rows = self.settings, drawn[0]
         if settings.pad_output or settings.window is not None or (settings.strict_length and not any(settings.span)):
@@ -364,7 +379,7 @@ class WindowSampler(NativeSampler):
                 f"sample: {type(self).__name__}: expected a truncated_key, whose marks say where windows of several lengths end, got "
                 "None. Name one, or draw windows of one length."
             )
-        at = marks.places[public(key)] - len(store.tensors)
+        at = marks.places[public(key)] - marks.fields
         return {WINDOW_ENDS: drawn[at].flatten().nonzero().flatten()}
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:

@@ -63,7 +63,7 @@ class Geometry(NamedTuple):
         width = math.prod(columns)
         whole = self.max_size // self.lanes * self.lanes  # capacity, without a call
         capacity = -(-whole // width) * width  # rounded up to whole slots
-        schema = Schema(capacity, self.lanes, columns, structure.fields, structure.root)
+        schema = Schema(capacity, self.lanes, columns, structure.fields, structure.root, added=structure.added.digits)
         schema.validate()
         return schema
 
@@ -75,6 +75,8 @@ class Geometry(NamedTuple):
         """
         schema = _decoded(text, where, self.dtypes)
         expected = here or self.schema(Structure.from_schema(schema), schema.columns)
+        if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
+            expected = schema  # one of the two has fields that were added since
         differs = schemas.differences(expected, schema)
         if not differs and len(schema.columns) != self.ndim - 1:
             differs = f"ndim: expected {self.ndim}, got {1 + len(schema.columns)}"
@@ -97,10 +99,19 @@ class Geometry(NamedTuple):
             )
         schema = _decoded(text, where, self.dtypes)
         made = self.schema(Structure.from_schema(schema), schema.columns)
-        differs = "" if here is None else schemas.differences(here, made)
-        if differs:
-            raise IncompatibleCheckpoint(f"{where}: expected the fields of this storage, got others: {differs}.")
-        return here or made
+        if here is None or _as_far_as_both(here, made):
+            return made
+        raise IncompatibleCheckpoint(
+            f"{where}: expected the fields of this storage, got others: {schemas.differences(here, made)}."
+        )
+
+
+def _as_far_as_both(here: Schema, saved: Schema) -> bool:
+    """Whether two schemas are the same, but for fields that one of them has got since."""
+    both = min(len(here.fields), len(saved.fields))
+    if max(here.first_fields, saved.first_fields) > both:
+        return False
+    return schemas.encode(here.until(both)) == schemas.encode(saved.until(both))
 
 
 def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:

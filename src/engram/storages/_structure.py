@@ -30,6 +30,7 @@ from engram._tensordict import (
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
+from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored
 from engram.storages._row_types import find_types, of_users, type_name
 from engram.store import dlpack_specs
@@ -49,11 +50,20 @@ class Structure:
 
     #: Whether columns must be on the CPU; a store on an accelerator takes them from anywhere.
     on_host = True
+    #: What it was before a field was added; None: it has those of the first row.
+    _before: Structure | None = None
 
     def __init__(
-        self, fields: Sequence[Field], root: Node, types: Mapping[str, type] | None = None, dtypes: Dtypes = NO_DTYPES
+        self,
+        fields: Sequence[Field],
+        root: Node,
+        types: Mapping[str, type] | None = None,
+        dtypes: Dtypes = NO_DTYPES,
+        added: Added = NOTHING_ADDED,
     ) -> None:
         self.fields = tuple(fields)
+        #: The last fields, which data may leave out, as they were added since the first row.
+        self.added = added
         #: The fields whose dtype the user has said: values of others are cast to it.
         self.casts = [i for i, field in enumerate(self.fields) if field.key in dtypes] if dtypes else []
         self.dtypes = dtypes
@@ -138,7 +148,13 @@ class Structure:
         find_types(schema.structure, types)
         if dtypes:
             check_stored(schema.fields, dtypes)
-        return cls(schema.fields, schema.structure, types, dtypes)
+        return cls(schema.fields, schema.structure, types, dtypes, Added.of(schema))
+
+    def grown(self, schema: Schema) -> Structure:
+        """The structure of rows with more fields."""
+        grown = Structure(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema))
+        grown.on_host, grown._before = self.on_host, self
+        return grown
 
     # ---- data to columns ---------------------------------------------------------------------------------------------
 
@@ -280,15 +296,19 @@ class Structure:
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
-        differs = key_differences(node.children, (key for key in source if key in node.children or key not in ignored))
+        children = self.added.without(node.children, source) if self.added.fills else node.children
+        differs = key_differences(children, (key for key in source if key in node.children or key not in ignored))
         if differs:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
             raise KeyError(
                 f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row."
             )
-        for key, child in node.children.items():
+        for key, child in children.items():
             self._walk(child, source[key], batch, found, call, (*path, key), frozenset())
+        if len(children) < len(node.children):
+            for number in self.added.missing(node.children, children):
+                found[number] = self.added.fills[number].expand((*batch, *self._specs[number][1])).contiguous()
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
 
@@ -303,6 +323,8 @@ class Structure:
 
         ``batch``: None, if the shapes are those of the fields. ``extra`` joins the root's entries.
         """
+        if self._before is not None and len(columns) < len(self.fields):  # they were read before a field was added
+            return self._before.unflatten(columns, batch, device, extra)
         if self._is_leaf:
             return columns[0]
         if self._flat is not None:

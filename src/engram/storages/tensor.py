@@ -177,6 +177,11 @@ class TensorStorage(Storage):
             self.pending_limit = None
         self.memory = store  # last: other threads look at it first
 
+    def grow(self, schema: Schema) -> None:
+        """Called by the store, which has more fields now."""
+        if self.structure is not None:
+            self.structure = self.structure.grown(schema)
+
     def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
         """Make the store for a first row (``n`` None), or a first batch of rows ``[n, ...]``. One around data has it."""
 
@@ -262,7 +267,7 @@ class TensorStorage(Storage):
 
     def written(self) -> Structure:
         """How rows are put together. Raises ``RuntimeError``: nothing was ever written."""
-        self.store  # noqa: B018 - raises where nothing was written
+        self.store.core.find_fields()
         assert self.structure is not None
         return self.structure
 
@@ -351,7 +356,7 @@ class TensorStorage(Storage):
         check_count(call, count, n)
         if self.memory is not None:
             try:
-                return self.structure.flatten(data, n if batched else None, call, ignored), n  # type: ignore[union-attr]
+                return self.written().flatten(data, n if batched else None, call, ignored), n
             except KeyError:
                 if not self._forget_fake_row():
                     raise
@@ -457,7 +462,7 @@ class TensorStorage(Storage):
 
     def patch(self, columns: list[Tensor], places: list[int], fresh: list[Tensor]) -> None:
         at = torch.tensor(places, device=self._device)
-        for column, values in zip(columns, fresh, strict=True):
+        for column, values in zip(columns, fresh, strict=False):  # a field may have been added between both reads
             column[at] = values
 
     def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> Any:
@@ -671,6 +676,8 @@ class TensorStorage(Storage):
             store = reattach(saved)
             if "structure" not in state:
                 self.structure = Structure.from_schema(store.schema, self._geometry.dtypes)
+            elif self.structure is not None and len(self.structure.fields) < len(store.schema.fields):
+                self.structure = self.structure.grown(store.schema)  # a field was added since
             store.owners.add(self)
             self.memory = store
 

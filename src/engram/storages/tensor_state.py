@@ -9,6 +9,7 @@ import torch
 from engram import _native
 from engram.epochs import KIND as EPOCHS
 from engram.epochs import EpochIndex, checked_progress
+from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.persist.rows import bytes_of
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
@@ -16,7 +17,8 @@ from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
-from engram.store import StoreState
+from engram.store import StoreState, add_field, fill_rows
+from engram.types import RowsTarget
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import StorageSnapshot
     from engram.priorities import PriorityConfig
     from engram.store import Store
-    from engram.types import RowsSource, RowsTarget
+    from engram.types import RowsSource
 
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
@@ -137,7 +139,7 @@ class SnapshotPreparation:
         used = store.rows_in_use(lanes)
         live = int(lanes[:, 1].sum()) - int(store.core.void_rows)
         state, base, copies = None, 0, None
-        if self._rows and used <= len(self._rows[0]):
+        if len(self._rows) == len(store.tensors) and used <= len(self._rows[0]):  # else a field was added meanwhile
             copies = [_copied(field[:used], memory) for field, memory in zip(store.tensors, self._rows, strict=True)]
             state = storage.state_without_rows(without=self._without)
         else:
@@ -197,6 +199,11 @@ class RowsState(NamedTuple):
         Raises:
             KeyError, TypeError, ValueError: a state that no store saves. IncompatibleCheckpoint: other parameters of priorities.
         """
+        if store is not None and not store.is_native and len(store.schema.fields) != len(schema.fields):
+            differs = schemas.differences(store.schema, schema)
+            raise IncompatibleCheckpoint(
+                f"{where}: schema: expected that of a store on {store.device}, got another: {differs}."
+            )
         clock = integer(state, "clock", 1, 1 << 61, where)
         write_count = integer(state, "write_count", 0, 1 << 62, where)
         lanes = tensor_in(state, "lanes", torch.int64, (schema.lanes, 4), where).clone()
@@ -253,6 +260,22 @@ class KeptRows(NamedTuple):
                 tensors.put(number, 0, column.cpu().contiguous())
 
 
+class FirstFields(NamedTuple):
+    """The rows of a state that was saved before fields were added to the store: they hold what these are filled with."""
+
+    source: RowsSource
+    here: Schema
+    saved: int
+    """How many fields it has."""
+
+    def fill(self, tensors: RowsTarget) -> None:
+        first = RowsTarget(tensors[: self.saved])
+        first.put = tensors.put
+        self.source.fill(first)
+        for number in range(self.saved, len(tensors)):
+            fill_rows(tensors[number], self.here.fill(number) or b"", zeroed=False)
+
+
 class Loaded(Protocol):
     """The storage that takes a state over."""
 
@@ -283,8 +306,13 @@ class RowsLoad(NamedTuple):
         return self.storage.max_size if self.schema is None else self.schema.capacity
 
     def allocate(self) -> None:
-        if self.schema is not None:
-            self.storage.allocate_for(self.schema)
+        if self.schema is None:
+            return
+        self.storage.allocate_for(self.schema)
+        store = self.storage.memory
+        assert store is not None  # it was just allocated
+        for number in range(len(store.schema.fields), len(self.schema.fields)):
+            add_field(store, self.schema.fields[number], self.schema.fill(number) or b"")
 
     def commit(self) -> None:
         self.allocate()
@@ -293,8 +321,10 @@ class RowsLoad(NamedTuple):
         if store is None:  # nothing was written here, either
             return
         with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
-            if self.state is not None:
-                self.state.restore(store, self.source)
+            if self.state is not None and self.schema is not None:
+                saved, here = len(self.schema.fields), store.schema
+                source = self.source if saved == len(here.fields) else FirstFields(self.source, here, saved)
+                self.state.restore(store, source)
             else:  # as Store.empty, which cannot be while the store is paused
                 numbers = torch.zeros(store.capacity, dtype=torch.int64, device="cpu")
                 lanes = torch.zeros((store.lanes, 4), dtype=torch.int64, device="cpu")

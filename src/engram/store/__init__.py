@@ -1,7 +1,8 @@
 """Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
-blocks; locks; lifetime; indexes; store; requests, device and readonly; opening.
+blocks; locks; lifetime; adding; indexes; store; requests, device and readonly; opening.
 """
 
+from engram.store.adding import add_field, fill_rows
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, check_index_name, wrong_memory
@@ -45,10 +46,12 @@ __all__ = [
     "StoreState",
     "ThreadKey",
     "Written",
+    "add_field",
     "check_index_name",
     "create_store",
     "dlpack_specs",
     "erase",
+    "fill_rows",
     "forget_temporary",
     "holds_store",
     "maker_of",

@@ -84,13 +84,10 @@ def forget(store: object) -> None:
 class Attachment:
     """This process's place among those that have a store open: a locked byte, an entry in the table, a finalizer."""
 
-    def __init__(
-        self, directory: Path, schema: Schema, alive: AliveFile, control: Block, tickets: Block, *, has_files: bool
-    ) -> None:
+    def __init__(self, directory: Path, alive: AliveFile, control: Block, tickets: Block, *, has_files: bool) -> None:
         self.directory = directory
         self.has_files = has_files
         """Whether the rows lie in the folder, and not in memory that a program shared before."""
-        self._schema = schema
         self._alive = alive
         self._control, self._tickets = control, tickets  # mapped until the participant has left
         self._participants: _native.Participants
@@ -169,7 +166,7 @@ class Attachment:
                     core.clean = core.in_flight == 0  # if a thread is still writing, the next open checks the rows
                 if participants.joined:
                     participants.leave()
-                    _leave_temporary(self.directory, self._schema if last else None)
+                    _leave_temporary(self.directory, last=last)
         except (FileNotFoundError, StoreInUse):
             pass  # the folder was removed; or the next process finds that this one has left
         finally:
@@ -197,16 +194,16 @@ def _host_of(directory: Path) -> Process | None:
         return None
 
 
-def _leave_temporary(directory: Path, schema: Schema | None) -> None:
-    """This process no longer needs a store. Removes a temporary one, unless others have it open (no ``schema``), or the
+def _leave_temporary(directory: Path, *, last: bool) -> None:
+    """This process no longer needs a store. Removes a temporary one, unless others have it open (not ``last``), or the
     process that it was made for may still attach.
     """
     host = _host_of(directory)
     if host is None:
         return
     ours = host == Process.this()
-    if schema is not None and (ours or not host.runs()):
-        erase(directory, schema)
+    if last and (ours or not host.runs()):
+        erase(directory, schema_in(directory))
         with contextlib.suppress(OSError):
             directory.rmdir()
     elif ours:
@@ -238,8 +235,7 @@ def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None
                 if time.time() - directory.stat().st_mtime > locks.WAIT_S:  # else a process may be about to lock it
                     directory.rmdir()
                 return
-            schema = schema_in(directory)
-            _leave_temporary(directory, None if others_have_open(directory) else schema)
+            _leave_temporary(directory, last=not others_have_open(directory))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -285,10 +281,14 @@ def erase(directory: Path, schema: Schema) -> None:
 
 def _erase_fields(directory: Path, schema: Schema, hidden: Path) -> bool:
     """Remove the files of a store that was in ``hidden``, except those that existed before it. Whether all are gone."""
-    if (hidden / layout.ADOPTED).exists():
+    adopted = hidden / layout.ADOPTED
+    if adopted.exists() and adopted.read_bytes() == layout.IN_FILES:
         return True
-    paths = [path for path, _ in layout.row_files(directory, schema, hidden.name).values()]
-    paths += layout.meta_files(directory, schema)
+    if adopted.exists():  # other rows lie in memory without a name
+        paths = [layout.field_path(directory, field.key) for field in schema.fields[schema.first_fields :]]
+    else:
+        paths = [path for path, _ in layout.row_files(directory, schema, hidden.name).values()]
+        paths += layout.meta_files(directory, schema)
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -180,17 +181,19 @@ def fields_in(
     Args:
         directory: the folder.
         schema: what its rows are.
-        alone: maps the file of a field: :func:`file_field` or its like.
+        alone: maps the file of a field: :func:`column_field` or its like.
         together: maps a file of that size, as bytes: the one with all small fields.
     """
-    group = layout.group_of(schema)
+    group, capacity = layout.group_of(schema), schema.capacity
     if group is None:
-        return [alone(directory, field, schema.capacity) for field in schema.fields]
-    raw = together(directory / layout.FOLDER / layout.GROUPED, group.stride * schema.capacity)
+        return [
+            alone(layout.column_path(directory, schema, n), field, capacity) for n, field in enumerate(schema.fields)
+        ]
+    raw = together(directory / layout.FOLDER / layout.GROUPED, group.stride * capacity)
     return [
-        _field_among(raw, field, schema.capacity, group.stride, group.offsets[number])
+        _field_among(raw, field, capacity, group.stride, group.offsets[number])
         if number in group.offsets
-        else alone(directory, field, schema.capacity)
+        else alone(layout.column_path(directory, schema, number), field, capacity)
         for number, field in enumerate(schema.fields)
     ]
 
@@ -203,12 +206,11 @@ def _field_among(raw: Tensor, field: Field, capacity: int, stride: int, offset: 
 
 
 @torch.inference_mode(mode=False)
-def read_field(directory: Path, field: Field, capacity: int, *, private: bool = False) -> Tensor:
+def read_field(path: Path, field: Field, capacity: int, *, private: bool = False) -> Tensor:
     """The rows of a field in its file, mapped as :func:`read_block` does."""
     nbytes = field.row_bytes * capacity
     if not nbytes:
         return _field_in(None, field, capacity)
-    path = layout.field_path(directory, field.key)
     return _field_in(read_block(path, nbytes, private=private).tensor, field, capacity)
 
 
@@ -237,10 +239,10 @@ def private_field(field: Field, capacity: int) -> Tensor:
 
 
 @torch.inference_mode(mode=False)
-def file_field(directory: Path, field: Field, capacity: int) -> Tensor:
-    """The rows of a field in its file of a store's folder."""
+def column_field(path: Path, field: Field, capacity: int) -> Tensor:
+    """The rows of a field in its file."""
     nbytes = field.row_bytes * capacity
-    memory = file_block(layout.field_path(directory, field.key), nbytes).tensor if nbytes else None
+    memory = file_block(path, nbytes).tensor if nbytes else None
     return _field_in(memory, field, capacity)
 
 
@@ -251,8 +253,8 @@ def file_views(directory: Path, schema: Schema) -> list[Tensor]:
     """
     from tensordict import MemoryMappedTensor
 
-    def alone(directory: Path, field: Field, capacity: int) -> Tensor:
-        path, shape = layout.field_path(directory, field.key), torch.Size((capacity, *field.shape))
+    def alone(path: Path, field: Field, capacity: int) -> Tensor:
+        shape = torch.Size((capacity, *field.shape))
         if not field.row_bytes:
             return _field_in(None, field, capacity)
         files.check_size(path, field.row_bytes * capacity)
@@ -304,9 +306,9 @@ def segment_fields(
     found = open_files(("self", *processes(raw)))
     device = os.stat(folder).st_dev
     tensors = []
-    if len(segments) != len(schema.fields):
-        raise CorruptStore(f"{folder / layout.ADOPTED}: expected {len(schema.fields)} fields, got {len(segments)}.")
-    for field, segment in zip(schema.fields, segments, strict=True):
+    if len(segments) != schema.first_fields:
+        raise CorruptStore(f"{folder / layout.ADOPTED}: expected {schema.first_fields} fields, got {len(segments)}.")
+    for field, segment in zip(schema.fields, segments, strict=False):
         nbytes = field.row_bytes * schema.capacity
         if not nbytes:
             tensors.append(_field_in(None, field, schema.capacity))
@@ -322,4 +324,8 @@ def segment_fields(
                 "that this one may look at has it open. It is gone when the last of them ends."
             )
         tensors.append(_field_in(memory, field, schema.capacity))
+    for number in range(len(segments), len(schema.fields)):  # added since
+        column, field = layout.column_path(folder.parent, schema, number), schema.fields[number]
+        alone = partial(read_field, private=private) if readonly or private else column_field
+        tensors.append(alone(column, field, schema.capacity))
     return tensors

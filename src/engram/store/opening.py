@@ -16,6 +16,7 @@ from engram._words import said_bytes, warn
 from engram.errors import CorruptStore, IncompatibleStore, UncleanStore
 from engram.format import files, layout
 from engram.format import schema as schemas
+from engram.store.adding import put_in_order
 from engram.store.device import DeviceStore
 from engram.store.lifetime import (
     Attachment,
@@ -30,9 +31,9 @@ from engram.store.lifetime import (
 )
 from engram.store.locks import AliveFile, exclusive
 from engram.store.memory import (
+    column_field,
     fields_in,
     file_block,
-    file_field,
     new_control_memory,
     private_field,
     read_block,
@@ -124,7 +125,7 @@ def create_store(
         _make_control(made, hidden, schema, maker, guest_of, begin)
         hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
         made.published(hidden, directory / layout.FOLDER)
-        return _attach(schema, directory, schemas.fingerprint(raw), unclean="refuse")
+        return _attach(schema, directory, schemas.first_fingerprint(schema, raw), unclean="refuse")
 
 
 def open_store(directory: Path, *, unclean: str = "refuse") -> Store:
@@ -250,7 +251,7 @@ def _adopting(
     for path, nbytes in paths.items():
         if nbytes:
             files.take_space(path, nbytes)
-    return b'{"segments": null}', {}, {path: text for path, text in metas.items() if not path.exists()}
+    return layout.IN_FILES, {}, {path: text for path, text in metas.items() if not path.exists()}
 
 
 def _make_fields(made: files.Creation, paths: Mapping[Path, int], metas: Mapping[Path, bytes]) -> None:
@@ -281,7 +282,7 @@ def _make_control(
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
     control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
     tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-    fingerprint = schemas.fingerprint(schemas.encode_store(schema))
+    fingerprint = schemas.first_fingerprint(schema, schemas.encode_store(schema))
     _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
     begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
 
@@ -301,7 +302,8 @@ def _described(directory: Path) -> tuple[Schema, int]:
     """What the rows of the store in a folder are, and the fingerprint of that description."""
     path = directory / layout.FOLDER / layout.STORE
     raw = files.read_small(path, schemas.MAX_BYTES)
-    return schemas.decode_store(raw, str(path)), schemas.fingerprint(raw)
+    schema = schemas.decode_store(raw, str(path))
+    return schema, schemas.first_fingerprint(schema, raw)
 
 
 @contextlib.contextmanager
@@ -328,15 +330,16 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
     """The store in a folder whose description was read. The folder is locked."""
     folder = directory / layout.FOLDER
     alive, store = AliveFile(directory), None
+    put_in_order(directory, schema)
     try:
         control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
         tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
         segments = segments_in(folder)
         if segments is None:
-            tensors = fields_in(directory, schema, file_field, lambda path, nbytes: file_block(path, nbytes).tensor)
+            tensors = fields_in(directory, schema, column_field, lambda path, nbytes: file_block(path, nbytes).tensor)
         else:
             tensors = segment_fields(folder, schema, segments, control)
-        attachment = Attachment(directory, schema, alive, control, tickets, has_files=segments is None)
+        attachment = Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
             store = Store(schema, tensors, control, tickets, attachment)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
@@ -349,6 +352,7 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
             store.indexes.finish_scans()  # the maker of an index may have died before its scan
         else:
             _attach_first(store, directory, unclean)
+        store.core.knows_fields(store.core.fields_epoch)
         register(directory, store)
     except BaseException:
         if store is not None:

@@ -77,6 +77,9 @@ class ReaderStore(Store):
         inside = self._folder / layout.FOLDER
         return segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
+    def map_column(self, schema: Schema, number: int) -> Tensor:
+        return read_field(layout.column_path(self._folder, schema, number), schema.fields[number], schema.capacity)
+
     @property
     def folder(self) -> Path:
         return self._folder

@@ -18,6 +18,7 @@ import torch
 from engram import _fork, _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
+from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, forget, opened, remove_store
 from engram.store.locks import exclusive, others_have_open
@@ -26,6 +27,7 @@ from engram.store.memory import (
     Copied,
     alias,
     as_rows,
+    column_field,
     dlpack_specs,
     file_views,
     new_control_memory,
@@ -158,6 +160,8 @@ class Store:
         #: The clock of the state that last replaced all rows, and the next ticket number then.
         self.replaced: tuple[int, int] | None = None
         native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
+        #: Held while a field is added to private memory.
+        self.adding = _fork.rlock()
         self._placing = _fork.rlock()
         self._pausing = _fork.rlock()
         _fork.registered(self, uses_others=True)  # recovery tells the indexes
@@ -172,6 +176,11 @@ class Store:
             readonly=self.readonly,
             abandoned=abandoned,
         )
+        for number in range(schema.first_fields, len(schema.fields)) if self.is_native else ():
+            self.core.set_fill(number, schema.fill(number) or b"")
+        if self.folder is not None:
+            adopt = weakref.WeakMethod(self._adopt_fields)
+            self.core.on_new_fields(lambda: (found := adopt()) and found())
         #: What samplers need besides the rows, by name and kind. Every write keeps them up to date.
         self.indexes = Indexes(Host(self.core, control.tensor, tickets.tensor, self.directory), schema.capacity)
 
@@ -453,6 +462,7 @@ class Store:
         ``torch.multiprocessing``. It then moves what it has here, never the memory that the core writes to, and the next call
         makes a view of that again.
         """
+        self.core.find_fields()
         with self._viewing:
             if self.directory is not None and self.has_files and opened(self.directory) is self:
                 if any(not view.is_contiguous() and view.is_shared() for view in self._views):  # torch has moved it
@@ -461,6 +471,32 @@ class Store:
             elif [view.data_ptr() for view in self._views] != self._addresses:  # also if the folder was removed
                 self._views = [alias(tensor) for tensor in self.tensors]
             return self._views
+
+    def grow(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
+        """Take over a schema with more fields, whose rows lie in these tensors. No writer is at work, and no other thread does this.
+
+        A thread that has begun to read, or has prepared what it will write, goes on with the fields of before.
+        """
+        for number, tensor in enumerate(tensors, len(self.tensors)):
+            self.core.add_field(tensor.data_ptr(), schema.fields[number].row_bytes, schema.fill(number))
+        with self._viewing:
+            new = schema.fields[len(self.tensors) :]
+            self.tensors = (*self.tensors, *tensors)
+            self._addresses, self._views = [tensor.data_ptr() for tensor in self.tensors], []
+            self._which = tuple(range(len(self.tensors)))
+            self.schema = schema
+        for owner in list(self.owners):
+            owner.grow(schema)
+        for spec in dlpack_specs(new):
+            self.layout.add(spec)
+
+    def map_column(self, schema: Schema, number: int) -> Tensor:
+        """The rows of a field that another process has added. Raises ``OSError``, ``CorruptStore``."""
+        assert self.directory is not None  # only those in a folder have some
+        return column_field(layout.column_path(self.directory, schema, number), schema.fields[number], schema.capacity)
+
+    def _adopt_fields(self) -> None:
+        adopt_fields(self)
 
     def _ticket_words(self) -> Tensor:
         """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
@@ -558,7 +594,7 @@ class Store:
             WriterStalled: another writer held a row for 5 s; the rows before it are written.
             RowError: a planned row is outside the store. Nothing is written.
         """
-        return self._write(plan, n, self._which, tuple(map(torch.Tensor.data_ptr, columns)))
+        return self._write(plan, n, self._which[: len(columns)], tuple(map(torch.Tensor.data_ptr, columns)))
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:
