@@ -239,7 +239,7 @@ def _with_leaf(node: Node, root: Node, key: tuple[str, ...], at: int, number: in
             raise ValueError(f"field {name_of(key)} is there already")
         child = Node("leaf", number)
     else:
-        if child is not None and not child.children:
+        if child is not None and child.kind != "leaf" and not child.children:
             raise ValueError(f"field {name_of(key)}: {name_of(key[: at + 1])} has no entries, and takes none")
         child = _with_leaf(child or Node(root.kind, batch=root.batch), root, key, at + 1, number)
     return msgspec.structs.replace(node, children={**node.children, name: child})

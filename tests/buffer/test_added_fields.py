@@ -1,0 +1,615 @@
+"""Fields that are added to a buffer which holds rows, beside writes of all kinds and beside other processes."""
+
+import contextlib
+import copy
+import pickle
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from engram import (
+    Checkpointer,
+    IncompatibleCheckpoint,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NStep,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReadOnlyStore,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.store.processes import Child, context
+
+KINDS = ["ram", "shared", "disk", "grouped"]
+CAPACITY = 8
+#: Of the fields that may be added: an example, what it is filled with, and what is written.
+NEW = {
+    ("v",): (torch.zeros(2), 3.5, lambda i: torch.tensor([i, -i], dtype=torch.float32)),
+    ("w",): (torch.zeros((), dtype=torch.int16), -2, lambda i: torch.tensor(i, dtype=torch.int16)),
+    ("next", "u"): (torch.zeros(1, dtype=torch.bool), True, lambda i: torch.tensor([i % 2 == 0])),
+    ("deep", "er", "z"): (torch.zeros(0, 3), 0, lambda i: torch.zeros(0, 3)),
+}
+
+
+@contextlib.contextmanager
+def made(kind, capacity=CAPACITY, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        if kind in ("ram", "shared"):
+            storage = LazyTensorStorage(capacity)
+        else:
+            grouped = 64 if kind == "grouped" else 0
+            storage = LazyMemmapStorage(capacity, scratch_dir=Path(folder) / "store", group_small_fields=grouped)
+        rb = ReplayBuffer(storage=storage, shared=kind == "shared", **options)
+        try:
+            yield rb
+        finally:
+            rb.close()
+
+
+def flat(data, path=()):
+    if isinstance(data, dict):
+        return {key: value for name, child in data.items() for key, value in flat(child, (*path, name)).items()}
+    return {path: data}
+
+
+def nested(entries):
+    data = {}
+    for path, value in entries.items():
+        at = data
+        for part in path[:-1]:
+            at = at.setdefault(part, {})
+        at[path[-1]] = value
+    return data
+
+
+class Model:
+    """The rows of a ring, as dicts of lists."""
+
+    def __init__(self):
+        self.rows, self.cursor, self.fills, self.count = [], 0, {}, 0
+
+    def row(self, keys):
+        i = self.count = self.count + 1
+        new = {key: NEW[key][2](i) for key in keys if key in self.fills}
+        return {("a",): torch.tensor(i), ("next", "b"): torch.full((3,), float(i)), **new}
+
+    def filled(self, row):
+        return {**self.fills, **row}
+
+    def extend(self, rows):
+        for row in rows:
+            if len(self.rows) < CAPACITY:
+                self.rows.append(None)
+            self.rows[self.cursor] = self.filled(row)
+            self.cursor = (self.cursor + 1) % CAPACITY
+
+    def add_field(self, key, fill=None):
+        example, value, _ = NEW[key]
+        self.fills[key] = torch.full_like(example, value) if fill is None else fill
+        for row in self.rows:
+            row.setdefault(key, self.fills[key])
+
+    def check(self, data):
+        got = flat(data)
+        assert set(got) == set(self.rows[0])
+        for key, column in got.items():
+            wanted = torch.stack([row[key] for row in self.rows])
+            assert column.dtype is wanted.dtype, key
+            assert torch.equal(column, wanted), key
+
+    def check_sample(self, data):
+        got = flat(data)
+        assert set(got) == set(self.rows[0])
+        known = {int(row["a",]): row for row in self.rows}
+        for i, number in enumerate(got["a",].tolist()):
+            for key, column in got.items():
+                assert torch.equal(column[i], known[number][key]), key
+
+
+def batch(rows):
+    return nested({key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+
+
+class Other:
+    """A buffer in a process of its own, which does what it is told."""
+
+    def __init__(self, rb, method="fork"):
+        self.pipe, theirs = context(method).Pipe()
+        self.child = Child(serve, rb, theirs, method=method)
+        theirs.close()
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: self._asked(name, arguments, options)
+
+    def _asked(self, name, arguments, options):
+        self.pipe.send((name, arguments, options))
+        assert self.pipe.poll(100), "the other process does not answer"
+        error, result = self.pipe.recv()
+        if error is not None:
+            raise error
+        return result
+
+    def rows(self):
+        return self._asked("rows", (), {})
+
+    def end(self):
+        self.pipe.send(None)
+        self.child.join()
+
+
+def numpy_of(data):
+    return nested({key: torch.as_tensor(value).numpy().copy() for key, value in flat(data).items()})
+
+
+def serve(rb, pipe):
+    while (asked := pipe.recv()) is not None:
+        name, arguments, options = asked
+        try:
+            if name == "rows":
+                result = numpy_of(rb[:])
+            elif name == "row":
+                result = rb[arguments[0]].numpy()
+            elif name == "sample":
+                result = numpy_of(rb.sample(*arguments))
+            else:
+                result = getattr(rb, name)(*arguments, **options)
+                result = result.numpy() if isinstance(result, torch.Tensor) else None
+            pipe.send((None, result))
+        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+            pipe.send((error, None))
+    rb.close()
+
+
+def tensors(data):
+    return nested({key: torch.from_numpy(np.asarray(value)) for key, value in flat(data).items()})
+
+
+SUBSETS = st.sets(st.sampled_from(sorted(NEW)))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.integers(1, 5), SUBSETS),
+        st.tuples(st.just("add"), SUBSETS),
+        st.tuples(st.just("field"), st.sampled_from(sorted(NEW))),
+        st.tuples(st.just("all"), st.sampled_from(sorted(NEW))),
+        st.tuples(st.just("row"), st.integers(0, CAPACITY - 1), SUBSETS),
+        st.tuples(st.just("look")),
+    ),
+    max_size=14,
+)
+
+
+def act(rb, model, step, as_sent=lambda data: data):
+    """One step of a buffer and of its model."""
+    match step:
+        case ("extend", n, keys):
+            rows = [model.row(keys) for _ in range(n)]
+            rb.extend(as_sent(batch(rows)))
+            model.extend(rows)
+        case ("add", keys):
+            row = model.row(keys)
+            rb.add(as_sent(nested(row)))
+            model.extend([row])
+        case ("field", key):
+            if key in model.fills and not torch.equal(model.fills[key], torch.full_like(*NEW[key][:2])):
+                with pytest.raises(ValueError, match="is there already"):
+                    rb.add_field(key, NEW[key][0], fill=NEW[key][1])
+            else:
+                rb.add_field(key, NEW[key][0], fill=NEW[key][1])
+                if key not in model.fills:
+                    model.add_field(key)
+        case ("all", key):
+            rows = [{**row, key: NEW[key][2](number)} for number, row in enumerate(model.rows)]
+            rb.write_all(as_sent(batch(rows)))
+            if key not in model.fills:
+                model.add_field(key, torch.zeros_like(NEW[key][0]))
+            model.rows = rows
+        case ("row", number, keys) if number < len(model.rows):
+            row = model.row(keys)
+            rb[number] = as_sent(nested(row))
+            model.rows[number] = model.filled(row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_rows_are_those_of_a_model(kind, steps):
+    model = Model()
+    with made(kind, batch_size=6) as rb:
+        act(rb, model, ("extend", 3, set()))
+        for step in steps:
+            act(rb, model, step)
+        model.check(rb[:])
+        model.check_sample(rb.sample())
+        model.check(copy.copy(rb)[:])
+        other = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
+        other.load_state_dict(rb.state_dict())
+        rb = pickle.loads(pickle.dumps(other))
+        act(rb, model, ("extend", 2, set()))  # what was saved knows what they are filled with
+        model.check(rb[:])
+
+
+@pytest.mark.parametrize("kind", ["shared", "disk"])
+@settings(
+    max_examples=8,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(steps=st.lists(st.tuples(st.booleans(), STEPS.map(lambda steps: steps[:2])), max_size=6))
+def test_two_processes_see_the_same_at_their_next_call(kind, steps):
+    model = Model()
+    with made(kind, batch_size=6) as rb:
+        act(rb, model, ("extend", 3, set()))
+        other = Other(rb)
+        try:
+            for there, some in steps:
+                for step in some:
+                    if there and step[0] != "row":
+                        act(other, model, step, numpy_of)
+                    else:
+                        act(rb, model, step)
+                model.check_sample(tensors(other.sample(6)))
+                model.check_sample(rb.sample())
+            model.check(rb[:])
+            model.check(tensors(other.rows()))
+        finally:
+            other.end()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("first", ["sample", "rows", "extend", "__getitem__", "state_dict"])
+def test_the_first_call_after_a_field_was_added_has_it(first, method):
+    if method == "spawn" and first != "sample":
+        pytest.skip("the start of a process takes seconds")
+    with made("shared", batch_size=4) as rb:
+        rb.extend({"a": torch.arange(3)})
+        other = Other(rb, method)
+        try:
+            other.sample(4)
+            rb.add_field("v", 0.0, fill=7.0)
+            if first == "extend":
+                other.extend({"a": np.arange(2)})
+            elif first == "__getitem__":
+                assert other.row("v").tolist() == [7.0] * 3
+            elif first == "state_dict":
+                other.state_dict()
+            else:
+                data = other.sample(4) if first == "sample" else other.rows()
+                assert data["v"].tolist() == [7.0] * len(data["v"])
+            assert set(other.rows()) == {"a", "v"}
+        finally:
+            other.end()
+        assert rb["v"].tolist() == [7.0] * len(rb)
+
+
+def episodes(n, length, start=0):
+    step = torch.arange(start, start + n)
+    done = (step % length == length - 1).unsqueeze(1)
+    return TensorDict(
+        {
+            "obs": step.float().unsqueeze(1),
+            "episode": step // length,
+            "next": {"done": done, "reward": step.float().unsqueeze(1)},
+        },
+        [n],
+    )
+
+
+SAMPLERS = {
+    "random": RandomSampler,
+    "epoch": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(64, 0.6, 0.4),
+    "slices": lambda: SliceSampler(slice_len=4, traj_key="episode"),
+    "slices by ends": lambda: SliceSampler(slice_len=4, end_key=("next", "done")),
+    "prioritized slices": lambda: PrioritizedSliceSampler(64, 0.6, 0.4, slice_len=4, traj_key="episode"),
+    "n-step": lambda: NStep(RandomSampler(), n=2, gamma=0.9),
+    "n-step slices": lambda: NStep(SliceSampler(slice_len=4, traj_key="episode"), n=2, gamma=0.9),
+}
+
+
+@pytest.mark.parametrize("key", ["value", ("next", "truncated")])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_goes_on(name, key):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(64), sampler=SAMPLERS[name](), batch_size=16)
+    rb.extend(episodes(40, 8))
+    rb.sample()
+    rb.add_field(key, torch.zeros(1, dtype=torch.bool), fill=True)
+    for more in range(3):
+        got = rb.sample()
+        assert (got["episode"] == got["obs"].squeeze(1).long() // 8).all()
+        if key == "value" or not name.startswith(("slices", "prioritized slices", "n-step")):
+            assert got[key].all()
+        rb.extend(episodes(8, 8, 40 + 8 * more))
+    assert rb[:][key].all()
+
+
+def test_frames_and_priorities_stay_what_they_are():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(16), sampler=PrioritizedSampler(16, 1.0, 1.0, 0.0), batch_size=16
+    )
+    rb.extend(episodes(8, 4))
+    rb.update_priority(torch.arange(8), torch.arange(8).double())
+    rb.add_field("v", 1.0)
+    assert rb.sampler.priorities().leaves(8).tolist() == list(range(8))
+    assert 0 not in rb.sample()["index"]
+
+
+def test_windows_of_columns():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=4)
+    rb.extend(TensorDict({"obs": torch.arange(10).view(2, 5)}, [2, 5]))
+    rb.add_field("v", 0.0, fill=2.0)
+    assert rb[:]["v"].tolist() == [[2.0] * 5] * 2
+    rb[:] = rb[:].clone().update({"w": torch.ones(2, 5, 3)})
+    assert rb[:]["w"].shape == (2, 5, 3)
+    assert rb.sample()["w"].eq(1).all()
+
+
+def test_torchrls_recipe_for_value_targets():
+    for storage in (LazyTensorStorage(10), LazyMemmapStorage(10)):
+        rb = TensorDictReplayBuffer(storage=storage, batch_size=4)
+        rb.extend(TensorDict({"obs": torch.arange(6.0).unsqueeze(1), "next": {"reward": torch.ones(6, 1)}}, [6]))
+        data = rb[:].clone()
+        data["value_target"] = data["obs"] * 2
+        data["next", "value"] = data["obs"] + 1
+        rb.write_all(data)
+        batch = rb.sample()
+        assert torch.equal(batch["value_target"], batch["obs"] * 2)
+        assert torch.equal(batch["next", "value"], batch["obs"] + 1)
+        rb.extend(TensorDict({"obs": torch.ones(1, 1), "next": {"reward": torch.ones(1, 1)}}, [1]))
+        assert rb[6]["value_target"].tolist() == [0.0]
+        rb.close()
+
+
+def test_a_misspelt_entry_is_no_new_field():
+    with made("ram") as rb:
+        rb.extend({"a": torch.arange(3), "b": torch.arange(3)})
+        with pytest.raises(KeyError, match=r"missing \['b'\]"):
+            rb[:] = {"a": torch.arange(3), "c": torch.arange(3)}
+        with pytest.raises(KeyError, match=r"unknown \['c'\]"):
+            rb[1:] = {"a": torch.arange(2), "b": torch.arange(2), "c": torch.arange(2)}
+        with pytest.raises(RuntimeError, match="field a"):
+            rb[:] = {"a": torch.arange(3.0), "b": torch.arange(3), "c": torch.arange(3)}
+        with pytest.raises(KeyError, match=r"unknown \['c'\]"):
+            rb.extend({"a": torch.arange(2), "b": torch.arange(2), "c": torch.arange(2)})
+        assert set(rb[:]) == {"a", "b"}
+        with pytest.raises(RuntimeError):
+            rb[:] = {"a": torch.arange(3), "b": torch.arange(3), "c": torch.arange(4)}
+        assert set(rb[:]) == {"a", "b"}
+
+
+REFUSED = {
+    "another shape": ("v", {"example": torch.zeros(3)}, ValueError, "is there already"),
+    "another dtype": ("v", {"example": 1}, ValueError, "is there already"),
+    "another fill": ("v", {"example": torch.zeros(2), "fill": 1}, ValueError, "is there already"),
+    "a container": (("n",), {"example": 0.0}, ValueError, "is there already"),
+    "below a field": (("a", "b"), {"example": 0.0}, ValueError, "a is a leaf"),
+    "a fill that does not fit": ("x", {"example": 0, "fill": 0.5}, ValueError, "expected a value that int64 holds"),
+    "a fill of another shape": (
+        "x",
+        {"example": torch.zeros(2), "fill": [1.0, 2.0, 3.0]},
+        ValueError,
+        r"shape \[2\], got \[3\]",
+    ),
+    "no tensor": ("x", {"example": "text"}, TypeError, "expected a tensor"),
+    "a container as example": ("x", {"example": {"y": 1}}, TypeError, "expected a tensor"),
+    "no key": (3, {"example": 0}, TypeError, "key"),
+    "an impossible key": (".engram", {"example": 0}, ValueError, "reserved"),
+    "a dtype": ("x", {"example": torch.zeros(2).to_sparse()}, TypeError, "dense"),
+}
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_added_is_refused_and_nothing_changes(name, kind):
+    key, arguments, error, match = REFUSED[name]
+    with made(kind) as rb:
+        rb.extend({"a": torch.arange(3), "n": {"b": torch.arange(3)}})
+        rb.add_field("v", torch.zeros(2), fill=5.0)
+        folder = rb.storage.store.directory
+        before = folder and sorted(folder.rglob("*"))
+        with pytest.raises(error, match=match):
+            rb.add_field(key, arguments["example"], fill=arguments.get("fill", 0))
+        assert set(flat(rb[:])) == {("a",), ("n", "b"), ("v",)}
+        assert before == (folder and sorted(folder.rglob("*")))
+
+
+def test_buffers_without_fields_say_so(tmp_path):
+    with pytest.raises(RuntimeError, match="add_field: expected a store, but nothing was ever written"):
+        ReplayBuffer(storage=LazyTensorStorage(3)).add_field("a", 0)
+    with pytest.raises(TypeError, match="add_field: expected a tensor storage, a ListStorage"):
+        ReplayBuffer(storage=ListStorage(3)).add_field("a", 0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.extend(torch.arange(3))
+    with pytest.raises(ValueError, match="the row is a leaf, which takes no entry more"):
+        rb.add_field("a", 0)
+    rb = ReplayBuffer.open_or_create(tmp_path / "store", 3)
+    rb.extend({"a": torch.arange(3)})
+    with ReplayBuffer.open(tmp_path / "store", readonly=True) as reader, pytest.raises(ReadOnlyStore):
+        reader.add_field("b", 0)
+    rb.close()
+
+
+def test_a_reader_adopts_it_and_one_that_was_opened_before_sees_rows_of_later(tmp_path):
+    rb = ReplayBuffer.open_or_create(tmp_path / "store", 6, batch_size=3)
+    rb.extend({"a": torch.arange(3)})
+    with ReplayBuffer.open(tmp_path / "store", readonly=True) as reader:
+        reader.sample()
+        rb.add_field("v", 0, fill=4)
+        rb.extend({"a": torch.arange(2), "v": torch.arange(2)})
+        assert set(reader.sample()) == {"a", "v"}
+        assert reader["v"].tolist() == [4, 4, 4, 0, 1]
+    rb.close()
+    with ReplayBuffer.open(tmp_path / "store") as rb:
+        rb.add({"a": 9})
+        assert rb["v"].tolist() == [4, 4, 4, 0, 1, 4]
+        assert TensorDict.load_memmap(tmp_path / "store")["v"].tolist() == [4, 4, 4, 0, 1, 4]
+
+
+def test_around_memory_that_processes_share():
+    data = TensorDict({"a": torch.arange(4)}, [4]).share_memory_()
+    rb = ReplayBuffer(storage=TensorStorage(data), batch_size=4)
+    folder = rb.storage.store.directory
+    rb.add_field("v", 0, fill=1)
+    other = Other(rb)
+    try:
+        other.add(TensorDict({"a": 7}))
+    finally:
+        other.end()
+    assert rb["v"].tolist() == [1] * 4
+    assert rb["a"].tolist() == [7, 1, 2, 3]
+    rb.close()
+    assert not folder.exists()
+
+
+def test_in_a_folder_of_the_users_own_what_it_says_stays(tmp_path):
+    data = TensorDict({"a": torch.arange(4), "n": {"b": torch.ones(4)}}, [4]).memmap_(tmp_path / "data")
+    rb = ReplayBuffer(storage=TensorStorage(data))
+    rb.add_field(("n", "c"), 0, fill=1)
+    rb.close()
+    loaded = TensorDict.load_memmap(tmp_path / "data")
+    assert loaded["n", "c"].tolist() == [1] * 4
+    with ReplayBuffer.open(tmp_path / "data") as rb:
+        assert rb["n", "c"].tolist() == [1] * 4
+
+
+# ---- what is saved -------------------------------------------------------------------------------------------------------
+
+
+def saved(rb):
+    return nested({key: value.clone() for key, value in flat(rb[:]).items()})
+
+
+def same(one, other):
+    one, other = flat(one), flat(other)
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("how", ["state", "dump", "series"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_before_and_of_after_can_be_loaded(kind, how, tmp_path):
+    def save(rb, name):
+        if how == "state":
+            return rb.state_dict()
+        if how == "dump":
+            rb.dumps(tmp_path / name)
+        else:
+            Checkpointer(tmp_path / name, rb).save(1)
+        return name
+
+    def load(rb, state):
+        if how == "state":
+            rb.load_state_dict(state)
+        elif how == "dump":
+            rb.loads(tmp_path / state)
+        else:
+            assert Checkpointer(tmp_path / state, rb).restore() is not None
+
+    model = Model()
+    with made(kind) as rb:
+        act(rb, model, ("extend", 3, set()))
+        rows, before = saved(rb), save(rb, "before")
+        rb.add_field(("next", "u"), torch.zeros(2), fill=-1.0)
+        rb.extend({"a": torch.arange(2), "next": {"b": torch.zeros(2, 3), "u": torch.ones(2, 2)}})
+        more, after = saved(rb), save(rb, "after")
+        # Into the store that has the field: of before, it is filled.
+        load(rb, before)
+        assert same(rb[:], {**rows, "next": {**rows["next"], "u": torch.full((3, 2), -1.0)}})
+        load(rb, after)
+        assert same(rb[:], more)
+        rb.add({"a": 5, "next": {"b": torch.zeros(3)}})
+        assert rb["next", "u"][5].tolist() == [-1.0, -1.0]
+    for kinds in (kind, "ram"):
+        with made(kinds) as fresh:
+            load(fresh, after)
+            assert same(fresh[:], more)
+            fresh.add({"a": 5, "next": {"b": torch.zeros(3)}})
+            assert fresh["next", "u"][5].tolist() == [-1.0, -1.0]
+        with made(kinds) as older:  # a store that is without it gets it
+            older.extend({"a": torch.arange(7), "next": {"b": torch.zeros(7, 3)}})
+            load(older, after)
+            assert same(older[:], more)
+        with made(kinds) as others:
+            others.extend({"a": torch.arange(7), "next": {"c": torch.zeros(7, 3)}})
+            others.add_field(("next", "u"), torch.zeros(2), fill=-1.0)
+            with pytest.raises(IncompatibleCheckpoint):
+                load(others, after)
+
+
+def test_segments_are_linked_before_and_after_but_not_across(tmp_path):
+    with made("disk", capacity=4096) as rb:
+        checkpointer = Checkpointer(tmp_path / "series", rb, keep=9)
+        rb.extend({"a": torch.arange(4000)})
+        found, names = [], []
+        for step in range(4):
+            if step == 2:
+                rb.add_field("v", torch.zeros(3), fill=2.0)
+            checkpointer.save(step)
+            names.append(checkpointer.latest)
+            segments = (tmp_path / "series" / names[-1]).rglob("seg/*.bin")
+            found.append({path.stat().st_ino for path in segments})
+        assert found[0]
+        assert found[0] == found[1]
+        assert found[2] == found[3]
+        assert not found[1] & found[2]
+        for step, name in enumerate(names):
+            with made("ram", capacity=4096) as fresh:
+                assert Checkpointer(tmp_path / "series", fresh).restore(name=name) is not None
+                assert fresh["a"].tolist() == list(range(4000))
+                assert set(fresh[:]) == ({"a"} if step < 2 else {"a", "v"})
+                fresh.add({"a": 0})
+                assert step < 2 or fresh["v"].eq(2.0).all()
+
+
+def test_a_save_in_the_background_has_the_fields_of_its_moment(tmp_path):
+    with made("disk", capacity=4096) as rb:
+        checkpointer = Checkpointer(tmp_path / "series", rb)
+        rb.extend({"a": torch.arange(4000)})
+        handle = checkpointer.save(1, wait=False)
+        rb.add_field("v", 0, fill=2)
+        handle.wait()
+        first = checkpointer.latest
+        checkpointer.save(2)
+        for name, keys in ((first, {"a"}), (checkpointer.latest, {"a", "v"})):
+            with made("ram", capacity=4096) as fresh:
+                assert Checkpointer(tmp_path / "series", fresh).restore(name=name) is not None
+                assert fresh["a"].tolist() == list(range(4000))
+                assert set(fresh[:]) == keys
+
+
+def test_storages_of_another_size_take_it(tmp_path):
+    with made("disk") as rb:
+        rb.extend({"a": torch.arange(6), "done": torch.tensor([0, 0, 1, 0, 0, 1]).bool()})
+        rb.dumps(tmp_path / "before")
+        rb.add_field("v", 0, fill=3)
+        rb["v"] = torch.arange(6)
+        rb.dumps(tmp_path / "after")
+    for size in (8, 12):
+        with made("ram", capacity=size) as other:
+            other.loads(tmp_path / "after", convert=True)
+            assert other["v"].tolist() == list(range(6))
+            other.add({"a": 1, "done": False})
+            assert other["v"][6] == 3
+            other.loads(tmp_path / "before", convert=True)
+            assert other["v"].tolist() == [3] * 6
+
+
+def test_prefetched_batches_stay_what_they_were():
+    with made("ram", prefetch=2, batch_size=3) as rb:
+        rb.extend({"a": torch.arange(6)})
+        rb.sample()
+        rb.add_field("v", 0, fill=1)
+        seen = [set(rb.sample()) for _ in range(5)]
+        assert {"a", "v"} in seen
+        assert all(it in ({"a"}, {"a", "v"}) for it in seen)
