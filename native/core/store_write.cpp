@@ -468,8 +468,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   check(!grow || (needed_ <= which.size() && which.size() <= fields()), "rows by number without all fields");
-  // Of fields that lie elsewhere is not known whether these are all.
-  const bool whole = !which.empty() && which.size() == fields();
+  const bool whole = !which.empty() && which.size() == fields();  // of those here: others may lie elsewhere
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);

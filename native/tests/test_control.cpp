@@ -95,7 +95,8 @@ TEST(regions_do_not_overlap) {
   std::vector<Word*> words{&control.lock_page().generation, &control.lock_page().clean, &control.lock_page().pause,
                            &control.counters().next_ticket, &control.counters().write_count,
                            &control.counters().index_epoch, &control.counters().void_rows,
-                           &control.counters().lapped_rows, &control.counters().redraws};
+                           &control.counters().lapped_rows, &control.counters().redraws,
+                           &control.counters().fields_epoch};
   for (std::uint64_t i = 0; i < kParticipants; ++i) {
     for (Claim& claim : control.participant(i).claims) words.push_back(&claim.t0);
   }

@@ -567,6 +567,70 @@ TEST(zeros_of_a_gap_reach_a_field_that_was_added) {
   for (std::uint64_t i = 0; i < 3; ++i) EXPECT_EQ(*read.id(i), i == 2 ? 9u : 0u);
 }
 
+std::vector<std::byte> eight_bytes(std::uint64_t value) {
+  std::vector<std::byte> bytes(8);
+  std::memcpy(bytes.data(), &value, 8);
+  return bytes;
+}
+
+TEST(a_write_may_leave_out_a_field_that_was_added_and_fills_it) {
+  const Heap heap(geometry(2, 4), {8, 8});
+  Store store(heap.view(), {heap.fields[0]}, 0);
+  Rows written(heap.fields, 8), read(heap.fields, 8);
+  for (std::uint64_t i = 0; i < 8; ++i) written.describe(i, 80 + i);
+  const Columns first = Columns(written.in).first(1);
+  store.append(0, 2, first, nullptr);
+  std::memset(heap.fields[1].data, 0x5A, 8 * 8);
+  for (std::uint64_t row = 0; row < 2; ++row) std::memcpy(heap.fields[1].row(row), eight_bytes(7).data(), 8);
+  store.add_field(heap.fields[1], eight_bytes(7));
+  EXPECT_THROWS(std::invalid_argument, store.add_field(heap.fields[1], std::vector<std::byte>(7)));
+  store.append(0, 1, first, nullptr);               // row 2
+  const std::int64_t lanes[] = {1, 0};
+  store.append_by_lane(lanes, 2, first, nullptr);   // rows 4 and 3
+  const std::int64_t rows[] = {6};
+  store.scatter(rows, 1, store.all().first(1), first, true);  // and row 5, of zeros
+  store.append_at(1, 1, 3, first, nullptr);         // rows 5, 6 and 7
+  EXPECT_THROWS(std::invalid_argument, store.append(0, 1, {}, nullptr));
+  EXPECT(store.gather(rows_from(0, 8).data(), 8, store.all(), read.out, nullptr, nullptr).empty());
+  for (std::uint64_t i = 0; i < 8; ++i) {
+    std::uint64_t filled = 0;
+    std::memcpy(&filled, read.data[1].data() + i * 8, 8);
+    EXPECT_EQ(filled, 7u);
+  }
+  store.append(0, 1, written.in, nullptr);  // row 0, with the field
+  // A reader that knows one field reads one.
+  EXPECT(store.gather(rows_from(0, 8).data(), 8, store.all().first(1), Batch(read.out).first(1), nullptr, nullptr).empty());
+  store.sample_uniform(3, 8, Batch(read.out).first(1), nullptr, nullptr);
+  store.sample_uniform(3, 8, read.out, nullptr, nullptr);
+}
+
+TEST(fields_of_another_process_are_adopted_before_a_row_is_written) {
+  const Heap heap(geometry(1, 4), {8, 8});
+  Store store(heap.view(), {heap.fields[0]}, 0);
+  std::uint64_t adopted = 0;
+  store.on_new_fields([&] {
+    ++adopted;
+    const std::uint64_t epoch = heap.view().counters().fields_epoch.load();
+    if (store.fields() == 1) store.add_field(heap.fields[1], eight_bytes(5));
+    store.knows_fields(epoch);
+  });
+  Rows written(heap.fields, 1), read(heap.fields, 1);
+  written.describe(0, 9);
+  const Columns first = Columns(written.in).first(1);
+  store.append(0, 1, first, nullptr);
+  EXPECT_EQ(adopted, 0u);
+  heap.view().counters().fields_epoch.fetch_add(1);
+  store.append(0, 1, first, nullptr);
+  EXPECT_EQ(adopted, 1u);
+  store.find_fields();
+  EXPECT_EQ(adopted, 1u);
+  const std::int64_t row = 1;
+  EXPECT(store.gather(&row, 1, store.all(), read.out, nullptr, nullptr).empty());
+  std::uint64_t filled = 0;
+  std::memcpy(&filled, read.data[1].data(), 8);
+  EXPECT_EQ(filled, 5u);
+}
+
 TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   // Row 1 is in the hands of a writer that never comes back: everything else of the batches is written, and the wait
   // ends. Beside it a writer that does come back.

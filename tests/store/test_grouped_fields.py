@@ -242,8 +242,8 @@ def test_other_versions_refuse_it_by_name(tmp_path):
         assert wrong != text
         with pytest.raises(CorruptStore, match="grouped"):
             schema.decode_store(wrong, "store.json")
-    with pytest.raises(IncompatibleStore, match=r"expected format 2\.1, got 2\.2"):
-        schema.decode_store(text.replace(b"[2,1]", b"[2,2]"), "store.json")
+    with pytest.raises(IncompatibleStore, match=r"expected format 2\.2, got 2\.3"):
+        schema.decode_store(text.replace(b"[2,1]", b"[2,3]"), "store.json")
 
 
 @pytest.mark.parametrize("wrong", [-1, "64", True, 1.5, None])

@@ -138,6 +138,8 @@ def row_files(directory: Path, schema: Schema, hidden: str = FOLDER) -> dict[int
     group = group_of(schema)
     together = group.offsets if group else {}
     found = {n: (field_path(directory, f.key), f.row_bytes) for n, f in enumerate(schema.fields) if n not in together}
+    if schema.added:
+        found = {n: (column_path(directory, schema, n), row_bytes) for n, (_, row_bytes) in found.items()}
     return {**found, min(together): (directory / hidden / GROUPED, group.stride)} if group else found
 
 
@@ -147,10 +149,10 @@ def unnamed_column(directory: Path, number: int) -> Path:
 
 
 def column_path(directory: Path, schema: Schema, number: int) -> Path:
-    """Where the rows of a field lie that is not among others: perhaps it has just been added."""
+    """Where the rows of a field lie that was added: perhaps just now."""
     hidden = unnamed_column(directory, number)
-    added = number >= schema.first_fields
-    return hidden if added and hidden.exists() else field_path(directory, schema.fields[number].key)
+    named = field_path(directory, schema.fields[number].key)
+    return hidden if number >= schema.first_fields and hidden.exists() else named
 
 
 def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:

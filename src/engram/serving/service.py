@@ -289,7 +289,8 @@ class Service:
         columns, index, info = self._reading.read(self._key, rows, "beside")
         assert index is not None  # beside
         entries = {name: value for name, value in info.items() if isinstance(value, torch.Tensor)}
-        shape, tensors = index.shape, [*columns, index, *entries.values()]
+        # Of a field that was added since, clients hear from the next server.
+        shape, tensors = index.shape, [*columns[: len(self._fields)], index, *entries.values()]
         if len(shape) > 1:
             tensors = [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
         return _Drawn(shape, tuple(entries), tensors)

@@ -177,11 +177,6 @@ class TensorStorage(Storage):
             self.pending_limit = None
         self.memory = store  # last: other threads look at it first
 
-    def grow(self, schema: Schema) -> None:
-        """Called by the store, which has more fields now."""
-        if self.structure is not None:
-            self.structure = self.structure.grown(schema)
-
     def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
         """Make the store for a first row (``n`` None), or a first batch of rows ``[n, ...]``. One around data has it."""
 

@@ -185,15 +185,16 @@ def fields_in(
         together: maps a file of that size, as bytes: the one with all small fields.
     """
     group, capacity = layout.group_of(schema), schema.capacity
+    paths = [layout.field_path(directory, field.key) for field in schema.fields]
+    if schema.added:
+        paths = [layout.column_path(directory, schema, number) for number in range(len(paths))]
     if group is None:
-        return [
-            alone(layout.column_path(directory, schema, n), field, capacity) for n, field in enumerate(schema.fields)
-        ]
+        return [alone(path, field, capacity) for path, field in zip(paths, schema.fields, strict=True)]
     raw = together(directory / layout.FOLDER / layout.GROUPED, group.stride * capacity)
     return [
         _field_among(raw, field, capacity, group.stride, group.offsets[number])
         if number in group.offsets
-        else alone(layout.column_path(directory, schema, number), field, capacity)
+        else alone(paths[number], field, capacity)
         for number, field in enumerate(schema.fields)
     ]
 

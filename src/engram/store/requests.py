@@ -9,6 +9,7 @@ import torch
 from engram import _native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import INDEX_KINDS, LockedIndex
+from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,8 @@ class Requests:
         if not store.is_native:
             raise RuntimeError(f"Requests: expected a store on the CPU, got one on {store.device}.")
         self._store = store
+        #: Of the fields that the store has now: those that are added later may be left out.
+        self._layout, self._fields = _native.Layout(dlpack_specs(store.schema.fields)), store.schema.fields
         self._room = writers
         self._writers: WritersIndex | None = None
 
@@ -200,8 +203,8 @@ class Requests:
 
     def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
         self._check_lane(lane, call)
-        if _native.HAS_EXCHANGE and not self._store.layout.fits(list(columns), n):
-            fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in self._store.schema.fields)
+        if _native.HAS_EXCHANGE and not self._layout.fits(list(columns), n):
+            fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in self._fields)
             got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in columns)
             raise RuntimeError(f"{call}: expected contiguous CPU columns {fields}; got {got}.")
 

@@ -176,8 +176,9 @@ class Store:
             readonly=self.readonly,
             abandoned=abandoned,
         )
-        for number in range(schema.first_fields, len(schema.fields)) if self.is_native else ():
-            self.core.set_fill(number, schema.fill(number) or b"")
+        if schema.added and self.is_native:
+            for number in range(schema.first_fields, len(schema.fields)):
+                self.core.set_fill(number, schema.fill(number) or b"")
         if self.folder is not None:
             adopt = weakref.WeakMethod(self._adopt_fields)
             self.core.on_new_fields(lambda: (found := adopt()) and found())
@@ -486,7 +487,7 @@ class Store:
             self._which = tuple(range(len(self.tensors)))
             self.schema = schema
         for owner in list(self.owners):
-            owner.grow(schema)
+            owner.structure = owner.structure.grown(schema)
         for spec in dlpack_specs(new):
             self.layout.add(spec)
 
