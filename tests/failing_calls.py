@@ -192,6 +192,36 @@ class NewIndex(Operation):
         super().right()
 
 
+class NewField(Operation):
+    """There in all rows, or not at all."""
+
+    def prepare(self):
+        self.rb = buffer(self.folder)
+        self.rb.extend({"a": ROWS})
+        self.before = listing(self.folder)
+
+    def act(self):
+        self.rb.add_field("v", 0, fill=5)
+
+    def failed(self):
+        if "v" not in self.rb[:]:
+            assert listing(self.folder) == self.before
+            self.rb.extend({"a": ROWS[:1]})
+            self.rb.empty()
+            self.rb.extend({"a": ROWS})
+
+    def right(self):
+        assert self.rb["v"].tolist() == [5] * 7
+        self.rb.extend({"a": ROWS[:2]})
+        self.rb.close()
+
+    def afterwards(self):
+        rb = ReplayBuffer.open(self.folder / "store")
+        assert rb["a"].tolist() == [*ROWS.tolist(), 0, 1]
+        assert rb["v"].tolist() == [5] * 9
+        rb.close()
+
+
 class Close(Operation):
     """Whatever fails: the rows stay, and the next one that comes can go on with them."""
 
@@ -255,6 +285,7 @@ OPERATIONS = {
     "recover": Recover,
     "share": Share,
     "new index": NewIndex,
+    "new field": NewField,
     "close": Close,
     "close temporary": CloseTemporary,
     "fork": Fork,

@@ -515,11 +515,8 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
           const Field& field = this->field(which[f]);
           const std::byte* from = columns[f] + (pick == nullptr ? begin * field.row_bytes : 0);
           const std::int64_t* const picked = pick == nullptr ? nullptr : pick + begin;
-          if (to_files) {
-            put(which[f], static_cast<std::uint64_t>(rows[begin]), marked, from, picked, true);  // one row
-          } else {
-            scatter_rows(field, rows + begin, marked, from, picked);
-          }
+          to_files ? put(which[f], static_cast<std::uint64_t>(rows[begin]), marked, from, picked, true)  // one row
+                   : scatter_rows(field, rows + begin, marked, from, picked);
         }
         if (grow) fill_others(which.size(), rows + begin, marked);
       });

@@ -35,7 +35,7 @@ CALLS = {
     "mmap": "ENOMEM",
 }
 ERRORS = ("ENOSPC", "EIO", "EDQUOT", "EINTR", "EAGAIN", "ENOMEM", "EMFILE")
-OPERATIONS = ("create", "open", "recover", "share", "new index", "close", "close temporary", "fork")
+OPERATIONS = ("create", "open", "recover", "share", "new index", "new field", "close", "close temporary", "fork")
 ALL = [(o, c, e) for o, c in itertools.product(OPERATIONS, CALLS) for e in sorted({CALLS[c], *ERRORS})]
 SMALL = [
     (o, c, CALLS[c])
@@ -45,6 +45,8 @@ SMALL = [
         ("open", "mmap"),
         ("share", "mmap"),
         ("new index", "rename"),
+        ("new field", "rename"),
+        ("new field", "mmap"),
         ("close", "open"),
         ("fork", "fcntl"),
     )
