@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from engram import (
     TensorStorage,
 )
 from tests.buffer.adding import CAPACITY, KINDS, Other, flat, made, nested, numpy_of, tensors
+from tests.store.processes import Child, context
 
 #: Of the fields that may be added: an example, what it is filled with, and what is written.
 NEW = {
@@ -400,3 +402,89 @@ def test_prefetched_batches_stay_what_they_were():
         seen = [set(rb.sample()) for _ in range(5)]
         assert {"a", "v"} in seen
         assert all(it in ({"a"}, {"a", "v"}) for it in seen)
+
+
+THREADS = {
+    "random": RandomSampler,
+    "prioritized": lambda: PrioritizedSampler(64, 0.6, 0.4),
+    "slices": lambda: SliceSampler(slice_len=4, traj_key="episode"),
+    "n-step slices": lambda: NStep(SliceSampler(slice_len=4, traj_key="episode"), n=2, gamma=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("name", THREADS)
+def test_threads_read_and_write_while_fields_are_added(name, kind):
+    rb = TensorDictReplayBuffer(storage=kind(64), sampler=THREADS[name](), batch_size=16)
+    rb.extend(episodes(40, 8))
+    done, errors = threading.Event(), []
+    turns = [threading.Semaphore(0) for _ in range(3)]
+
+    def check(got):
+        assert torch.equal(got["episode"], got["obs"].squeeze(-1).long() // 8)
+        for key in got.keys():
+            if key.startswith("v"):
+                assert got[key].eq(int(key[1:])).all(), key
+
+    def sample():
+        check(rb.sample())
+
+    def read():
+        check(rb[torch.arange(40)])
+
+    def write():
+        rb.extend(episodes(8, 8))
+
+    def loop(act, turn):
+        try:
+            while not done.is_set():
+                act()
+                turn.release()
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            errors.append(error)
+            turn.release()
+
+    threads = [threading.Thread(target=loop, args=it) for it in zip((sample, read, write), turns, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(12):
+            for turn in turns:
+                assert turn.acquire(timeout=100)
+            rb.add_field(f"v{number}", torch.zeros(number % 3), fill=number)
+            assert not errors, errors
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(100)
+    assert not errors, errors
+    assert len([key for key in rb.sample().keys() if key.startswith("v")]) == 12
+    rb.close()
+
+
+def write_on(rb, ready, end):
+    number = 0
+    while not end.is_set():
+        rb.extend({"a": torch.arange(number, number + 3)})
+        number += 3
+        ready.release()
+
+
+@pytest.mark.parametrize("kind", ["shared", "disk"])
+def test_what_a_process_writes_meanwhile_is_filled(kind):
+    with made(kind, capacity=50) as rb:
+        rb.extend({"a": torch.arange(50)})
+        processes = context("fork")
+        ready, end = processes.Semaphore(0), processes.Event()
+        child = Child(write_on, rb, ready, end)
+        try:
+            for number in range(8):
+                assert ready.acquire(timeout=100)
+                rb.add_field(f"v{number}", torch.zeros(2), fill=number + 1)
+                for _ in range(3):
+                    assert ready.acquire(timeout=100)
+                assert all(rb[f"v{n}"].eq(n + 1).all() for n in range(number + 1))
+        finally:
+            end.set()
+            child.join()
+        assert len(rb) == 50

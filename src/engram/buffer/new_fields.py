@@ -107,8 +107,8 @@ def _row(field: Field, fill: object) -> bytes:
         raise ValueError(f"{_CALL}: fill: expected a value that {field.dtype} holds, got {fill!r:.80}.")
     if value.numel() != 1 and value.shape != shape:
         raise ValueError(f"{_CALL}: fill: expected a number, or shape {list(shape)}, got {list(value.shape)}.")
-    row = value.reshape(()).expand(shape) if value.numel() == 1 else value
-    return row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    row = torch.empty(shape, dtype=dtype, device="cpu").copy_(value.reshape(()) if value.numel() == 1 else value)
+    return row.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _add(storage: storages.TensorStorage, field: Field, fill: bytes) -> None:
