@@ -173,7 +173,7 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
 
 void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                            std::int64_t* numbers_out, Masses* masses) const {
-  check(batch.size() <= fields(), "another number of outputs than the store has fields");
+  check_columns(batch.size());
   look_after_others();
   const std::span<const std::uint64_t> which = all().first(batch.size());
   const Spans spans(control_);

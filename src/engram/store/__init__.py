@@ -1,5 +1,5 @@
 """Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
-blocks; locks; lifetime; adding; indexes; store; requests, device and readonly; opening.
+blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; opening.
 """
 
 from engram.store.adding import add_field, fill_rows
