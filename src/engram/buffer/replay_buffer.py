@@ -1489,9 +1489,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
         return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
-    health = inspect.health
-    explain = inspect.explain
-    count_usage = inspect.count_usage
+    health, explain, count_usage = inspect.health, inspect.explain, inspect.count_usage
     add_field = add_field
     plot = cast("Plots", property(Plots, doc="Figures of the buffer, such as ``rb.plot.age()``: see docs/seeing.md."))
 
