@@ -17,6 +17,8 @@ class Later(NamedTuple):
     """What it will come with."""
     same: tuple[object, ...] = ()
     """Its values, beside None and False, that ask for what is there already."""
+    expected: str = ""
+    """Where no other value will ever come: what it is to be."""
 
     def accepts(self, value: object) -> bool:
         """Whether a value changes nothing here."""
@@ -27,7 +29,7 @@ class Later(NamedTuple):
 class TracingArguments(TypedDict, total=False):
     """Keywords of TorchRL's storages and writers that must change nothing here."""
 
-    compilable: Annotated[object, Later("no other value", (True,))]
+    compilable: Annotated[object, Later("", (True,), "True or False, which change nothing here")]
 
 
 def carriers(arguments: type) -> dict[str, Later]:
@@ -56,7 +58,9 @@ def reject_unsupported(
         if name not in not_yet:
             raise TypeError(f"{call}: unexpected argument {name!r}.{meant(name, taker)}")
         if not not_yet[name].accepts(value):
-            carrier = not_yet[name].carrier
+            carrier, _, expected = not_yet[name]
+            if expected:
+                raise TypeError(f"{call}: {name}: expected {expected}, got {value!r}.")
             raise TypeError(f"{call}: the argument {name!r} is not supported yet; it will come with {carrier}.")
 
 

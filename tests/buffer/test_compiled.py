@@ -163,7 +163,7 @@ def test_storages_and_writers_take_it_too(storage):
     rb = ReplayBuffer(storage=storage(9, compilable=True), writer=RoundRobinWriter(compilable=True))
     rb.extend([torch.zeros(1)] * 4)
     assert len(rb) == 4
-    with pytest.raises(TypeError, match="'compilable'.*not supported"):
+    with pytest.raises(TypeError, match="compilable: expected True or False, .*got 'yes'"):
         storage(9, compilable="yes")
 
 

@@ -189,7 +189,6 @@ class TestGenerator:
 
 LATER = {
     "checkpointer": (object(), "layouts for dumps"),
-    "compilable": (True, "compile"),
     "service_backend_options": ({}, "service_backend='ray'"),
     "transport": ("distributed", "service_backend='ray'"),
     "transport_options": ({}, "service_backend='ray'"),
@@ -394,7 +393,7 @@ class TestAllOrNothing:
         assert "add" in str(caught.value)
         self.unchanged(rb)
 
-    @pytest.mark.parametrize("what", ["missing field", "unknown field", "shape", "dtype", "rows", "kind of the tree"])
+    @pytest.mark.parametrize("what", ["missing field", "shape", "dtype", "rows", "kind of the tree"])
     def test_assignment(self, rb, what):
         data, kind, says = self.WRONG[what]
         with pytest.raises(kind, match=says):

@@ -259,9 +259,8 @@ def test_impossible_sizes(error, size, says):
 
 def test_arguments_of_later():
     ListStorage(3, compilable=False)
-    with pytest.raises(
-        TypeError, match=r"ListStorage: the argument 'compilable' is not supported yet; .*torch\.compile"
-    ):
-        ListStorage(3, compilable=True)
+    ListStorage(3, compilable=True)
+    with pytest.raises(TypeError, match="ListStorage: compilable: expected True or False.*got 3"):
+        ListStorage(3, compilable=3)
     with pytest.raises(TypeError, match="ListStorage: unexpected argument 'lanes'"):
         ListStorage(3, lanes=2)

@@ -268,7 +268,7 @@ def test_counts_of_rows_and_indices_must_agree(make):
         (ValueError, "lanes: expected 1 with ndim=2, .* got 2", {"lanes": 2, "ndim": 2}),
         (ValueError, "ndim: expected at least 1, got 0", {"ndim": 0}),
         (TypeError, "ndim: expected an int, got float", {"ndim": 1.0}),
-        (TypeError, "'compilable' is not supported yet; it will come with tracing", {"compilable": True}),
+        (TypeError, "compilable: expected True or False.*got 3", {"compilable": 3}),
         (TypeError, r"'shared_init' is not supported yet; it will come with rb\.share\(\)", {"shared_init": 2}),
         (TypeError, "unexpected argument 'max_length'", {"max_length": 3}),
     ],
@@ -279,7 +279,7 @@ def test_impossible_arguments(make, error, says, options):
 
 
 def test_arguments_that_are_off_are_accepted():
-    LazyTensorStorage(10, compilable=False, shared_init=False, cleanup_memmap=False, consolidated=None)
+    LazyTensorStorage(10, compilable=True, shared_init=False, cleanup_memmap=False, consolidated=None)
     LazyMemmapStorage(10, compilable=False, shared_init=False)
     with pytest.raises(TypeError, match="'cleanup_memmap' is not supported yet"):
         LazyTensorStorage(10, cleanup_memmap=1)

@@ -290,9 +290,10 @@ def test_a_key_of_another_kind(key):
 
 
 def test_arguments_of_later():
-    assert isinstance(TensorDictMaxValueWriter(compilable=False), TensorDictMaxValueWriter)
+    for compilable in (False, True):
+        assert isinstance(TensorDictMaxValueWriter(compilable=compilable), TensorDictMaxValueWriter)
     with pytest.raises(TypeError, match="compilable"):
-        TensorDictMaxValueWriter(compilable=True)
+        TensorDictMaxValueWriter(compilable="no")
     with pytest.raises(TypeError, match="unexpected argument 'speed'"):
         TensorDictMaxValueWriter(speed=1)
 
