@@ -207,7 +207,7 @@ class TestTheClass:
     def test_later_arguments(self, writer):
         writer(compilable=False)
         writer(compilable=True)
-        with pytest.raises(TypeError, match=rf"{writer.__name__}: compilable: expected True or False.*got \\[1\\]"):
+        with pytest.raises(TypeError, match=rf"{writer.__name__}: compilable: expected True or False.*got \[1\]"):
             writer(compilable=[1])
         with pytest.raises(TypeError, match="other"):
             writer(other=1)
