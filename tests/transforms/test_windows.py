@@ -180,6 +180,8 @@ def test_frames_of_windows_that_are_written():
     ("make", "error", "words"),
     [
         (lambda: CatFrames(0, -1), ValueError, "N: expected at least 1, got 0"),
+        (lambda: CatFrames(2, -1.5), TypeError, "dim: expected an int, got float"),
+        (lambda: ActionChunkTransform(2, time_dim="x"), TypeError, "time_dim: expected an int, got str"),
         (lambda: CatFrames(2, 0), ValueError, "dim: expected a negative number.*got 0"),
         (lambda: CatFrames(2, -1, padding="zeros"), ValueError, "expected 'same' or 'constant', got 'zeros'"),
         (lambda: CatFrames(2, -1, ["a"], ["b", "c"]), ValueError, "equally many in_keys and out_keys, got 1 and 2"),
@@ -205,6 +207,13 @@ def test_batches_that_do_not_fit():
         CatFrames(2, -1, ["obs"])(td[0])
     with pytest.raises(ValueError, match=r"a flag for each of the 2 dimensions.*got \[6\]"):
         CatFrames(2, -1, ["obs"])({"obs": torch.zeros(6, 3, 1), "next": {"done": torch.zeros(6)}})
+    for flags in ((1, 3), (1, 6), (2, 4)):
+        batch = {"obs": torch.zeros(1, 4, 1), "action": torch.zeros(1, 4, 1), "next": {"done": torch.zeros(*flags) > 0}}
+        for transform in (CatFrames(2, -1, ["obs"]), ActionChunkTransform(2)):
+            with pytest.raises(
+                ValueError, match=rf"expected entries of \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"
+            ):
+                transform(batch)
     with pytest.raises(KeyError, match="expected the key 'action'"):
         ActionChunkTransform(2)(td)
     with pytest.raises(ValueError, match="a dimension -2 of time, got shape"):

@@ -91,7 +91,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         delayed_init: make storage, sampler, writer and transform at the first use of the buffer, in the process that uses it: for those
             that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
         compilable: for a buffer that a function under ``torch.compile`` uses: each :meth:`add`, :meth:`extend`, :meth:`sample` and update
-            of priorities or fields is one graph break, runs as it does elsewhere, and is compiled never again.
+            of priorities or fields is one graph break, runs as it does elsewhere, and is never recompiled.
         sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
             Default, as :class:`Transition`: itself.
         consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.

@@ -71,6 +71,7 @@ class CatFrames(Transform):
         mask_key: Key | None = None,
     ) -> None:
         self.N = check_count("CatFrames: N", N)
+        dim = check_count("CatFrames: dim", dim, least=-(1 << 31))
         if dim >= 0:
             raise ValueError(f"CatFrames: dim: expected a negative number, counted from the last dimension, got {dim}.")
         if padding not in ("same", "constant"):
@@ -127,12 +128,12 @@ class CatFrames(Transform):
     def _frames(self, data: object, key: Key, windows: Windows) -> Tensor:
         """``[*batch, T, N, *shape]``, padded."""
         value = torch.as_tensor(entry(data, key, "CatFrames"))
-        frames, beyond = windows.read(value), windows.beyond
+        frames, beyond = windows.read(value, "CatFrames"), windows.beyond
         shape = (*beyond.shape, *(1,) * (frames.ndim - beyond.ndim))
         path = path_of(key)
         root: Key = path[1] if len(path) == 2 else path[1:]
         if path[0] == "next" and root in self.in_keys and not self.future:
-            before = windows.read(torch.as_tensor(entry(data, root, "CatFrames")))
+            before = windows.read(torch.as_tensor(entry(data, root, "CatFrames")), "CatFrames")
             frames = torch.where((beyond > 0).reshape(shape), before, frames)
             beyond = beyond - 1
         if self.padding == "constant":

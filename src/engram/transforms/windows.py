@@ -39,8 +39,13 @@ class Windows(NamedTuple):
         around = around - (n - 1)
         return cls(torch.maximum(around, first), (first - around).clamp_min(0))
 
-    def read(self, value: Tensor) -> Tensor:
-        """``[*batch, T, *shape]`` as ``[*batch, T, n, *shape]``."""
+    def read(self, value: Tensor, name: str) -> Tensor:
+        """``[*batch, T, *shape]`` as ``[*batch, T, n, *shape]``. Raises ``ValueError``: it has not as many steps as the end flags."""
+        batch = self.steps.shape[:-1]
+        if value.shape[: len(batch)] != batch:
+            raise ValueError(
+                f"{name}: expected entries of {list(batch)} steps, as many as there are end flags, got shape {list(value.shape)}."
+            )
         return _of_steps(value, self.steps)
 
 
@@ -105,6 +110,7 @@ class ActionChunkTransform(Transform):
         done_key: Key | None = "done",
     ) -> None:
         self.chunk_size = check_count("ActionChunkTransform: chunk_size", chunk_size)
+        time_dim = check_count("ActionChunkTransform: time_dim", time_dim, least=-(1 << 31))
         if time_dim >= 0:
             raise ValueError(
                 f"ActionChunkTransform: time_dim: expected a negative number, counted from the last dimension, got {time_dim}."
@@ -132,7 +138,7 @@ class ActionChunkTransform(Transform):
         if ends is None:
             ends = torch.zeros(actions.shape[:dims], dtype=torch.bool, device=actions.device)
         windows = Windows.of(ends, self.chunk_size, future=True)
-        put(made, self.chunk_key, windows.read(actions))
+        put(made, self.chunk_key, windows.read(actions, "ActionChunkTransform"))
         put(made, self.pad_key, windows.beyond > 0)
         return made
 
