@@ -93,6 +93,7 @@ CALLS = {
     "mark_update": lambda rb: (torch.tensor([0]),),
     "read_all_in_order": lambda rb: (),
     "write_all": lambda rb: (data(),),
+    "add_field": lambda rb: ("added", torch.zeros(2)),
     "set_": lambda rb: ("a", torch.zeros(ROWS, dtype=torch.int64)),
     "set_at_": lambda rb: ("a", torch.zeros(1, dtype=torch.int64), [0]),
     "update_": lambda rb: (TensorDict({"a": torch.zeros(ROWS, dtype=torch.int64)}, [ROWS]),),

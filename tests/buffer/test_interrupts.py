@@ -241,7 +241,8 @@ def others_go_on(folder):
     if not (folder / "store" / ".engram").exists():
         return True
     rb = ReplayBuffer.open(folder / "store")
-    rb.extend(rows(2) if isinstance(rb, TensorDictReplayBuffer) else ROWS[:2])
+    rows_are_dicts = len(rb) > 0 and isinstance(rb[:1], dict)
+    rb.extend(rows(2) if isinstance(rb, TensorDictReplayBuffer) else {"a": ROWS[:2]} if rows_are_dicts else ROWS[:2])
     with rb.storage.placing, rb.storage.paused:
         pass
     rb.dumps(folder / "of another process")

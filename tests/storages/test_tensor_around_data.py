@@ -198,7 +198,7 @@ def test_storage_around_slots_of_columns():
         (torch.zeros(()), {}, TypeError, "scalar"),
         ({"a": "text"}, {}, TypeError, "'a': expected a tensor or an array"),
         ({"a": torch.zeros(4), "b": torch.zeros(5)}, {}, RuntimeError, "'a' has 4, field 'b' has 5"),
-        (torch.zeros(4), {"compilable": True}, TypeError, "'compilable' is not supported yet"),
+        (torch.zeros(4), {"compilable": "no"}, TypeError, "compilable: expected True or False"),
     ],
 )
 def test_data_that_no_storage_goes_around(data, options, error, says):
