@@ -1,4 +1,4 @@
-"""Batches of ensembles: which members they have rows of, and that these are the members' rows."""
+"""Batches of ensembles: the choice of members, and that their rows are the rows of batches."""
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from engram import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     RewardScaling,
+    SamplerEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -284,3 +285,11 @@ def test_a_member_of_two_ensembles_and_of_one_twice():
     one, other = members(5, 6)
     assert ReplayBufferEnsemble(one, one).sample(4).shape == (2, 2)
     assert ReplayBufferEnsemble(other, one).sample(4).shape == (2, 2)
+
+
+@pytest.mark.parametrize("largest", [1.7e308, 1e308, 1.0, 1e-320])
+def test_weights_count_relative_to_each_other_however_large(largest):
+    sampler = SamplerEnsemble(*(RandomSampler() for _ in range(3)), p=[largest, largest / 2, 0])
+    torch.testing.assert_close(sampler.p, torch.tensor([2 / 3, 1 / 3, 0], dtype=torch.float64), rtol=1e-2, atol=0)
+    rb = ReplayBufferEnsemble(*members(5, 5, 5), p=[largest, largest, 0], num_buffer_sampled=64)
+    assert set(rb.sample(64)["index", "buffer_ids"].flatten().tolist()) == {0, 1}

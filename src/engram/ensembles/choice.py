@@ -33,7 +33,7 @@ _FINE = 1 << 53
 
 
 class Choice:
-    """Which members a batch has parts of.
+    """Chooses the members of a batch.
 
     Args:
         who: what messages begin with.
@@ -75,6 +75,7 @@ class Choice:
             raise ValueError(f"{what}: expected finite weights of at least 0, got {float(bad[0])}.")
         if not bool(weights.sum() > 0):
             raise ValueError(f"{what}: expected a weight above 0, got {weights.tolist()}.")
+        weights = weights / weights.max()  # whose sum is finite
         self.p = weights / weights.sum()
         self._ends = list(accumulate(self.p.tolist()))
 
