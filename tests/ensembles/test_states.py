@@ -160,6 +160,15 @@ def test_copies_go_on_the_same_way(copied, prefetch):
     rb.close()
 
 
+@pytest.mark.parametrize("parts", [None, 1, 3, 5])
+def test_some_members_of_a_copy_draw_as_many_parts(parts):
+    rb = ReplayBufferEnsemble(*members(5, 5, 5), num_buffer_sampled=parts)
+    other = pickle.loads(pickle.dumps(rb))
+    for one in (rb, other):
+        assert one.sampler.num_buffer_sampled == (parts or 3)
+        assert one[:2].sampler.num_buffer_sampled == (parts or 2)
+
+
 def test_a_shared_ensemble_is_one_in_all_processes():
     rb = ReplayBufferEnsemble(*members(5, 5, tracks=True), routing_key="to", shared=True)
     assert rb.shared

@@ -105,8 +105,7 @@ class Prefetching:
     def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
-        rewinds = wiring.of_sampler.can_rewind and not wiring.storage.shared
-        before = wiring.source.state_dict() if rewinds else None
+        before = self.place()
         with wiring.gate.admitted(wiring.storage.memory, batch_size):
             if wiring.pinning is None or not reading.gathers_pinned():
                 return reading.read(key, batch_size), before
@@ -149,11 +148,16 @@ class Prefetching:
     def discard(self, call: str, *, keys: bool = True) -> None:
         """Forget prefetched batches. Their rows go back to their epoch, unless other processes draw from it, too."""
         before = self.prefetcher.discard(call, keys=keys)
-        if before is not None and not self._wiring.storage.shared:
-            source = self._wiring.source
-            ran_out = source.ran_out
-            source.load_state_dict(before)
-            source.ran_out = ran_out
+        if before is not None:
+            self.go_back(before)
+
+    def place(self) -> dict[str, object] | None:
+        """What :meth:`go_back` takes rows back to their epoch by, if they are drawn now; None: they cannot go back."""
+        return place_of(self._wiring)
+
+    def go_back(self, before: dict[str, object]) -> None:
+        """Take rows that were drawn since back to their epoch, unless other processes draw from it, too."""
+        go_back(self._wiring, before)
 
     def wait(self) -> None:
         """Wait until threads have made the batches that they were given."""
@@ -205,6 +209,21 @@ class Prefetching:
             for made in batch.get("made", ()):
                 _renumber(made, moved)
         self.prefetcher.restore({"batches": batches, "keys": keys})
+
+
+def place_of(wiring: Wiring) -> dict[str, object] | None:
+    """The state of a sampler, for :func:`go_back`; None: what it has drawn cannot go back."""
+    return wiring.source.state_dict() if wiring.of_sampler.can_rewind and not wiring.storage.shared else None
+
+
+def go_back(wiring: Wiring, before: dict[str, object]) -> None:
+    """Let a sampler draw again what it has drawn since, unless other processes draw from its storage, too."""
+    if wiring.storage.shared:
+        return
+    source = wiring.source
+    ran_out = source.ran_out
+    source.load_state_dict(before)
+    source.ran_out = ran_out
 
 
 def prepare_batches(state: Any, prefetching: Prefetching | None, where: str) -> Commit:

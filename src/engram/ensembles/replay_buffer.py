@@ -12,11 +12,11 @@ from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
 from engram.buffer.output import View, moved
-from engram.buffer.prefetching import Prefetching
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.settings import Settings
 from engram.buffer.wiring import Wiring, checked_generator
 from engram.ensembles.members import Member
+from engram.ensembles.prefetching import EnsemblePrefetching
 from engram.ensembles.reading import EnsembleReadPath, collated
 from engram.ensembles.routing import RoutedWrites, Routing
 from engram.ensembles.samplers import SamplerEnsemble
@@ -63,7 +63,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
     member: it was drawn by its sampler, collated by it and went through its transforms. ``len`` is the number of members.
 
     Args:
-        *rbs: the members. They stay buffers: write to them, and sample from them, as before.
+        *rbs: the members. They stay buffers: write to them, and sample from them, as before. Change their components before.
         storages, samplers, writers: of members that the ensemble makes, in place of ``rbs``.
         transform: applied to whole batches, after those of members; and to rows that the ensemble divides, before.
         batch_size: rows of all parts. Default: said in each call.
@@ -163,7 +163,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
         wiring, settings = self._wiring, self._settings
         self._members = [Member(number, rb) for number, rb in enumerate(self._rbs)]
         reading = EnsembleReadPath(wiring, self._members)
-        self._prefetching = Prefetching(wiring, settings, reading) if settings.prefetch else None
+        self._prefetching = EnsemblePrefetching(wiring, settings, reading, self._members) if settings.prefetch else None
         source = reading if self._prefetching is None else self._prefetching
         self._reading = source if settings.output == "torch" else View(settings.output, source)
         self._writing = RoutedWrites(self._members, wiring.writer, wiring.transform, self._routing)
@@ -366,7 +366,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
             generation: ``batch["index_generation"]``: rows rewritten since they were drawn are dropped and counted.
 
         Raises:
-            PriorityError, RowError, RuntimeError, TypeError: as ``ReplayBuffer.update_priority``. ValueError: no such member.
+            PriorityError, RowError, RuntimeError, TypeError: as ``ReplayBuffer.update_priority``, for any of the members. ValueError: no
+                such member. Nothing is changed.
 
         >>> import torch
         >>> from tensordict import TensorDict
@@ -611,7 +612,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
 
         Args:
             path: a free name, an empty folder, or what an earlier call has made.
-            prefetch: ``"drop"`` leaves out batches that were drawn ahead.
+            prefetch: ``"drop"`` leaves out batches that were drawn ahead, and saves the epochs of members as if they had never been
+                drawn; but not those of shared members, and rows that are used up stay so.
 
         Raises: as ``ReplayBuffer.dumps``.
 
@@ -726,12 +728,15 @@ class ReplayBufferEnsemble(Generic[Batch]):
     def __getstate__(self) -> dict[str, object]:
         wiring, sampler = self._wiring, self._wiring.sampler
         generator = None if wiring.generator is None else wiring.generator.get_state().numpy()
-        parts = None if sampler.sample_from_all else sampler.num_buffer_sampled
         return {
             "_rbs": self._rbs,
             "_routing": self._routing,
             "_settings": self._settings,
-            "_choice": {"p": sampler.p, "sample_from_all": sampler.sample_from_all, "num_buffer_sampled": parts},
+            "_choice": {
+                "p": sampler.p,
+                "sample_from_all": sampler.sample_from_all,
+                "num_buffer_sampled": sampler.choice.asked,
+            },
             "_around": (wiring.transform, wiring.collate_fn, wiring.pinning, generator, wiring.gate),
             "_prefetched": None if self._prefetching is None or self.shared else self._prefetching.copy(),
         }

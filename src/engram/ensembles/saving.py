@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
 from engram.persist.components import check_kind, read_state, write_part
-from engram.state import Loads, check_keys, integer, prepare_load, read_from, typed
+from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,13 +77,25 @@ class EnsembleSaving:
             of_member = {name: typed(state, name, dict, kind)[number] for name in _COMPONENTS}
             rest = typed(typed(state, "_members", dict, kind), number, dict, f"{kind}: _members")
             loads.append(member.saving.prepare_state({**rest, **of_member}, default_rng=False))
-        return Loads([*loads, self._prepare_own(state, default_rng=default_rng)])
+        return self._loads(loads, self._prepare_own(state, default_rng=default_rng))
 
-    def _own_state(self, *, drop_prefetched: bool = False) -> State:
-        wiring, batches = self._wiring, None
+    def _loads(self, of_members: Sequence[Commit], own: Commit) -> Commit:
+        """Drops prefetched batches first: threads would draw for them from what was loaded."""
+        if self._prefetching is None:
+            return Loads([*of_members, own])
+        return Loads([Change(self._prefetching.discard, "load", keys=False), *of_members, own])
+
+    def _own_state(self) -> State:
+        return self._state_and_places(drop_prefetched=False)[0]
+
+    def _state_and_places(self, *, drop_prefetched: bool) -> tuple[State, State]:
+        """What is the ensemble's own; and by the number of a member the state that its sampler had before it drew batches that are
+        left out.
+        """
+        wiring, batches, before = self._wiring, None, None
         if self._prefetching is not None:
-            batches = self._prefetching.saved(drop=drop_prefetched).state
-        return {
+            batches, before = self._prefetching.saved(drop=drop_prefetched)
+        own: State = {
             "_transforms": wiring.transform.state_dict(),
             "_batch_size": self._settings.batch_size,
             "_iterating": self._settings.iterating,
@@ -91,6 +103,7 @@ class EnsembleSaving:
             "_default_rng": torch.default_generator.get_state(),
             "_prefetch_state": batches,
         }
+        return own, before or {}
 
     def _prepare_own(self, state: State, *, default_rng: bool) -> Commit:
         kind = self._kind
@@ -99,7 +112,7 @@ class EnsembleSaving:
             check_count("batch_size", batch_size)
         elif self._settings.prefetch:
             raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
-        own = _OwnLoad(self._wiring, self._settings, self._prefetching)
+        own = _OwnLoad(self._wiring, self._settings)
         own.batch_size, own.iterating = batch_size, typed(state, "_iterating", bool, kind)
         own.rng = checked_rng(state["_rng"], f"{kind}: _rng")
         default = checked_generator_state(state["_default_rng"], f"{kind}: _default_rng")
@@ -113,6 +126,8 @@ class EnsembleSaving:
     def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
         """As ``ReplayBufferEnsemble.dumps``: a dump per member, in ``members/<number>``, beside what is the ensemble's own."""
         check_path("dumps: path", path)
+        if self._prefetching is not None:
+            self._prefetching.materialize()  # members do not wait for it
         begun = [member.saving.prepare_dump(prefetch) for member in self._members]
         with replacing(Path(path)) as folder, disk.batched_fsync():
             for one in begun:
@@ -120,8 +135,12 @@ class EnsembleSaving:
             with ExitStack() as paused:
                 for one in begun:
                     paused.enter_context(one.paused)
+                own, places = self._state_and_places(
+                    drop_prefetched=prefetch == "drop"
+                )  # first: it draws what was asked for
                 dumps = [one.take() for one in begun]
-                own = self._own_state(drop_prefetched=prefetch == "drop")
+            for member, place in places.items():
+                dumps[int(member)].parts.states["sampler"] = cast("State", place)
             for number, dump in enumerate(dumps):
                 below = _folder_of(folder, number)
                 disk.make_folders(str(below))
@@ -152,7 +171,7 @@ class EnsembleSaving:
                 loads.append(
                     member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
                 )
-            Loads([*loads, own]).commit()
+            self._loads(loads, own).commit()
 
 
 def _folder_of(folder: Path, member: int) -> Path:
@@ -167,12 +186,10 @@ class _OwnLoad:
     rng: torch.Generator | None = None
     default_rng: torch.Generator | None = None
 
-    def __init__(self, wiring: Wiring, settings: Settings, prefetching: Prefetching | None) -> None:
-        self._wiring, self._settings, self._prefetching = wiring, settings, prefetching
+    def __init__(self, wiring: Wiring, settings: Settings) -> None:
+        self._wiring, self._settings = wiring, settings
 
     def commit(self) -> None:
-        if self._prefetching is not None:
-            self._prefetching.discard("load", keys=False)
         self._settings.batch_size, self._settings.iterating = self.batch_size, self.iterating
         if self.rng is not None:
             self._wiring.generator = self._wiring.generator or torch.Generator()
