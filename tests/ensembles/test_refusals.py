@@ -5,10 +5,12 @@ import torch
 from tensordict import TensorDict
 
 from engram import (
+    ConsumingSampler,
     ImmutableDatasetWriter,
     LazyTensorStorage,
     ListStorage,
     NoSampleable,
+    PrioritizedSampler,
     PriorityError,
     RandomSampler,
     ReplayBuffer,
@@ -274,6 +276,59 @@ def test_updates_of_wrong_places():
     assert not any(bool((one[:]["x"] == 9.0).any()) for one in rb._rbs)
     with pytest.raises(RuntimeError, match="a priority for each"):
         rb.update_priority(batch["index"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("index", "generation", "error", "match"),
+    [
+        ([1, 500], None, IndexError, "got 500"),
+        ([1, -2], None, IndexError, "got -2"),
+        ([1, 1], [1], RuntimeError, "one per row, 2, got 1"),
+        ([1, 1], [1] * 5, RuntimeError, "one per row, 2, got 5"),
+        ([1, 1], [1.0, 1.0], TypeError, "float"),
+    ],
+)
+def test_priorities_of_all_members_change_or_none(index, generation, error, match):
+    def prioritized(number):
+        rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=PrioritizedSampler(20, 1.0, 1.0))
+        rb.extend(torch.zeros(5))
+        return rb
+
+    rb = ReplayBufferEnsemble(prioritized(0), prioritized(1))
+    before = [str(one.sampler.state_dict()["leaves"]) for one in rb._rbs]
+    named = {"buffer_ids": torch.tensor([0, 1]), "index": torch.tensor(index)}
+    numbers = None if generation is None else torch.tensor(generation)
+    with pytest.raises(error, match=match):
+        rb.update_priority(named, torch.full((2,), 50.0), generation=numbers)
+    assert [str(one.sampler.state_dict()["leaves"]) for one in rb._rbs] == before
+    rb.update_priority({**named, "index": torch.tensor([1, -1])}, 50.0)
+    assert [str(one.sampler.state_dict()["leaves"]) != was for one, was in zip(rb._rbs, before, strict=True)] == [
+        True,
+        False,
+    ]
+
+
+def test_a_part_that_cannot_be_filled_uses_up_no_rows():
+    def consumed(n):
+        rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=ConsumingSampler(1))
+        rb.extend(torch.arange(n))
+        return rb
+
+    rb = ReplayBufferEnsemble(consumed(6), num_buffer_sampled=1)
+    first = rb.sample(4)
+    with pytest.raises(NoSampleable, match="expected 4 rows for a batch, got 2") as raised:
+        rb.sample(4)
+    assert "member 0" in raised.value.__notes__[0]
+    assert sorted(torch.cat([first, rb.sample(2)], 1)[0].tolist()) == list(range(6))
+    rb = ReplayBufferEnsemble(consumed(6), consumed(1), sample_from_all=True)
+    with pytest.raises(NoSampleable) as raised:
+        rb.sample(4)
+    assert "member 1" in raised.value.__notes__[0]
+    assert sorted(rb[0].sample(6).tolist()) == list(range(6))
+    rb = ReplayBufferEnsemble(consumed(6), num_buffer_sampled=2)  # both parts are of one member
+    with pytest.raises(NoSampleable):
+        rb.sample(8)
+    assert sorted(rb.sample(6).flatten().tolist()) == list(range(6))
 
 
 def test_untracked_members_take_no_updates():

@@ -10,6 +10,8 @@ from torch import Tensor
 from engram.buffer.read_path import ReadPath
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.collate import join
+from engram.errors import NoSampleable
+from engram.limits import Room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +103,25 @@ class Member:
         """Whether each row is drawn by itself, so that several parts of a batch can be drawn together."""
         traits = self.wiring.of_sampler
         return not (traits.has_epochs or traits.consumes or traits.draws_windows)
+
+    def check_left(self, rows: int) -> None:
+        """Raise ``NoSampleable`` before rows are drawn that nobody would get: those that are left cannot be so many rows of a batch.
+
+        Of a buffer with limits that is not known: more rows may be written while it waits for them.
+        """
+        wiring, memory = self.wiring, self.memory
+        if not wiring.of_sampler.consumes or memory is None or Room.of(memory, rows) is not None:
+            return
+        source = wiring.bound_sampler()
+        if source.draws_of_a_row is None:
+            return
+        left = source.drawable(wiring.storage) * source.draws_of_a_row
+        if left < rows:
+            error = NoSampleable(
+                f"sample: expected {rows} rows for a batch, got {left} that are left to draw. Add data before sampling, or draw fewer."
+            )
+            error.add_note(f"Raised by member {self.number} of the ensemble.")
+            raise error
 
     def draw(self, key: int, rows: int, timeout: float) -> Drawn:
         """So many rows. Where its sampler comes to the end of an epoch it goes on with the next one.

@@ -102,6 +102,8 @@ class EnsembleReadPath(ReadPath):
         ids = sampler.choice.chosen(
             key, rows, [(member.wiring.source, member.wiring.storage) for member in self._members]
         )
+        for number in dict.fromkeys(ids):
+            self._members[number].check_left(rows * ids.count(number))
         parts, order = [], []
         for number in sorted(set(ids)):
             member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]

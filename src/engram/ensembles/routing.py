@@ -1,4 +1,4 @@
-"""Rows of an ensemble on their way to members: who gets which, and writes and updates that change all of them or none."""
+"""Rows of an ensemble on their way to members: who gets which, and what members would refuse is found before any changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.ensembles.selection import check_ids, routed
+from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path
 from engram.nested import find, has_entries, map_leaves
+from engram.samplers.prioritized import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +111,7 @@ class RoutedWrites:
             return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
         ids = self._routing.members_of(data, len(self._members))
         flat = data.reshape(-1)
-        parts = {number: (ids == number).nonzero().flatten() for number in sorted(set(ids.tolist()))}
+        parts = _places(ids)
         rows = {number: flat[at.to(flat.device or "cpu")] for number, at in parts.items()}
         for number, some in rows.items():
             self._check(self._members[number], some, call, alone=len(parts) == 1)
@@ -171,7 +173,7 @@ class RoutedWrites:
         entries = dict(cast("dict[str, object]", patch).items())
         flat, n = ids.reshape(-1), ids.numel()
         rows, expected = rows.reshape(n, *rows.shape[ids.ndim :]), expected.reshape(-1)
-        parts = {number: (flat == number).nonzero().flatten() for number in sorted(set(flat.tolist()))}
+        parts = _places(flat)
         updates = []
         for number, at in parts.items():
             own = version
@@ -215,17 +217,41 @@ class RoutedWrites:
             raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")
         flat, rows = ids.reshape(-1), rows.reshape(n, *rows.shape[ids.ndim :])
         values = given.reshape(-1).expand(n)
-        numbers = None if generation is None else generation.reshape(-1)
-        parts = {number: (flat == number).nonzero().flatten() for number in sorted(set(flat.tolist()))}
+        numbers = None if generation is None else rows_of(generation, f"{call}: generation")
+        if numbers is not None and numbers.numel() != n:
+            raise RuntimeError(f"{call}: generation: expected one per row, {n}, got {numbers.numel()}.")
+        parts = _places(flat)
         for number, at in parts.items():
-            source = self._members[number].wiring.bound_sampler()
-            source.check_priority(values[at.to(values.device)], len(at))
+            member = self._members[number]
+            member.wiring.bound_sampler().check_priority(values[at.to(values.device)], len(at))
+            if member.wiring.of_sampler.takes_priorities:
+                _check_rows(member, rows[at.to(rows.device)], call)
         for number, at in parts.items():
             member = self._members[number]
             if not member.wiring.of_sampler.takes_priorities:
                 continue
-            own = None if numbers is None else numbers[at.to(numbers.device)]
+            own = None if numbers is None else numbers[at]
             member.buffer.update_priority(rows[at.to(rows.device)], values[at.to(values.device)], generation=own)
+
+
+def _places(ids: Tensor) -> dict[int, Tensor]:
+    """Where the rows of each member are, int64 ``[k]``, of ``ids``, int64 ``[n]`` on the CPU."""
+    return {number: (ids == number).nonzero().flatten() for number in sorted(set(ids.tolist()))}
+
+
+def _check_rows(member: Member, rows: Tensor, call: str) -> None:
+    """Raise what new priorities of these rows would. Nothing is changed."""
+    storage = member.wiring.storage
+    try:
+        if not storage.initialized:
+            raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
+        named = rows_of(member.wiring.rows_named(rows), call)
+        outside = named[(named < -1) | (named >= storage.max_size)]
+        if len(outside):
+            raise RowError(f"{call}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
+    except Exception as error:
+        error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was changed.")
+        raise
 
 
 def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
