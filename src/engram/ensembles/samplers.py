@@ -1,4 +1,4 @@
-"""The samplers of an ensemble, and which members a batch has rows of."""
+"""The samplers of an ensemble, and the choice of members."""
 
 from __future__ import annotations
 
