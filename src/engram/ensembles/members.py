@@ -105,7 +105,7 @@ class Member:
         return not (traits.has_epochs or traits.consumes or traits.draws_windows)
 
     def check_left(self, rows: int) -> None:
-        """Raise ``NoSampleable`` before rows are drawn that nobody would get: those that are left cannot be so many rows of a batch.
+        """Raise ``NoSampleable``, before any row is drawn, where those that are left cannot be so many rows of a batch.
 
         Of a buffer with limits that is not known: more rows may be written while it waits for them.
         """
