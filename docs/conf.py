@@ -164,8 +164,10 @@ def describe(app, what: str, name: str, value: object, options: object, lines: l
 
 
 def left_out(app, what: str, name: str, value: object, skip: bool, options: object) -> bool | None:
-    """What buffers ask components for."""
-    return True if name in ("noted", "traits") else None
+    """What buffers ask components for, and what tensordict gives a tensorclass."""
+    function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+    of_tensordict = str(getattr(function, "__module__", "")).startswith("tensordict")
+    return True if name in ("noted", "traits") or of_tensordict else None
 
 
 # ---- how pages are read ------------------------------------------------------------------------------------------------
