@@ -68,7 +68,7 @@ class Shuffled {
 
 class Groups::Lock {
  public:
-  /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
+  /// `news`: 1: if this wait is in vain, the next holder of the mutex looks at all rows.
   explicit Lock(Groups& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
     const bool missed = self.header_->missed.load(std::memory_order_acquire) != 0;
     const bool redo = self.header_->redo.load(std::memory_order_relaxed) != 0;
@@ -252,9 +252,11 @@ std::uint64_t Groups::bucket_of(const std::byte* key) const {
 Groups::Id Groups::find_or_make(const std::byte* key) {
   Id& bucket = buckets_[bucket_of(key)];
   std::uint64_t passed = 0;
-  for (Id id = bucket; id != 0; id = group(id).next) {
+  for (Id id = bucket; id != 0;) {
+    const Id next = group(id).next;  // looked at first: it checks the number
     if (std::memcmp(keys_ + (id - 1) * key_stride_, key, key_stride_) == 0) return id;
     intact(++passed <= rows_, kTree);
+    id = next;
   }
   Id id = header_->free;
   if (id != 0) {
@@ -323,7 +325,7 @@ void Groups::look_at_these(const Rows* rows, std::uint64_t n) {
 
 void Groups::look_at_all() {
   Change change(*this);
-  header_->missed.store(0, std::memory_order_relaxed);
+  header_->missed.exchange(0, std::memory_order_acq_rel);  // what those wrote who set it is seen below
   for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
   change.done();
 }
@@ -456,8 +458,8 @@ Groups::Members Groups::draw_members(std::uint64_t key, std::uint64_t n, std::sp
     stale.clear();
     std::vector<std::pair<Id, unsigned>> path;
     for (const Id root : choose(random, n, without, all.repeated)) {
-      all.sizes.push_back(node(root).size);
-      const std::uint64_t end = all.rows.size() + node(root).size;
+      const std::uint64_t size = node(root).size, end = all.rows.size() + size;
+      all.sizes.push_back(static_cast<std::int64_t>(size));
       path.clear();
       for (Id id = root; id != 0 || !path.empty();) {
         while (id != 0) {
@@ -473,6 +475,7 @@ Groups::Members Groups::draw_members(std::uint64_t key, std::uint64_t n, std::sp
         if (!is_known(here - 1)) stale.push_back(here - 1);
         id = node(here).right;
       }
+      intact(size > 0 && all.rows.size() == end, kTree);
     }
     if (stale.empty() || look == kLooks) return all;
     look_at_these(stale.data(), stale.size());

@@ -198,6 +198,50 @@ TEST(memory_that_holds_no_groups_is_refused) {
   EXPECT_THROWS(Damaged, one.index.groups());
 }
 
+TEST(damaged_groups_are_said_to_be_damaged_wherever_they_are_used) {
+  constexpr std::uint64_t kRows = 1000;
+  const auto damage = [](const Grouped& shared, std::uint64_t begin, std::uint64_t bytes) {
+    std::fill_n(shared.groups().begin() + static_cast<std::ptrdiff_t>(begin), bytes, std::byte{0xee});
+  };
+  const std::uint64_t buckets = Groups::bytes(kRows, 8) - kRows * 4, groups = buckets - kRows * 8, nodes = groups - kRows * 16;
+  const auto filled = [](Grouping& one) {
+    std::vector<std::uint64_t> keys(100);
+    for (std::uint64_t i = 0; i < 100; ++i) keys[i] = i % 50;
+    one.append(keys);
+  };
+  {
+    const Grouped shared(kRows);
+    Grouping one(shared);
+    filled(one);
+    damage(shared, buckets, kRows * 4);
+    EXPECT_THROWS(Damaged, one.append({1, 2, 3}));
+  }
+  {
+    const Grouped shared(kRows);
+    Grouping one(shared);
+    filled(one);
+    damage(shared, groups, kRows * 8);
+    EXPECT_THROWS(Damaged, one.append({1, 2, 3}));
+  }
+  for (const std::uint32_t size : {0u, 1u, 3u, 1'000'000u}) {  // a group's size that is not the number of its rows, which is 2
+    const Grouped shared(kRows);
+    Grouping one(shared);
+    filled(one);
+    for (std::uint64_t row = 0; row < kRows; ++row) {
+      std::memcpy(shared.groups().data() + nodes + row * 16 + 12, &size, sizeof size);
+    }
+    EXPECT_THROWS(Damaged, one.index.draw_members(1, 3, {}));
+  }
+  {
+    const Grouped shared(kRows);
+    Grouping one(shared);
+    filled(one);
+    damage(shared, nodes, kRows * 16);
+    EXPECT_THROWS(Damaged, take(one.index, 1, 3, 2));
+    EXPECT_THROWS(Damaged, one.index.draw_members(1, 3, {}));
+  }
+}
+
 TEST(threads_that_write_and_draw_at_once) {
   const Grouped shared(256);
   Grouping one(shared);

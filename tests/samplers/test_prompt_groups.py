@@ -391,9 +391,10 @@ def test_a_group_that_lost_a_row_is_drawn_again_as_a_whole(strategy, wrap):
                 rb[some.tolist()] = rows([100 + left[0]] * 2, 1_000)
             return made
 
-        def noted(extent, rows, places, key, again=again, asked=asked, moving=moving):
-            asked.append(places.tolist())
-            return moving(again(extent, rows, places, key))
+        def noted(*given, again=again, asked=asked, moving=moving):
+            places, made = again(*given)
+            asked.append(places)
+            return places, moving(made)
 
         sampler.draw = lambda *given, drawn=drawn, moving=moving: moving(drawn(*given))
         sampler.draw_again = noted
@@ -402,6 +403,49 @@ def test_a_group_that_lost_a_row_is_drawn_again_as_a_whole(strategy, wrap):
         assert asked[0] == [0, 1, 2, 3, 4, 5]
         assert len(asked) == moves
         assert len({key for key, _ in batch}) == 3
+
+
+@pytest.mark.filterwarnings("ignore:PromptGroupSampler")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrap", [lambda it: it, lambda it: NStep(it, n=1, gamma=0.5)], ids=["alone", "n-step"])
+def test_a_group_that_was_read_and_then_overwritten_does_not_come_twice(strategy, wrap):
+    """Of the first group a row moves before it is read; of the second one all rows move after they were read."""
+    for seed in range(30):
+        sampler = PromptGroupSampler(num_groups=4, strategy=strategy)
+        generator = torch.Generator().manual_seed(seed)
+        rb = ReplayBuffer(storage=LazyTensorStorage(60), sampler=wrap(sampler), batch_size=12, generator=generator)
+        rb.extend(rows([i % 10 for i in range(60)]))
+        drawn, again = sampler.draw, sampler.draw_again
+
+        def draw(*given, rb=rb, drawn=drawn):
+            made = drawn(*given)
+            rb[[int(made.rows[0])]] = rows([100], 1_000)
+            return made
+
+        def draw_again(extent, before, moved, key, rb=rb, again=again):
+            rb[before.rows[3:6].tolist()] = rows([101] * 3, 1_000)
+            return again(extent, before, moved, key)
+
+        sampler.draw, sampler.draw_again = draw, draw_again
+        assert len({key for key, _ in groups_of(rb.sample(), 3)}) == 4, seed
+
+
+def test_the_warning_of_a_redraw_names_the_groups_of_the_batch():
+    sampler = PromptGroupSampler(num_groups=3)
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=9)
+    rb.extend(rows([0, 0, 0, 1, 1, 1, 2, 2, 2]))
+    drawn = sampler.draw
+
+    def draw(*given):
+        made = drawn(*given)
+        rb[made.rows[:1].tolist()] = rows(
+            [int(rb[made.rows[3:4]]["query"])], 1_000
+        )  # two rows are left of the first group
+        return made
+
+    sampler.draw = draw
+    with pytest.warns(UserWarning, match="expected 3 groups of 3 rows"):
+        rb.sample()
 
 
 def test_prefetched_batches_are_groups():

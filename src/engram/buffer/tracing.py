@@ -26,7 +26,7 @@ def leave_untraced(buffer: ReplayBuffer) -> None:
 
 @cache
 def _untraced(cls: type[object]) -> type[object]:
-    """The class of the buffers of a class which torch does not trace. Others shall not pay for that."""
+    """The class of the buffers of a class which torch does not trace. Other buffers keep the ordinary class."""
     import torch.compiler
 
     disable: Callable[[object], object] = torch.compiler.disable

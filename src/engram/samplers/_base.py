@@ -54,13 +54,9 @@ class DeclaredSampler(Component):
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
 
-    def places_again(self, moved: list[int], n: int) -> list[int]:
-        """Which of the ``n`` places of a draw are drawn again where the rows of some moved: they alone."""
-        return moved
-
-    def draw_again(self, extent: Extent, rows: Tensor, places: Tensor, key: int) -> Draw:
-        """Others for some places of a draw, which had these rows."""
-        return self.draw(extent, len(places), key)
+    def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
+        """Others for the places of a draw whose rows moved, and for those that must be drawn together with them: which, and what."""
+        return moved, self.draw(extent, len(moved), key)
 
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn; raises to refuse it."""

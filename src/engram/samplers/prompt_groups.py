@@ -92,19 +92,32 @@ class GroupSampler(NativeSampler):
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         check_drawable(extent.size)
         groups, each = self._shape(batch_size)
-        return self._drawn(groups, each, key, _NO_ROWS)
+        found, repeated = self._drawn(groups, each, key, _NO_ROWS)
+        self._warn_of(repeated, groups, each)
+        return found
 
-    def places_again(self, moved: list[int], n: int) -> list[int]:
-        """All places of the groups that have lost a row: a group is drawn as a whole."""
-        each = self._shape(n)[1]
-        return [first + i for first in sorted({place // each * each for place in moved}) for i in range(each)]
+    def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
+        """Other groups for those that have lost a row. A group is drawn as a whole.
 
-    def draw_again(self, extent: Extent, rows: Tensor, places: Tensor, key: int) -> Draw:
+        The groups that stay are left out by their rows. If all rows of one have moved, too, the index cannot tell which group they were
+        of, so that it is drawn again as well. A row that has its ticket after a draw had it during the draw.
+        """
         check_drawable(extent.size)
-        each = self._shape(len(rows))[1]
-        left = torch.ones(len(rows), dtype=torch.bool, device="cpu")
-        left[places] = False
-        return self._drawn(len(places) // each, each, key, rows[left].contiguous())
+        assert self._storage is not None  # it has groups
+        assert drawn.tickets is not None
+        groups, each = self._shape(len(drawn.rows))
+        rows, tickets = drawn.rows.reshape(groups, each), drawn.tickets.reshape(groups, each)
+        lost = torch.zeros(groups, dtype=torch.bool, device="cpu")
+        lost[[place // each for place in moved]] = True
+        while True:
+            found, repeated = self._drawn(int(lost.sum()), each, key, rows[~lost].reshape(-1))
+            known = self._storage.tickets_of(drawn.rows).reshape(groups, each) == tickets
+            unknown = ~lost & ~known.any(-1)
+            if not unknown.any():
+                break
+            lost |= unknown
+        self._warn_of(repeated, groups, each)
+        return lost.repeat_interleave(each).nonzero().flatten().tolist(), found
 
     def _shape(self, batch_size: int) -> tuple[int, int]:
         """Groups of a batch, and rows of each. Raises ``ValueError``: the size is no multiple of what is given."""
@@ -119,8 +132,8 @@ class GroupSampler(NativeSampler):
             )
         return (given, batch_size // given) if self.num_groups else (batch_size // given, given)
 
-    def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> Draw:
-        """Rows of some groups. ``without``: rows whose groups the batch has already."""
+    def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
+        """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
         index = self._current()
         if self.strategy in ("random", "recency"):
             found = (
@@ -133,13 +146,16 @@ class GroupSampler(NativeSampler):
         if found is None:
             raise NoSampleable(EMPTY)
         rows, tickets, repeated = found
+        return Draw(rows, tickets), repeated
+
+    def _warn_of(self, repeated: bool, groups: int, each: int) -> None:
+        """Once, of a batch of so many groups in which something comes again."""
         if repeated and not self._warned:
             self._warned = True
             warn(
                 f"PromptGroupSampler: expected {groups} groups of {each} rows or more, got fewer groups, or smaller ones: some rows come "
                 "more than once in a batch. Add data, or lower num_groups or samples_per_group."
             )
-        return Draw(rows, tickets)
 
     def _by_reward(
         self, index: GroupIndex, key: int, groups: int, each: int, without: Tensor
@@ -202,13 +218,13 @@ class PromptGroupSampler(GroupSampler):
     there are fewer groups than that, or a group has too few rows, all come, the others are drawn among them again, and there is one
     warning.
 
-    Which rows a group has, every write keeps, of all threads and processes and whatever its sampler: in memory of the storage, under
-    the name ``index``. Edits of the key, overwritten rows and rows that were lost with their writer are out of their group at once. No
+    Every write, from any thread or process and with any sampler, updates the groups: they are in memory of the storage, under the name
+    ``index``. A row whose key is edited leaves its group at once, and so does a row that is overwritten or lost with its writer. No
     draw looks through the rows.
 
     Args:
-        num_groups: different groups of a batch. The rows of each follow from the batch size.
-        samples_per_group: rows of each group; their number follows. Give exactly one of the two.
+        num_groups: different groups in a batch; each has ``batch_size / num_groups`` rows.
+        samples_per_group: rows of each group; a batch has ``batch_size / samples_per_group`` groups. Give exactly one of the two.
         group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``.
         strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
             edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;

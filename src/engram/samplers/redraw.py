@@ -40,6 +40,7 @@ class Redraw:
         detail: str = "",
     ) -> None:
         self.rows = draw.rows.clone()
+        self._tickets = None if draw.tickets is None else draw.tickets.clone()
         self.info: Info = {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in draw.info.items()
         }
@@ -62,9 +63,11 @@ class Redraw:
         retries.again(self.rows, moved, self._detail, call)
         key = None if self._key is None else retries.key_of(self._key)
         if self._source is not None and key is not None:
-            places = torch.tensor(self._source.places_again(moved, len(self.rows)), device="cpu")
-            fresh = self._source.draw_again(extent, self.rows, places, key)
+            again, fresh = self._source.draw_again(extent, Draw(self.rows, self._tickets), moved, key)
+            places = torch.tensor(again, device="cpu")
             self.rows[places] = fresh.rows
+            if self._tickets is not None and fresh.tickets is not None:
+                self._tickets[places] = fresh.tickets
             for name, value in fresh.info.items():
                 known = self.info.get(name)
                 if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):

@@ -117,7 +117,8 @@ class WindowReader(UnitReader):
             theirs = (*found[:3], *found.told[_ANCHORS:], *read)
             for to, of in zip(mine, theirs, strict=True):
                 _by_window(to, total)[places.to(to.device)] = _by_window(of, total)
-            moved = [moved[i] for i in still]
+            again = places.tolist()
+            moved = [again[i] for i in still]
         return redraw.info
 
     def _info(
