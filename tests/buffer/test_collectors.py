@@ -5,8 +5,6 @@ import time
 import warnings
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 from engram import LazyMemmapStorage, LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from tests import forkserver
@@ -14,34 +12,12 @@ from tests import forkserver
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     collectors = pytest.importorskip("torchrl.collectors")
-    from torchrl.data import Bounded, Composite, Unbounded
-    from torchrl.envs import EnvBase, EnvCreator
+    from torchrl.envs import EnvCreator
     from torchrl.envs.utils import RandomPolicy
 
+    from tests.buffer.counting import Counting
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL's own
-
-
-class Counting(EnvBase):
-    """Its observation counts the steps of an episode of five."""
-
-    def __init__(self):
-        super().__init__(batch_size=[])
-        self.observation_spec = Composite(observation=Unbounded(shape=(3,)), shape=())
-        self.action_spec = Bounded(-1, 1, shape=(1,))
-        self.reward_spec = Unbounded(shape=(1,))
-
-    def _reset(self, tensordict):
-        self.step_number = 0
-        return TensorDict({"observation": torch.zeros(3)}, [])
-
-    def _step(self, tensordict):
-        self.step_number += 1
-        over = torch.tensor([self.step_number == 5])
-        observation = torch.full((3,), float(self.step_number))
-        return TensorDict({"observation": observation, "reward": torch.ones(1), "done": over, "terminated": over}, [])
-
-    def _set_seed(self, seed):
-        pass
 
 
 def uniform(storage):

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -21,36 +20,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     collectors = pytest.importorskip("torchrl.collectors")
     from torchrl import objectives, trainers
-    from torchrl.data import Bounded, Composite, OneHot, Unbounded
-    from torchrl.envs import EnvBase
+    from torchrl.data import Bounded, OneHot
     from torchrl.modules import NormalParamExtractor, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
     from torchrl.trainers import algorithms
 
+    from tests.buffer.counting import Counting
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL's own
 FRAMES, PER_BATCH = 60, 10
-
-
-class Counting(EnvBase):
-    """Its observation counts the steps of an episode of five."""
-
-    def __init__(self, actions):
-        super().__init__(batch_size=[])
-        self.observation_spec = Composite(observation=Unbounded(shape=(3,)), shape=())
-        self.action_spec = actions
-        self.reward_spec = Unbounded(shape=(1,))
-
-    def _reset(self, tensordict):
-        self.step_number = 0
-        return TensorDict({"observation": torch.zeros(3)}, [])
-
-    def _step(self, tensordict):
-        self.step_number += 1
-        over = torch.tensor([self.step_number == 5])
-        observation = torch.full((3,), float(self.step_number))
-        return TensorDict({"observation": observation, "reward": torch.ones(1), "done": over, "terminated": over}, [])
-
-    def _set_seed(self, seed):
-        pass
 
 
 class Critic(nn.Module):
