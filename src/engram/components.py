@@ -24,22 +24,60 @@ class Component(Declared, Dumpable):
     noted: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, object]:
-        """All state, as tensors and plain values: copies."""
+        """All state, as tensors and plain values: copies.
+
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> import torch
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=0.6, beta=0.4))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.sampler.state_dict()["alpha"]
+        0.6
+        """
         return {}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now."""
+        """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now.
+
+        Returns:
+            What makes the change: call its ``commit()`` once. Until then nothing is changed.
+
+        Raises:
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: one out of range.
+            IncompatibleCheckpoint: the state of a component with other arguments (a ``ValueError``).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(10))
+        >>> saved = rb.sampler.state_dict()
+        >>> _ = rb.sample()
+        >>> load = rb.sampler.prepare_load(saved)  # changes nothing
+        >>> load.commit()
+        >>> len(list(rb))  # again the whole epoch: batches of 3, 3, 3 and 1
+        4
+        """
         del capacity  # an empty state fits all
         check_keys(state_dict, (), type(self).__name__)
         return Loads()
 
     def config(self) -> dict[str, object]:
-        """The constructor's arguments, as plain values: a store notes them to make the component again."""
+        """The constructor's arguments, as plain values: a store notes them to make the component again.
+
+        >>> from engram import SamplerWithoutReplacement
+        >>> SamplerWithoutReplacement(drop_last=True).config()["drop_last"]
+        True
+        """
         return {name: plain(getattr(self, name)) for name in self.noted}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Make the component that a store noted."""
+        """Make the component that a store noted.
+
+        >>> from engram import SamplerWithoutReplacement
+        >>> sampler = SamplerWithoutReplacement(drop_last=True)
+        >>> SamplerWithoutReplacement.from_config(sampler.config())
+        SamplerWithoutReplacement(drop_last=True)
+        """
         return cls(**config)
 
     @property

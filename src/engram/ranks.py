@@ -92,6 +92,11 @@ class Ranks(abc.ABC):
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised.
             RankFailed: others did not come.
+
+        >>> from engram import Ranks
+        >>> Ranks.from_torch()  # in a program that torchrun did not start
+        Traceback (most recent call last):
+        RuntimeError: Ranks.from_torch: expected torch.distributed to be initialised, found that it is not. ...
         """
         from torch import distributed
 
@@ -169,6 +174,17 @@ class Ranks(abc.ABC):
             key: of a counter, the same on all ranks.
             others: how many ranks rank 0 waits for.
             timeout: seconds that it waits at most.
+
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from engram import Ranks
+        >>> def exchange(rank):
+        ...     rank.set(f"answer/{rank.rank}", b"done")
+        ...     found = rank.wait(["answer/0", "answer/1"], 60)
+        ...     rank.leave("left", 1, 60)
+        ...     return found
+        >>> with ThreadPoolExecutor(2) as pool:
+        ...     list(pool.map(exchange, Ranks.threads(2)))
+        [[b'done', b'done'], [b'done', b'done']]
         """
         with contextlib.suppress(RankFailed):
             if self.rank:
@@ -208,7 +224,15 @@ class Ranks(abc.ABC):
         return {key: value for key in keys if (value := self.get(key)) is not None}
 
     def section(self) -> str:
-        """A prefix for keys of one user of the store: the first on each rank gets the same, and so on."""
+        """A prefix for keys of one user of the store: the first on each rank gets the same, and so on.
+
+        >>> from engram import Ranks
+        >>> first, second = Ranks.threads(2)
+        >>> first.section() == second.section()
+        True
+        >>> first.section() == first.section()
+        False
+        """
         self._sections += 1
         return f"{self._sections}/"
 

@@ -92,7 +92,20 @@ class Stateful:
     """A component whose ``state_dict`` returns copies, and whose states are checked before anything changes."""
 
     def prepare_load(self, state_dict: dict[str, Any]) -> Commit:
-        """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
+        """Check a state. Raises as :meth:`load_state_dict`; nothing is changed.
+
+        Returns:
+            What takes the state over: call its ``commit()`` once.
+
+        >>> import torch
+        >>> from engram import VecNorm
+        >>> norm, other = VecNorm(in_keys=["obs"]), VecNorm(in_keys=["obs"])
+        >>> _ = norm.forward({"obs": torch.tensor([[0.0], [4.0]])})
+        >>> load = other.prepare_load(norm.state_dict())  # changes nothing
+        >>> load.commit()
+        >>> other.loc["obs"].item()
+        2.0
+        """
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

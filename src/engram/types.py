@@ -308,7 +308,19 @@ class Traits(NamedTuple):
         return self.draws_windows and self.reads_natively
 
     def without(self, overridden: Collection[str]) -> Traits:
-        """The traits of a subclass that overrides these methods."""
+        """The traits of a subclass that overrides these methods.
+
+        Args:
+            overridden: names of methods. One that no trait speaks for changes nothing.
+
+        Returns:
+            New traits: this one stays as it is.
+
+        >>> from engram import RandomSampler
+        >>> traits = RandomSampler().traits
+        >>> traits.draws_uniformly, traits.without({"draw"}).draws_uniformly
+        (True, False)
+        """
         traits = self
         if "draw" in overridden:
             traits = traits._replace(draws_uniformly=False, reads_natively=False, has_epochs=True)
@@ -390,33 +402,130 @@ class SampledStorage(Protocol):
     def __len__(self) -> int: ...
 
     def extent(self) -> Extent:
-        """What is live now."""
+        """What is live now.
+
+        Returns:
+            A value that later writes do not change. Before the first write it is empty. Cost: O(lanes), and O(holes).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.extent().size, rb.storage.extent().capacity
+        (3, 100)
+        """
 
     def tickets_of(self, rows: Tensor) -> Tensor:
-        """int64: ticket numbers of rows; -1 for those that hold nothing."""
+        """int64, the shape of ``rows``: ticket numbers of rows; -1 for those that hold nothing or are just being written.
+
+        A larger number is newer, and none is used twice: a row that has another one than before was overwritten.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+        >>> _ = rb.extend(torch.arange(2))
+        >>> before = rb.storage.tickets_of(torch.tensor([0, 1]))
+        >>> _ = rb.add(torch.tensor(7))
+        >>> (rb.storage.tickets_of(torch.tensor([0, 1])) != before).tolist()
+        [True, False]
+        """
 
     def hold_nothing(self, rows: Tensor) -> Tensor:
-        """Whether rows hold nothing, because their writer died or the storage was emptied: bool."""
+        """Whether rows hold nothing, because their writer died or the storage was emptied: bool.
+
+        Args:
+            rows: int64 ``[B]``, inside the storage. A row that is just being written holds something.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.hold_nothing(torch.tensor([2, 3])).tolist()
+        [False, True]
+        """
 
     def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
         """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
 
         Raises:
             KeyError: no such field.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend({"obs": torch.arange(3), "reward": torch.ones(3)})
+        >>> rows = torch.tensor([0, 2])
+        >>> values, moved = rb.storage.field(("obs",), rows, rb.storage.tickets_of(rows))
+        >>> values.tolist(), moved
+        ([0, 2], [])
         """
 
     def settled(self) -> int | None:
-        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
+        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> seen = rb.storage.settled()
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.settled() - seen
+        2
+        """
 
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
-        """The priorities of that name, and whether they were made by this call; None: nothing was ever written."""
+        """The priorities of that name, and whether they were made by this call; None: nothing was ever written.
+
+        Args:
+            name: of the index, as :class:`PrioritizedSampler` has it in ``index``.
+            config: how priorities become probabilities. Of priorities that are there already, what was stored counts.
+            rows: the number of rows that a list without a bound has priorities for.
+
+        Raises:
+            IncompatibleStore: they are there with another ``eps`` or ``max_priority_within_buffer``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> from engram.priorities import PriorityConfig
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> config = PriorityConfig(alpha=0.6, beta=0.4, eps=1e-8, within_buffer=False)
+        >>> rb.storage.priorities("main", config, 100) is None
+        True
+        >>> _ = rb.extend(torch.arange(3))
+        >>> index, made = rb.storage.priorities("main", config, 100)
+        >>> made, rb.storage.priorities("main", config, 100)[1]
+        (True, False)
+        """
 
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        """The counts of that name, of rows that are drawn ``most`` times; None: nothing was ever written."""
+        """The counts of that name, of rows that are drawn ``most`` times; None: nothing was ever written.
+
+        Raises:
+            ValueError: the storage is a list without a bound.
+            IncompatibleStore: the rows of these counts are drawn another number of times.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rows, _ = rb.storage.consumption("main", 1).claim(key=7, n=2)
+        >>> len(rows), rb.storage.consumption("main", 1).counts(3).sum().item()
+        (2, 2)
+        """
 
 
 class Changes(NamedTuple):
-    """Rows written or edited since some ticket. Made by the store, for samplers that need the writes of other processes."""
+    """Rows written or edited since some ticket. Made by the store, for samplers that need the writes of other processes.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> _ = rb.extend(torch.arange(3))
+    >>> seen = rb.storage.memory.changes()
+    >>> _ = rb.add(torch.tensor(7))  # perhaps by another process
+    >>> rb.storage.memory.changes(since=seen.next).rows.tolist()
+    [3]
+    """
 
     #: int64 ``[n]``, each once, the one that was written longest ago first.
     rows: Tensor
@@ -583,10 +692,44 @@ class Sampler(Protocol):
         """
 
     def observe(self, write: Write | None, data: Any) -> None:
-        """Hear of rows written or edited, after the fact; ``write=None`` means the buffer was emptied."""
+        """Hear of rows written or edited, after the fact; ``write=None`` means the buffer was emptied.
+
+        Writes of other processes are not told: :attr:`Draw.rows` must come from the extent, not from what was heard.
+
+        Args:
+            write: the rows, int64 ``[n]``, and their tickets.
+            data: what the caller handed over, before it was stored. Do not change it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> class Heard(RandomSampler):
+        ...     def observe(self, write, data):
+        ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Heard())
+        >>> _ = rb.extend(torch.arange(3))
+        wrote [0, 1, 2]
+        >>> rb.empty()
+        emptied
+        """
 
     def update_priority(self, index: Tensor, priority: Tensor, *, generation: Tensor | None = None) -> None:
-        """Take new priorities for rows drawn earlier, or ignore them."""
+        """Take new priorities for rows drawn earlier, or ignore them.
+
+        Args:
+            index: int64 ``[n]``: rows, as ``info["index"]`` had them.
+            priority: ``[n]``.
+            generation: int64 ``[n]``: tickets that the rows must still have; those that were overwritten since are to be ignored.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(max_capacity=4, alpha=1.0, beta=1.0)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=8, generator=generator)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> sampler.update_priority(torch.tensor([0, 1, 2]), torch.zeros(3))
+        >>> set(rb.sample().tolist())  # the others are drawn almost never
+        {3}
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """All state, as tensors and plain values. Copies.

@@ -1,11 +1,14 @@
 """Figures of the package that may only fall. Lines are lines of code: docstrings, comments and blanks aside."""
 
 import ast
+import inspect
 import io
 import re
 import tokenize
 from functools import cache
 from pathlib import Path
+
+import engram
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "engram"
@@ -226,7 +229,10 @@ def _deferred_calls():
 
 
 def public_functions():
-    """Docstrings of what users call, by name: public functions and classes, errors aside, and the public methods of the classes."""
+    """Docstrings of what users call, by name: public functions and classes, errors aside, and the public methods of the classes.
+
+    A method that has none shows that of the class whose method it overrides: there in the reference, and in ``help``.
+    """
     stub = (PACKAGE / "__init__.pyi").read_text()
     module_of = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", stub, re.MULTILINE)}
     names, rooms = set(module_of), {module.split(".")[1] for module in module_of.values()}
@@ -244,7 +250,11 @@ def public_functions():
             if isinstance(node, ast.ClassDef):
                 for method in _methods(node):
                     if not method.name.startswith("_") and not _is_attribute(method):
-                        yield f"{node.name}.{method.name}", ast.get_docstring(method) or ""
+                        yield f"{node.name}.{method.name}", ast.get_docstring(method) or _inherited(node, method)
+
+
+def _inherited(node, method):
+    return inspect.getdoc(getattr(getattr(engram, node.name), method.name)) or ""
 
 
 def _is_attribute(method):

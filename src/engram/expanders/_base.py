@@ -152,6 +152,18 @@ class Expander(DeclaredSampler):
         Raises:
             KeyError: a field is not stored.
             TypeError: a field is of the wrong kind.
+
+        Args:
+            reading: what a batch holds so far: the fields as they are stored, and what the expanders inside made of them.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, NStep, RandomSampler, ReplayBuffer
+        >>> sampler = NStep(RandomSampler(), n=2, gamma=0.5, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
+        >>> rows = {"episode": torch.zeros(3, dtype=torch.int64), "next": {"reward": torch.ones(3)}}
+        >>> _ = rb.extend(rows)
+        >>> set(rb.sample()["next"]["reward"].tolist()) <= {1.0, 1.5}  # as NStep declares: the sum over two steps
+        True
         """
         raise NotImplementedError
 
@@ -177,7 +189,12 @@ class Expander(DeclaredSampler):
         return sum(column.frames * reading.fields[column.field].row_bytes for column in read)
 
     def beside_bytes(self, stored: Sequence[Field]) -> int:  # noqa: ARG002 - of those that keep something
-        """Bytes that this expander keeps beside rows of these fields."""
+        """Bytes that this expander keeps beside rows of these fields.
+
+        >>> from engram import NStep, RandomSampler
+        >>> NStep(RandomSampler(), 3, 0.99).beside_bytes([])
+        0
+        """
         return 0
 
     # ---- the sampler inside ------------------------------------------------------------------------------------------
@@ -293,6 +310,11 @@ class Expander(DeclaredSampler):
         Raises:
             RuntimeError: its rows are no fields, or not on the CPU.
             TypeError: next frames of a field are stacked that are not stored, but its frames are not.
+
+        >>> from engram import FrameStack, ListStorage, RandomSampler
+        >>> FrameStack(RandomSampler(), 4, None, ["frame"]).bind(ListStorage(10))
+        Traceback (most recent call last):
+        RuntimeError: FrameStack: expected a tensor storage on the CPU, ...
         """
         self._check_next_frames()
         self._check_storage(storage)
@@ -437,7 +459,13 @@ class Expander(DeclaredSampler):
         return known and bool(inner.recordable)
 
     def config(self) -> dict[str, object]:
-        """The constructor's arguments, as plain values: what a store notes to make the expander again."""
+        """The constructor's arguments, as plain values: what a store notes to make the expander again.
+
+        >>> from engram import NStep, RandomSampler
+        >>> config = NStep(RandomSampler(), n=3, gamma=0.99).config()
+        >>> config["n"], config["sampler"]["type"]
+        (3, 'RandomSampler')
+        """
         inner = {"type": type(self.sampler).__name__, "config": self.sampler.config()} if self.recordable else {}
         return {"sampler": inner, **self._rules.config(), **super().config()}
 

@@ -135,6 +135,16 @@ class FinalObservations(Stateful):
         """What the store in ``base`` noted by :meth:`note`.
 
         Raises: as :meth:`ReplayBuffer.open`. ``KeyError``, ``TypeError``, ``ValueError``: it is no such note.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from engram import FinalObservations
+        >>> base = Path(tempfile.mkdtemp())
+        >>> finals = FinalObservations.open_or_create(["obs"], base / "finals", 100)
+        >>> note = finals.note(base)
+        >>> again = FinalObservations.of_note(note, base, unclean="refuse", readonly=False, io="auto")
+        >>> again.keys, again.folder == finals.folder
+        ((('obs',),), True)
         """
         noted = typed({"finals": note}, "finals", dict, cls.__name__)
         check_keys(noted, ("keys", "end_keys", "max_size", "directory"), cls.__name__)
@@ -147,7 +157,18 @@ class FinalObservations(Stateful):
         return cls(keys, storage, end_keys=ends)
 
     def note(self, base: Path) -> dict[str, object]:
-        """What is written down in the store in ``base``."""
+        """What is written down in the store in ``base``.
+
+        The folder is named relative to ``base``, so that both can be moved together.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from engram import FinalObservations
+        >>> base = Path(tempfile.mkdtemp())
+        >>> note = FinalObservations.open_or_create(["obs"], base / "finals", 100).note(base)
+        >>> note["directory"], note["max_size"]
+        ('finals', 100)
+        """
         keys = {"keys": plain(self.keys), "end_keys": plain(self.end_keys), "max_size": self.storage.max_size}
         assert self.folder is not None  # else it is not recordable
         return {**keys, "directory": os.path.relpath(self.folder, base)}
@@ -158,7 +179,13 @@ class FinalObservations(Stateful):
         return self.storage.scratch_dir if isinstance(self.storage, LazyMemmapStorage) else None
 
     def check_shared(self) -> None:
-        """Raise ``RuntimeError`` unless every process of a buffer that is shared can read them."""
+        """Raise ``RuntimeError`` unless every process of a buffer that is shared can read them.
+
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+        >>> finals.storage.share()
+        >>> finals.check_shared()
+        """
         if not self.storage.shared:
             raise RuntimeError(
                 "NextFromFollowing: the buffer is one that processes share, but the storage of final observations is not. Use "
@@ -166,7 +193,23 @@ class FinalObservations(Stateful):
             )
 
     def inv(self, data: Any) -> Any:
-        """Rows as they are stored. The argument is not changed."""
+        """Rows as they are stored: without the next observations, of which those of ended episodes are kept here.
+
+        The argument is not changed.
+
+        Args:
+            data: rows, a TensorDict ``[n]`` or a dict, with the observations, the next ones and an end flag.
+
+        Raises: as the class says; nothing is kept.
+
+        >>> import torch
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+        >>> rows = {"obs": torch.arange(2), "next": {"obs": torch.arange(1, 3), "done": torch.tensor([False, True])}}
+        >>> stored = finals.inv(rows)
+        >>> "obs" in stored["next"], finals.storage[0]["obs"].item()
+        (False, 2)
+        """
         if not (isinstance(data, dict) or (is_tensor_collection(data) and isinstance(data, tensordict_type()))):
             raise TypeError(f"FinalObservations: expected TensorDicts or dicts of rows, got {type(data).__name__}.")
         if not isinstance(data, dict) and len(data.batch_size) != 1:
@@ -211,7 +254,20 @@ class FinalObservations(Stateful):
         return torch.stack([self.storage.write(WritePlan(lane=0), prepared, n).rows, tags], 1)
 
     def read(self, mark: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The observations that marks name, one tensor ``[n, *shape]`` per key, and whether they are there: bool ``[n]``."""
+        """The observations that marks name, one tensor ``[n, *shape]`` per key, and whether they are there: bool ``[n]``.
+
+        Args:
+            mark: int64 ``[n, 2]``: entries ``("next", "final")`` of stored rows. ``[-1, -1]`` is of a row within an episode.
+
+        >>> import torch
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+        >>> rows = {"obs": torch.arange(2), "next": {"obs": torch.arange(1, 3), "done": torch.tensor([False, True])}}
+        >>> marks = finals.inv(rows)["next"]["final"]
+        >>> observations, found = finals.read(marks[1:])
+        >>> observations[0].tolist(), found.tolist()
+        ([2], [True])
+        """
         rows = mark[:, 0].contiguous()
         if self.storage.memory is None or bool((rows >= self.storage.max_size).any()):
             return [], torch.zeros(len(rows), dtype=torch.bool, device="cpu")
@@ -221,11 +277,26 @@ class FinalObservations(Stateful):
         return columns[:-1], found
 
     def state_dict(self) -> dict[str, object]:
-        """The state of :attr:`storage`: copies."""
+        """The state of :attr:`storage`: copies.
+
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> list(FinalObservations(["obs"], LazyTensorStorage(10)).state_dict())
+        ['storage']
+        """
         return {"storage": self.storage.state_dict()}
 
     def prepare_load(self, state_dict: dict[str, object]) -> Commit:
-        """Check a state. Raises: as :meth:`TensorStorage.load_state_dict`; nothing is changed."""
+        """Check a state. Raises: as :meth:`TensorStorage.load_state_dict`; nothing is changed.
+
+        >>> import torch
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> finals, other = (FinalObservations(["obs"], LazyTensorStorage(10)) for _ in range(2))
+        >>> _ = finals.inv({"obs": torch.zeros(1), "next": {"obs": torch.ones(1), "done": torch.ones(1, dtype=torch.bool)}})
+        >>> load = other.prepare_load(finals.state_dict())  # changes nothing
+        >>> load.commit()
+        >>> len(other.storage)
+        1
+        """
         check_keys(state_dict, ("storage",), "FinalObservations")
         load: Commit = self.storage.prepare_load(typed(state_dict, "storage", dict, "FinalObservations"))
         return load
@@ -344,7 +415,15 @@ class NextFromFollowing(Expander):
         return self.finals.storage.max_size * (observations + 8)  # and a tag
 
     def bind(self, storage: SampledStorage) -> None:
-        """As for every expander. Raises ``RuntimeError``: ``storage`` is shared, and that of final observations is not."""
+        """As for every expander. Raises ``RuntimeError``: ``storage`` is shared, and that of final observations is not.
+
+        >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler, ReplayBuffer
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100)).share()
+        >>> NextFromFollowing(RandomSampler(), finals).bind(rb.storage)
+        Traceback (most recent call last):
+        RuntimeError: NextFromFollowing: the buffer is one that processes share, but the storage of final observations is not. ...
+        """
         if isinstance(storage, TensorStorage) and storage.shared:
             self.finals.check_shared()
         super().bind(storage)

@@ -52,54 +52,199 @@ class DeclaredSampler(Component):
         return 0
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        """Choose rows, as :meth:`engram.Sampler.draw` has it.
+
+        Args:
+            extent: what is live now.
+            batch_size: rows that are asked for.
+            key: 64 random bits, from which the draw follows: the same extent, state and key give the same rows.
+
+        Returns:
+            Rows, int64 ``[batch_size]``; fewer where rows are used up or an epoch ends.
+
+        Raises:
+            NoSampleable: no row can be drawn (a ``RuntimeError``).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=RandomSampler())
+        >>> _ = rb.extend(torch.arange(10))
+        >>> first, again = (rb.sampler.draw(rb.storage.extent(), 4, key=7) for _ in range(2))
+        >>> first.rows.shape, torch.equal(first.rows, again.rows)
+        (torch.Size([4]), True)
+        """
         raise NotImplementedError
 
     def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
-        """Others for the places of a draw whose rows moved, and for those that must be drawn together with them: which, and what."""
+        """Others for the places of a draw whose rows moved, and for those that must be drawn together with them: which, and what.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=RandomSampler())
+        >>> _ = rb.extend(torch.arange(10))
+        >>> extent = rb.storage.extent()
+        >>> drawn = rb.sampler.draw(extent, 4, key=7)
+        >>> places, others = rb.sampler.draw_again(extent, drawn, [1, 3], key=8)
+        >>> places, others.rows.shape
+        ([1, 3], torch.Size([2]))
+        """
         return moved, self.draw(extent, len(moved), key)
 
     def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn; raises to refuse it."""
+        """Meet the storage whose rows are drawn; raises to refuse it. A buffer calls it before it draws; programs need not.
+
+        A sampler that serves several storages is bound again for each.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler
+        >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4)
+        >>> sampler.bind(LazyTensorStorage(100))
+        Traceback (most recent call last):
+        ValueError: PrioritizedSampler: max_capacity: expected at least the storage's 100 rows, got 10.
+        """
 
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call, if the traits say so: ``(columns, rows, info)``.
 
-        ``numbered``: the info has tickets. ``shown="nothing"``: the rows may be None, and the info need only have ``computed_keys``.
+        Args:
+            storage: one of tensors, with rows.
+            key: 64 random bits.
+            n: rows.
+            numbered: the info has tickets.
+            shown: ``"nothing"``: the rows may be None, and the info need only have ``computed_keys``.
+
+        Returns:
+            One tensor ``[n, *shape]`` per field, in the order of the schema, copied; rows, int64 ``[n]``; and what the batch is said to be.
+
+        Raises:
+            NoSampleable: no row can be drawn. NotImplementedError: the traits do not say so.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> from engram.store import Key
+        >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+        >>> _ = rb.extend(torch.arange(10) * 10)
+        >>> columns, rows, info = sampler.sample_natively(rb.storage, Key.of(7), 4)
+        >>> torch.equal(columns[0], rows * 10), sorted(info)
+        (True, ['index_generation', 'priority_weight'])
         """
         raise NotImplementedError
 
     def moved(self) -> None:
-        """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed."""
+        """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed.
+
+        A buffer calls it. The sampler finds its index again before the next draw, with what it held.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> sampler = PrioritizedSampler(max_capacity=10, alpha=1.0, beta=0.4)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+        >>> _ = rb.extend(torch.arange(3))
+        >>> sampler.update_priority([2], [9.0])
+        >>> _ = rb.share()  # moves the rows, and tells the sampler
+        >>> (sampler.priorities().leaves(3) > 8).tolist()
+        [False, False, True]
+        """
 
     def observe(self, write: Write | None, data: object) -> None:
-        """No effect: rows are known from the store."""
+        """Hear of rows that were written or edited; ``write=None``: the buffer was emptied.
+
+        The storage calls it, after each write of this process. A sampler that the store keeps an index for does nothing here; one with an
+        epoch of its own ends it when the buffer was emptied.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.sampler.epoch(rb.storage)[1]  # rows are left
+        2
+        >>> rb.empty()  # tells the sampler
+        >>> _ = rb.extend(torch.arange(6))
+        >>> len(list(rb))  # a whole epoch
+        3
+        """
 
     def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
-        """No effect, with a warning: this sampler has no priorities."""
+        """No effect, with a warning: this sampler has no priorities.
+
+        >>> import warnings
+        >>> from engram import RandomSampler
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always")
+        ...     RandomSampler().update_priority([0], [1.0])
+        >>> print(said[0].message)
+        RandomSampler has no priorities: update_priority has no effect.
+        """
         warn(f"{type(self).__name__} has no priorities: update_priority has no effect.")
 
     def check_priority(self, priority: object, n: int) -> None:
-        """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
+        """Raise as :meth:`update_priority` would for priorities of ``n`` rows.
+
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=0.6, beta=0.4))
+        >>> rb.sampler.check_priority([1.0, -1.0], 2)
+        Traceback (most recent call last):
+        engram.errors.PriorityError: ...
+        """
 
     def reduced(self, value: Tensor) -> Tensor:
         """Priorities ``[n, ...]`` as one number per row, ``[n]``: the largest."""
         return value.flatten(1).amax(1)
 
     def mark_update(self, index: object) -> None:
-        """Rows were rewritten: they get the default priority again. No effect: this sampler has no priorities."""
+        """Rows were rewritten: they get the default priority again. No effect: this sampler has no priorities.
+
+        >>> from engram import SliceSampler
+        >>> SliceSampler(num_slices=2).mark_update([0, 1])
+        """
 
     def drawable(self, storage: SampledStorage) -> int:
-        """How many rows may be drawn."""
+        """How many rows may be drawn.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.sampler.drawable(rb.storage)
+        1
+        """
         return len(storage)
 
     def masses(self, storage: SampledStorage) -> Masses | None:
-        """What draws over several stores choose this one by. None: they cannot."""
+        """What draws over several stores choose this one by. None: they cannot.
+
+        Returns:
+            ``total``, in proportion to which a store is chosen; ``least``, the smallest leaf above zero of priorities, 1.0 of
+            others; ``live``, the number of live rows.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler())
+        >>> _ = rb.extend(torch.arange(4))
+        >>> rb.sampler.masses(rb.storage)
+        Masses(total=4, least=1.0, live=4)
+        """
         return None
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        """The key of the newest epoch, and how much of it is left: 0 where the next draw begins another one."""
+        """The key of the newest epoch, and how much of it is left: 0 where the next draw begins another one.
+
+        A sampler without epochs says ``(0, 0)``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(10))
+        >>> _ = rb.sample()
+        >>> key, left = rb.sampler.epoch(rb.storage)
+        >>> left
+        7
+        """
         return 0, 0
 
     def rows_together(self) -> tuple[int, int]:
@@ -107,11 +252,40 @@ class DeclaredSampler(Component):
         return 1, 1
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether a draw of this size would succeed now."""
+        """Whether a draw of this size would succeed now.
+
+        Args:
+            storage: the one that would be drawn from.
+            batch_size: rows, or windows, that would be asked for.
+
+        Raises:
+            As drawing does, but for ``NoSampleable``.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(3))
+        >>> before = rb.sampler.can_sample(rb.storage, 3)
+        >>> _ = rb.sample()
+        >>> before, rb.sampler.can_sample(rb.storage, 3)
+        (True, False)
+        """
         return len(storage) > 0 and batch_size > 0
 
     def were_read(self, draw: Draw) -> None:
-        """The rows of a draw were read, and may be written over where they are used up. Told to one that ``consumes``."""
+        """The rows of a draw were read, and may be written over where they are used up. Told to one that ``consumes``.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler())
+        >>> _ = rb.extend(torch.arange(3))
+        >>> drawn = rb.sampler.draw(rb.storage.extent(), 3, key=7)
+        >>> len(rb.sampler.used_rows(10))  # none is written over before it was read
+        0
+        >>> rb.sampler.were_read(drawn)
+        >>> rb.sampler.used_rows(10).tolist()
+        [0, 1, 2]
+        """
         raise NotImplementedError
 
     def used_rows(self, n: int) -> Tensor:

@@ -78,7 +78,13 @@ class ConsumingSampler(NativeSampler):
     # ---- where the counts are ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn. Raises as the class says."""
+        """Meet the storage whose rows are drawn. Raises as the class says.
+
+        >>> from engram import ConsumingSampler, ListStorage
+        >>> ConsumingSampler().bind(ListStorage())
+        Traceback (most recent call last):
+        ValueError: ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…).
+        """
         if storage is not self._storage:
             self._storage, self._index = storage, None
         self._attached()
@@ -93,7 +99,18 @@ class ConsumingSampler(NativeSampler):
         self._index = None
 
     def observe(self, write: Write | None, data: object) -> None:
-        """Look for new data again: the buffer was emptied or filled."""
+        """Look for new data again: the buffer was emptied or filled.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(3))
+        >>> _ = rb.sample()
+        >>> before = rb.sampler.ran_out
+        >>> rb.empty()  # tells the sampler
+        >>> before, rb.sampler.ran_out
+        (True, False)
+        """
         self.ran_out = False
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -122,7 +139,16 @@ class ConsumingSampler(NativeSampler):
         return Masses(float(self.drawable(storage)), 1.0, len(storage))
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        """One that never ends for good: new rows go on with it."""
+        """One that never ends for good: new rows go on with it.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(max_sample_count=1), batch_size=3)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.sampler.epoch(rb.storage)
+        (1, 1)
+        """
         return 1, self.drawable(storage)
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:

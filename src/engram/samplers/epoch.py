@@ -83,14 +83,36 @@ class SamplerWithoutReplacement(NativeSampler):
         return self._bound[1]
 
     def bind(self, storage: SampledStorage) -> None:
-        """Take a storage to draw from. One in a directory has an epoch that all of its processes share."""
+        """Take a storage to draw from. One in a directory has an epoch that all of its processes share.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> sampler = SamplerWithoutReplacement()
+        >>> first = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)  # binds it
+        >>> _ = first.extend(torch.arange(4))
+        >>> _ = first.sample()
+        >>> sampler.bind(first.storage)  # again: the epoch goes on
+        >>> sampler.epoch(first.storage)[1]
+        2
+        """
         self._epoch_of(storage.memory)
 
     def moved(self) -> None:
         self._bound = (None, self._own)
 
     def observe(self, write: Write | None, data: object) -> None:
-        """End the epoch when the buffer was emptied."""
+        """End the epoch when the buffer was emptied.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.empty()  # tells the sampler
+        >>> _ = rb.extend(torch.arange(6))
+        >>> len(list(rb))  # batches of a whole epoch
+        3
+        """
         if write is None:
             self._own.progress = (0, 0, 0)
 
@@ -124,7 +146,17 @@ class SamplerWithoutReplacement(NativeSampler):
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
-        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``. The rows are None if nothing is shown."""
+        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``. The rows are None if nothing is shown.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> from engram.store import Key
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement())
+        >>> _ = rb.extend(torch.arange(4) * 10)
+        >>> columns, rows, info = rb.sampler.sample_natively(rb.storage, Key.of(7), 4)
+        >>> torch.equal(columns[0], rows * 10), sorted(rows.tolist()), info
+        (True, [0, 1, 2, 3], {})
+        """
         store = storage.memory
         assert store is not None  # the buffer asks only then
         bound, epoch = self._bound  # another thread may bind another store before this one draws

@@ -24,6 +24,18 @@ class FieldReader:
     thread and process are in it; what tensors say stays the same until the draw returns. Do not write to them.
 
     ``reader["group"]`` is ``[capacity, *shape]``, on the CPU: one entry per row. Of rows that hold nothing it says anything.
+
+    >>> import torch
+    >>> from engram import Draw, LazyTensorStorage, RandomSampler, ReplayBuffer
+    >>> class OfGroup(RandomSampler):
+    ...     reads = ("group",)
+    ...     def draw(self, extent, batch_size, key, reader):
+    ...         of_group = reader.rows[reader["group"][reader.rows] == 1]
+    ...         return Draw(of_group[:batch_size])
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=OfGroup(), batch_size=2)
+    >>> _ = rb.extend({"group": torch.tensor([0, 1, 0, 1]), "x": torch.arange(4)})
+    >>> rb.sample()["x"].tolist()
+    [1, 3]
     """
 
     #: int64 ``[n]``, sorted: the rows that hold something.
@@ -43,7 +55,18 @@ class FieldReader:
             self._check()
 
     def forget(self) -> None:
-        """What was read is of another store."""
+        """Forget what was read: the storage's rows are in another store now. The next :meth:`refresh` reads all rows.
+
+        >>> import torch
+        >>> from engram import FieldReader, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend({"group": torch.arange(3)})
+        >>> reader = FieldReader(rb.storage, [("group",)])
+        >>> reader.refresh()
+        >>> reader.forget()
+        >>> len(reader.rows)
+        0
+        """
         self._values: dict[FieldPath, Tensor] = {}
         self._settled: int | None = None
         self.rows = self.changed = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -65,6 +88,17 @@ class FieldReader:
 
         Cost: O(1) if nothing was written. Else a word per row of the storage, about a millisecond per million, and the fields of the
         rows that changed.
+
+        >>> import torch
+        >>> from engram import FieldReader, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend({"group": torch.arange(3)})
+        >>> reader = FieldReader(rb.storage, [("group",)])
+        >>> reader.refresh()
+        >>> _ = rb.add({"group": torch.tensor(7)})
+        >>> reader.refresh()
+        >>> reader.changed.tolist(), reader["group"].tolist()
+        ([3], [0, 1, 2, 7])
         """
         storage = self.storage
         settled = storage.settled()

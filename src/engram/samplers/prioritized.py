@@ -126,6 +126,11 @@ class PrioritizedSampler(NativeSampler):
         """Meet the storage whose rows are drawn. Raises ``ValueError``: it is larger than ``max_capacity``.
 
         A sampler may serve several storages, from one thread: buffers do this before they draw or update.
+
+        >>> from engram import LazyTensorStorage, PrioritizedSampler
+        >>> PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4).bind(LazyTensorStorage(100))
+        Traceback (most recent call last):
+        ValueError: PrioritizedSampler: max_capacity: expected at least the storage's 100 rows, got 10.
         """
         if storage is self._storage:
             if self._index is None:
@@ -168,7 +173,16 @@ class PrioritizedSampler(NativeSampler):
         return self._config if index is None else index.config
 
     def priorities(self) -> PriorityIndex:
-        """The index. Raises ``NoSampleable``: nothing was ever written."""
+        """The index of priorities, which belongs to the storage. Raises ``NoSampleable``: nothing was ever written.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=1.0, beta=0.4, eps=0.5))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.update_priority([0, 2], [1.0, 4.0])
+        >>> rb.sampler.priorities().leaves(3).tolist()  # (priority + eps) ** alpha
+        [1.5, 1.5, 4.5]
+        """
         index = self._attached()
         if index is None:
             raise NoSampleable(EMPTY)
@@ -242,7 +256,19 @@ class PrioritizedSampler(NativeSampler):
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: Shown = "beside"
     ) -> NativeBatch:
-        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
+        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``.
+
+        The info has ``"priority_weight"``, of the sampler's dtype, and ``"index_generation"``, int64: both ``[n]``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> from engram.store import Key
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=0.6, beta=0.4))
+        >>> _ = rb.extend(torch.arange(10) * 10)
+        >>> columns, rows, info = rb.sampler.sample_natively(rb.storage, Key.of(7), 4)
+        >>> torch.equal(columns[0], rows * 10), info["priority_weight"]
+        (True, tensor([1., 1., 1., 1.]))
+        """
         if storage is not self._storage:
             self.bind(storage)
         index = self._index or self._attached()
@@ -384,7 +410,17 @@ class PrioritizedSampler(NativeSampler):
         return _REDUCTIONS[self.reduction](flat)
 
     def mark_update(self, index: object, *, storage: object = None) -> None:
-        """Rows were rewritten: the default priority again. Raises ``RowError``: a row outside the storage."""
+        """Rows were rewritten: the default priority again. Raises ``RowError``: a row outside the storage.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=1.0, beta=0.4))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.update_priority([0, 1], [0.25, 4.0])
+        >>> rb.sampler.mark_update([0])  # the highest priority so far
+        >>> rb.sampler.priorities().leaves(2).round().tolist()
+        [4.0, 4.0]
+        """
         own = self._attached()
         if own is not None:
             own.reset(rows_of(index, "mark_update"))
@@ -452,7 +488,13 @@ class PrioritizedSampler(NativeSampler):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> PrioritizedSampler:
-        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index."""
+        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index.
+
+        >>> from engram import PrioritizedSampler
+        >>> config = PrioritizedSampler(10, alpha=0.6, beta=0.4, eps=0.5).config()
+        >>> PrioritizedSampler.from_config(config).eps
+        0.5
+        """
         made = cls(**{**config, "dtype": getattr(torch, config["dtype"])})
         made.adopts_index = True
         return made

@@ -108,7 +108,13 @@ class PrioritizedSliceSampler(SliceSampler):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index."""
+        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index.
+
+        >>> from engram import PrioritizedSliceSampler
+        >>> config = PrioritizedSliceSampler(100, alpha=0.6, beta=0.4, slice_len=4).config()
+        >>> PrioritizedSliceSampler.from_config(config).slice_len
+        4
+        """
         made = cls(**{**config, "dtype": getattr(torch, config["dtype"])})
         made.anchors.adopts_index = True
         return made

@@ -185,7 +185,14 @@ class SliceSampler(WindowSampler):
         super().__init__(settings)
 
     def bind(self, storage: SampledStorage) -> None:
-        """Take a storage to draw from. Raises ``ValueError``: it is larger than the anchors' ``max_capacity``."""
+        """Take a storage to draw from. Raises ``ValueError``: it is larger than the anchors' ``max_capacity``.
+
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, SliceSampler
+        >>> sampler = SliceSampler(slice_len=4, anchors=PrioritizedSampler(10, alpha=0.6, beta=0.4))
+        >>> sampler.bind(LazyTensorStorage(100))
+        Traceback (most recent call last):
+        ValueError: PrioritizedSampler: max_capacity: expected at least the storage's 100 rows, got 10.
+        """
         if self._storage is not None and storage is not self._storage:
             self._taken = None
         super().bind(storage)
@@ -236,15 +243,45 @@ class SliceSampler(WindowSampler):
         return self._priorities.default_priority
 
     def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
-        """As :meth:`PrioritizedSampler.update_priority`, step by step; without anchors it has no effect and warns."""
+        """As :meth:`PrioritizedSampler.update_priority`, step by step; without anchors it has no effect and warns.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler
+        >>> sampler = SliceSampler(slice_len=2, traj_key="episode", anchors=PrioritizedSampler(10, alpha=1.0, beta=0.4))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend({"episode": torch.zeros(6, dtype=torch.int64)})
+        >>> sampler.update_priority([0, 1], [4.0, 2.0])
+        >>> sampler.anchors.priorities().leaves(2).round().tolist()
+        [4.0, 2.0]
+        """
         self._priorities.update_priority(index, priority, generation=generation)
 
     def check_priority(self, priority: object, n: int) -> None:
-        """As :meth:`PrioritizedSampler.check_priority`."""
+        """As :meth:`PrioritizedSampler.check_priority`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler
+        >>> sampler = SliceSampler(slice_len=2, traj_key="episode", anchors=PrioritizedSampler(10, alpha=1.0, beta=0.4))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> sampler.check_priority([-1.0], 1)
+        Traceback (most recent call last):
+        engram.errors.PriorityError: ...
+        """
         self._priorities.check_priority(priority, n)
 
     def mark_update(self, index: object, *, storage: object = None) -> None:
-        """As :meth:`PrioritizedSampler.mark_update`."""
+        """As :meth:`PrioritizedSampler.mark_update`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler
+        >>> sampler = SliceSampler(slice_len=2, traj_key="episode", anchors=PrioritizedSampler(10, alpha=1.0, beta=0.4))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend({"episode": torch.zeros(6, dtype=torch.int64)})
+        >>> sampler.update_priority([0, 1], [4.0, 2.0])
+        >>> sampler.mark_update([1])  # the highest priority so far
+        >>> sampler.anchors.priorities().leaves(2).round().tolist()
+        [4.0, 4.0]
+        """
         self._priorities.mark_update(index)
 
     # ---- state: the table of trajectories follows from the rows ------------------------------------------------------
@@ -305,7 +342,12 @@ class SliceSampler(WindowSampler):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The sampler that a store noted."""
+        """The sampler that a store noted.
+
+        >>> from engram import SliceSampler
+        >>> SliceSampler.from_config(SliceSampler(slice_len=4, traj_key="episode").config()).slice_len
+        4
+        """
         if "anchors" in config:
             config = {**config, "anchors": PrioritizedSampler.from_config(config["anchors"])}
         return cls(**config)

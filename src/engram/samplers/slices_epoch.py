@@ -71,7 +71,20 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         self._epoch = _NO_EPOCH
 
     def observe(self, write: Write | None, data: object) -> None:
-        """Ends the epoch when the buffer was emptied."""
+        """Ends the epoch when the buffer was emptied.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> rows = {"episode": torch.arange(4).repeat_interleave(2)}
+        >>> _ = rb.extend(rows)
+        >>> _ = rb.sample()
+        >>> rb.empty()  # tells the sampler
+        >>> _ = rb.extend(rows)
+        >>> len(list(rb))  # batches of a whole epoch
+        2
+        """
         if write is None:
             with self._lock:
                 self._epoch = _NO_EPOCH
@@ -114,7 +127,18 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         )
 
     def state_dict(self) -> dict[str, object]:
-        """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values."""
+        """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend({"episode": torch.arange(4).repeat_interleave(2)})
+        >>> _ = rb.sample()
+        >>> state = sampler.state_dict()
+        >>> state["visited"], state["count"]  # of 4 windows
+        (2, 4)
+        """
         key, version, visited, count = self._epoch
         clock, base = self._clock()
         return {

@@ -177,7 +177,18 @@ class StalenessAwareSampler(NativeSampler):
         return Masses(total, 1.0, size)
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether a row is fresh enough, and has a weight. Raises as drawing, but not ``NoSampleable``."""
+        """Whether a row is fresh enough, and has a weight. Raises as drawing, but not ``NoSampleable``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
+        >>> sampler = StalenessAwareSampler(max_staleness=1)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
+        >>> _ = rb.extend({"policy_version": torch.zeros(3)})
+        >>> fresh = sampler.can_sample(rb.storage, 2)
+        >>> sampler.consumer_version = 2
+        >>> fresh, sampler.can_sample(rb.storage, 2)
+        (True, False)
+        """
         if not super().can_sample(storage, batch_size):
             return False
         self.bind(storage)
@@ -254,7 +265,14 @@ class StalenessAwareSampler(NativeSampler):
         return ((self.index_name, KIND),)
 
     def state_dict(self) -> dict[str, object]:
-        """``consumer_version`` and ``max_staleness``: ints."""
+        """``consumer_version`` and ``max_staleness``: ints.
+
+        >>> from engram import StalenessAwareSampler
+        >>> sampler = StalenessAwareSampler(max_staleness=3)
+        >>> sampler.increment_consumer_version()
+        >>> sampler.state_dict()
+        {'consumer_version': 1, 'max_staleness': 3}
+        """
         return {"consumer_version": self.consumer_version, "max_staleness": self.max_staleness}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:

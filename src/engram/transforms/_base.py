@@ -33,11 +33,30 @@ class Transform:
     writes = True
 
     def forward(self, data: object) -> Any:
-        """Transform a batch that was read, and return it."""
+        """Transform a batch that was read, and return it: the same, if there is nothing to do. The argument is not changed.
+
+        Args:
+            data: a TensorDict, a nested dict, or what the buffer's batches are: entries ``[B, ...]``.
+
+        >>> import torch
+        >>> from engram import RenameTransform
+        >>> batch = {"obs": torch.zeros(2)}
+        >>> list(RenameTransform(["obs"], ["pixels"]).forward(batch)), list(batch)
+        (['pixels'], ['obs'])
+        """
         return data
 
     def inv(self, data: object) -> Any:
-        """Transform rows that will be written, and return them."""
+        """Transform rows that will be written, and return them: the same, if there is nothing to do. The argument is not changed.
+
+        Args:
+            data: a TensorDict, a nested dict, or what is handed to ``extend``: entries ``[n, ...]``.
+
+        >>> import torch
+        >>> from engram import ExcludeTransform
+        >>> list(ExcludeTransform("debug", inverse=True).inv({"obs": torch.zeros(2), "debug": torch.zeros(2)}))
+        ['obs']
+        """
         return data
 
     def __call__(self, data: object) -> Any:
@@ -57,11 +76,23 @@ class KeyedTransform(Transform):
         self.reads, self.writes = bool(self.in_keys), bool(self.in_keys_inv)
 
     def apply(self, value: Tensor) -> Tensor:
-        """Transform one entry on reading."""
+        """Transform one entry on reading: ``[B, ...]``, as it is stored. Returns the new entry; the argument is not changed.
+
+        >>> import torch
+        >>> from engram import DTypeCastTransform
+        >>> DTypeCastTransform(torch.uint8, torch.float32).apply(torch.tensor([1, 2], dtype=torch.uint8))
+        tensor([1., 2.])
+        """
         raise NotImplementedError
 
     def apply_inv(self, value: Tensor) -> Tensor:
-        """Transform one entry on writing."""
+        """Transform one entry on writing: ``[n, ...]``, as it was handed over. Returns the new entry; the argument is not changed.
+
+        >>> import torch
+        >>> from engram import DTypeCastTransform
+        >>> DTypeCastTransform(torch.uint8, torch.float32).apply_inv(torch.tensor([1.0, 2.0]))
+        tensor([1, 2], dtype=torch.uint8)
+        """
         raise NotImplementedError
 
     def forward(self, data: object) -> object:

@@ -210,7 +210,21 @@ class Compose(Stateful):
         return named
 
     def prepare_load(self, state_dict: dict[str, object]) -> Commit:
-        """Check the states of all transforms. Raises what a transform raises for its state; nothing is changed."""
+        """Check the states of all transforms. Raises what a transform raises for its state; nothing is changed.
+
+        Returns:
+            What takes all states over: call its ``commit()`` once.
+
+        >>> import torch
+        >>> from engram import Compose, DoubleToFloat, VecNorm
+        >>> def composed():
+        ...     return Compose(DoubleToFloat(), VecNorm(in_keys=["obs"]))
+        >>> transform, other = composed(), composed()
+        >>> _ = transform.forward({"obs": torch.tensor([[0.0], [4.0]])})
+        >>> other.prepare_load(transform.state_dict()).commit()
+        >>> other[1].loc["obs"].item()
+        2.0
+        """
         transforms = self._with_states()
         check_keys(state_dict, transforms, "Compose")
         return Loads(

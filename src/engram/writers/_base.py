@@ -30,18 +30,71 @@ class NativeWriter(Component):
         return self.traits.tracks_tickets
 
     def register_storage(self, storage: Any) -> None:
-        """Set the storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to."""
+        """Set the storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to.
+
+        A buffer does this. Raises to refuse the storage.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RoundRobinWriter
+        >>> writer = RoundRobinWriter()
+        >>> writer.register_storage(LazyTensorStorage(10))
+        >>> writer.extend(torch.arange(3)).tolist()
+        [0, 1, 2]
+        """
         self._storage = storage
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
+        """Choose where rows go, as :meth:`engram.Writer.place` has it: without side effects.
+
+        Args:
+            extent: what is live now.
+            n: rows.
+            lane: where they were said to go: a lane, or one per row, int64 ``[n]``.
+            data: the rows, as they were handed over.
+
+        Raises:
+            RuntimeError: the writer refuses every write.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="score"))
+        >>> _ = rb.extend(TensorDict({"score": torch.tensor([3.0, 1.0])}, [2]))
+        >>> plan = rb.writer.place(rb.storage.extent(), 1, 0, TensorDict({"score": torch.tensor([2.0])}, [1]))
+        >>> plan.rows.tolist(), len(rb)  # the worst row; nothing was written
+        ([1], 2)
+        """
         raise NotImplementedError
 
     def written(self, plan: WritePlan, write: Write) -> None:
-        """Hear that a plan was written, before anyone else can place rows."""
+        """Hear that a plan was written, before anyone else can place rows.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+        >>> class Counting(TensorDictMaxValueWriter):
+        ...     count = 0
+        ...     def written(self, plan, write):
+        ...         super().written(plan, write)
+        ...         self.count += int((write.rows >= 0).sum())
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=Counting(rank_key="score"))
+        >>> _ = rb.extend(TensorDict({"score": torch.tensor([3.0, 1.0])}, [2]))
+        >>> _ = rb.extend(TensorDict({"score": torch.tensor([0.5])}, [1]))  # rejected
+        >>> rb.writer.count
+        2
+        """
 
     def write_of(self, data: object, *, batched: bool) -> tuple[Write, Tensor] | None:
         """Place and write data as users hand it over: what was written, and its rows as ``extend`` returns them. None: nothing
         was, and ``place`` must look first.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="score"))
+        >>> rows = TensorDict({"score": torch.tensor([3.0, 1.0])}, [2])
+        >>> rb.writer.write_of(rows, batched=True) is None  # before the first write, place() looks first
+        True
         """
         del data, batched
         return None
@@ -77,6 +130,12 @@ class NativeWriter(Component):
 
         Raises:
             RuntimeError: no storage is registered, or it has several lanes (use the buffer's ``add`` with ``lane=``).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> rb.writer.add(torch.tensor(7))
+        0
         """
         row = int(self._write("add", data, None, batched=False).rows[0])
         return None if self.traits.rejects and row < 0 else row
@@ -86,6 +145,12 @@ class NativeWriter(Component):
 
         Returns:
             int64 ``[n]``: the numbers of the rows.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> rb.writer.extend(torch.arange(3)).tolist()
+        [0, 1, 2]
         """
         write = self._write("extend", data, None, batched=True)
         return write.survivors if self.traits.rejects else write.rows
@@ -100,6 +165,14 @@ class NativeWriter(Component):
 
         With ``ndim > 1`` the index is ``[..., ndim]`` coordinates, or a tuple of those, and the result ``[...]``. Only
         equality and order have a meaning: a rewritten row has a larger number.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True))
+        >>> _ = rb.extend(torch.arange(4))
+        >>> before, after = rb.writer.generations_of([1, 0]).tolist()
+        >>> after > before  # row 0 was written again
+        True
         """
         ndim = 1 if self._storage is None else self._storage.ndim
         if isinstance(index, tuple):

@@ -126,7 +126,13 @@ class TensorDictMaxValueWriter(NativeWriter):
         return self._reduction
 
     def register_storage(self, storage: Any) -> None:
-        """As for every writer. Raises ``ValueError`` for a storage with ``ndim > 1`` or several lanes."""
+        """As for every writer. Raises ``ValueError`` for a storage with ``ndim > 1`` or several lanes.
+
+        >>> from engram import LazyTensorStorage, TensorDictMaxValueWriter
+        >>> TensorDictMaxValueWriter().register_storage(LazyTensorStorage(10, lanes=2))
+        Traceback (most recent call last):
+        ValueError: TensorDictMaxValueWriter: expected a storage with 1 lane, got 2: ...
+        """
         if storage.ndim > 1:
             raise ValueError(
                 f"{type(self).__name__}: expected a storage with ndim=1, got ndim={storage.ndim}: its rows would be parts of "
