@@ -155,6 +155,9 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("larger/extend", "pwrite"): Floor("share", 1 / 0.7),
     ("larger/longest", "100 ms"): Floor("value", 100),
     ("limits/wake", "1 ms"): Floor("value", 1000),
+    **_every(
+        (f"meter/{k}/{n}" for k in ("tensordict", "dict", "prioritized") for n in (64, 256)), "1 %", Floor("value", 1)
+    ),
     ("cluster/sample/small", "TorchRL, ray"): Floor("times", 4),
     ("cluster/sample/small", "TorchRL, gloo"): Floor("times", 8),
     ("cluster/sample/frames", "TorchRL, ray"): Floor("times", 3.5),

@@ -65,11 +65,22 @@ void bind_meter(nb::class_<Store>& type) {
           "Counts rows that were sampled; rows=0: so many of them, for a store that does not hear which.")
       .def_prop_ro("hears_samples", &Store::hears_samples, "Whether an index wants to know which rows are sampled.")
       .def(
+          "begin_wait",
+          [](const Store& self) -> std::int64_t {
+            const Waiting call = self.begin_wait();
+            const std::int64_t since = std::chrono::duration_cast<std::chrono::nanoseconds>(call.since.time_since_epoch()).count();
+            return call.calls > 1 ? -since : since;
+          },
+          "Before a call that waits for a batch: what count_wait() is to be told after it. 0: nothing, as the call is not timed.")
+      .def(
           "count_wait",
           [](const Store& self, std::int64_t since) {
-            self.count_wait(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(since)));
+            const std::chrono::steady_clock::time_point from{std::chrono::nanoseconds(since < 0 ? -since : since)};
+            self.count_wait({from, since == 0 ? 0 : since < 0 ? 1U << WaitTimer::kShareBits : 1U});
           },
-          "since"_a, "Counts a call that has waited for a batch since then, by time.perf_counter_ns().")
+          "since"_a,
+          "Counts a call that has waited for a batch since then, by time.perf_counter_ns(); below 0: since the opposite, and it counts for "
+          "all calls of which one was to be timed; 0: counts nothing.")
       .def("ask_for_usage", &Store::ask_for_usage, "Processes that sample look for an index that counts samples of each row.")
       .def_prop_ro("asked_usage", [](const Store& self) { return self.control().meter_page().asked_usage.load(); }, "How often that was called.")
       .def("count_save", [](const Store& self) { self.control().writable(), self.meter().saved(); }, "A checkpoint of the rows was saved.");

@@ -10,7 +10,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
-#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -300,7 +299,7 @@ void bind_draws(nb::class_<Store>& type) {
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             const auto size = static_cast<std::int64_t>(n);
-            const auto start = std::chrono::steady_clock::now();
+            const Waiting waiting = unless_limited ? self.begin_wait() : Waiting{};
             OutputBuffers buffers;
             {
               const WithoutInterpreter running(self.reads_briefly(n));
@@ -318,7 +317,7 @@ void bind_draws(nb::class_<Store>& type) {
               self.sample_uniform(key, n, buffers.first(fields), rows, numbers, masses_of_block());
               self.count_sampled(rows, n);
             }
-            if (unless_limited) self.count_wait(start);
+            self.count_wait(waiting);
             return std::move(buffers).tensors(size);
           },
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a,

@@ -92,7 +92,7 @@ void Meter::tick() const {
 }
 
 // What is counted while another process begins a minute may be lost: quantiles do not depend on a few.
-void Meter::waited(std::uint64_t ns) const {
+std::uint64_t Meter::waited(std::uint64_t ns, std::uint32_t calls) const {
   const std::uint64_t minute = now_ms() / kMinuteMs;
   std::uint64_t seen = page_.minute.load(std::memory_order_relaxed);
   if (seen != minute && page_.minute.compare_exchange_strong(seen, minute, std::memory_order_acq_rel)) {
@@ -101,7 +101,8 @@ void Meter::waited(std::uint64_t ns) const {
       for (auto& count : page_.waits[i]) count.store(0, std::memory_order_relaxed);
     }
   }
-  page_.waits[minute % 2][bucket_of(ns)].fetch_add(1, std::memory_order_relaxed);
+  page_.waits[minute % 2][bucket_of(ns)].fetch_add(calls, std::memory_order_relaxed);
+  return minute;
 }
 
 void Meter::saved() const { page_.saved_ms.store(now_ms(), std::memory_order_relaxed); }

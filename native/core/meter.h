@@ -4,12 +4,49 @@
 // is drawn or written depends on any of this, and a process that dies loses no more than what it was about to count.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
 #include "control.h"
 
 namespace engram {
+
+/// When a call began to wait for a batch, on the steady clock, and for how many calls it counts. 0: it is not timed.
+struct Waiting {
+  std::chrono::steady_clock::time_point since{};
+  std::uint32_t calls = 0;
+};
+
+/// Which calls of a process are timed: the first ones of a minute, and one in 32 of those after them, which counts for 32. To read the
+/// clock twice takes longer than all else that is counted of a small batch. Threads that use it at once may time a few more.
+class WaitTimer {
+ public:
+  static constexpr std::uint32_t kFirst = 256;
+  static constexpr int kShareBits = 5;
+
+  /// For how many calls the next one counts; 0: it is not to be timed.
+  std::uint32_t next() {
+    const std::uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
+    turn_.store(turn, std::memory_order_relaxed);
+    if (turn <= kFirst) return 1;
+    // Multiples of the golden ratio: no period of a training loop falls in with them.
+    return turn * kGolden >> (64 - kShareBits) == 0 ? 1U << kShareBits : 0;
+  }
+
+  /// A call was timed, and counted in that minute.
+  void counted(std::uint64_t minute) {
+    if (minute_.load(std::memory_order_relaxed) == minute) return;
+    minute_.store(minute, std::memory_order_relaxed);
+    turn_.store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
+  std::atomic<std::uint32_t> turn_{0};
+  std::atomic<std::uint64_t> minute_{0};
+};
 
 class Meter {
  public:
@@ -25,8 +62,8 @@ class Meter {
     by.sampled.fetch_add(n, std::memory_order_relaxed);
   }
 
-  /// A call has waited so long for a batch.
-  void waited(std::uint64_t ns) const;
+  /// A call has waited so long for a batch, and counts for that many calls. Returns the minute in which it is counted.
+  std::uint64_t waited(std::uint64_t ns, std::uint32_t calls) const;
 
   /// A checkpoint of the rows was saved.
   void saved() const;

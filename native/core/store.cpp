@@ -122,10 +122,15 @@ void Store::find_usage() const {
   }
 }
 
-void Store::count_wait(std::chrono::steady_clock::time_point since) const {
-  if (control_.only_reads()) return;
-  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - since).count();
-  meter().waited(waited > 0 ? static_cast<std::uint64_t>(waited) : 0);
+Waiting Store::begin_wait() const {
+  const std::uint32_t calls = control_.only_reads() ? 0 : wait_timer_->next();
+  return calls == 0 ? Waiting{} : Waiting{std::chrono::steady_clock::now(), calls};
+}
+
+void Store::count_wait(const Waiting& call) const {
+  if (call.calls == 0 || control_.only_reads()) return;
+  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - call.since).count();
+  wait_timer_->counted(meter().waited(waited > 0 ? static_cast<std::uint64_t>(waited) : 0, call.calls));
 }
 
 void Store::knows_indexes(std::uint64_t epoch) { indexes_->epoch.store(epoch, std::memory_order_release); }

@@ -97,8 +97,10 @@ class Store {
   void count_sampled(const std::int64_t* rows, std::uint64_t n) const;
   /// There is an index now that wants to hear which rows are sampled: by the next of their samples all processes find it.
   void ask_for_usage() const { control_.writable().meter_page().asked_usage.fetch_add(1, std::memory_order_acq_rel); }
-  /// Counts a call that has waited for a batch since then, on the steady clock.
-  void count_wait(std::chrono::steady_clock::time_point since) const;
+  /// Before a call that waits for a batch, which is timed if its turn has come.
+  Waiting begin_wait() const;
+  /// After it: counts how long it waited, if it was timed.
+  void count_wait(const Waiting& call) const;
   /// Whether reading, or writing, n whole rows is over before another thread has been woken: they lie in memory, and are few and
   /// small. Measured: benchmarks/bench_threads.py.
   bool reads_briefly(std::uint64_t n) const { return in_memory_ && !control_.only_reads() && n <= kBriefReads && n * row_bytes() <= kBriefBytes; }
@@ -355,6 +357,7 @@ class Store {
   std::uint64_t pauses_ = 0, placings_ = 0;  // of each, how many are within each other
   /// When dead participants were last looked for, on the steady clock.
   std::unique_ptr<std::atomic<std::int64_t>> last_look_ = std::make_unique<std::atomic<std::int64_t>>(0);
+  std::unique_ptr<WaitTimer> wait_timer_ = std::make_unique<WaitTimer>();
 };
 
 }  // namespace engram

@@ -1,5 +1,7 @@
 import gc
 import itertools
+import math
+import random
 import time
 from contextlib import nullcontext
 
@@ -15,6 +17,16 @@ def test_sides_take_turns_and_only_counted_blocks_are_kept():
     timing = alternate(sides, Effort(calls=2, blocks=3, warmup=1, lead=1))
     assert "".join(heard) == "AAABBBCCC" * 4
     assert {name: len(blocks) for name, blocks in timing.blocks_us.items()} == {"A": 3, "B": 3, "C": 3}
+
+
+def test_the_interval_of_a_median_holds_that_of_other_draws_as_often_as_it_says():
+    draws = random.Random(7)
+    values = [[draws.expovariate(1) for _ in range(101)] for _ in range(2_000)]
+    holding = sum(it.low <= math.log(2) <= it.high for it in map(Spread.of_median, values))
+    assert 1_860 < holding < 1_960  # of 2,000; 0.95, or a little more as order statistics are whole
+    assert Spread.of_median([3.0]) == Spread(3.0, 3.0, 3.0)
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of_median([])
 
 
 def test_prepare_and_lead_are_outside_the_clock():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from time import perf_counter_ns
 
 import pytest
 import torch
@@ -337,3 +338,44 @@ def test_where_bytes_are(tmp_path):
     rb = buffer(storage=LazyMemmapStorage(64, scratch_dir=tmp_path / "store"))
     rb.extend(steps(4))
     assert rb.stats()["bytes_ram"] + rb.stats()["bytes_disk"] == stats["bytes_ram"]
+
+
+def test_of_many_calls_some_are_timed_for_all_of_them():
+    """The first 256 of a minute, and 1 in 32 after them, whichever call of a loop it is. No minute begins: nothing is counted."""
+    rb = buffer()
+    rb.extend(steps(8))
+    core = rb.storage.memory.core
+    assert all(core.begin_wait() > 0 for _ in range(256))
+    begun = [core.begin_wait() for _ in range(32 * 300)]
+    assert {(since > 0) - (since < 0) for since in begun} == {0, -1}
+    timed = [n for n, since in enumerate(begun) if since]
+    assert len(timed) == pytest.approx(300, abs=10)
+    for period in (2, 3, 4, 8, 32):
+        share = 300 / period
+        assert all(abs(sum(n % period == turn for n in timed) - share) < share / 4 + 5 for turn in range(period))
+
+
+def test_a_call_that_is_timed_for_others_counts_for_all_of_them():
+    rb = buffer()
+    rb.extend(steps(8))
+    core = rb.storage.memory.core
+    core.count_wait(0)  # of a call that is not timed
+    assert "sample_wait_ms_p50" not in rb.stats()
+    for _ in range(20):
+        core.count_wait(perf_counter_ns())
+    core.count_wait(-(perf_counter_ns() - 10**9))
+    assert rb.stats()["sample_wait_ms_p50"] > 700  # the call of one second counts for 32
+    for _ in range(20):
+        core.count_wait(perf_counter_ns())
+    core.count_wait(0)
+    assert rb.stats()["sample_wait_ms_p50"] < 700
+
+
+def test_views_that_only_read_time_nothing(tmp_path):
+    rb = buffer(storage=LazyMemmapStorage(64, scratch_dir=tmp_path / "store"))
+    rb.extend(steps(8))
+    with ReplayBuffer.open(tmp_path / "store", readonly=True) as seen:
+        assert seen.storage.memory.core.begin_wait() == 0
+        seen.storage.memory.core.count_wait(-1)
+        seen.sample()
+    assert "sample_wait_ms_p50" not in rb.stats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,9 +156,10 @@ class DeviceStore(Store):
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
         if self.core.limited:
             return None
-        start = perf_counter_ns()
+        since = self.core.begin_wait()
         columns = self.sample_uniform(key, n, with_rows, with_numbers)
-        self.core.count_wait(start)
+        if since:
+            self.core.count_wait(since)
         return columns
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
