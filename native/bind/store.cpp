@@ -189,9 +189,16 @@ void bind_writes(nb::class_<Store>& type) {
           "Commits every row as it stands.");
 }
 
-// Rows in, of requests that may be repeated.
+// Rows out of the store, and rows in, of requests that may be repeated.
 void bind_requests(nb::class_<Store>& type) {
   type
+      .def(
+          "remove",
+          [](Store& self, Address rows, std::uint64_t n, Address expected) {
+            nb::gil_scoped_release release;
+            return self.remove(at<std::int64_t>(rows), n, at<std::int64_t>(expected));
+          },
+          "rows"_a, "n"_a, "expected"_a, "Makes rows void, with `expected` only those that still have these tickets; how many.")
       .def(
           "append_at",
           [](Store& self, std::uint64_t lane, std::uint64_t position, std::uint64_t n, const nb::tuple& columns, Address rows) {

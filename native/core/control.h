@@ -32,7 +32,7 @@ enum class State : std::uint64_t {
   unused = 0,     // never written, or emptied since
   writing = 1,    // its bytes are being replaced
   committed = 2,  // whole
-  voided = 3,     // left behind by a writer that died
+  voided = 3,     // left behind by a writer that died, or removed
 };
 
 constexpr std::uint64_t ticket(std::uint64_t number, State state) {

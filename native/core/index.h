@@ -25,7 +25,7 @@ class Index {
   virtual void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
                       std::uint64_t scatter) = 0;
 
-  /// rows[0, n) may hold nothing any more: their writer died.
+  /// rows[0, n) may hold nothing any more: their writer died, or they were removed.
   virtual void lost(const std::int64_t* rows, std::uint64_t n) = 0;
 
   /// All rows were forgotten.

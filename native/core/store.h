@@ -162,6 +162,12 @@ class Store {
   std::uint64_t patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
                       const std::int64_t* expected, std::int64_t* numbers_out);
 
+  /// Makes live rows void, as if their writer had died: draws, tables and indexes know them no more. -1 names no row. `expected`, if
+  /// not null: only rows that still have these ticket numbers. Rows that hold nothing, or that a writer is just writing, stay as they
+  /// are. Returns how many became void. Throws std::out_of_range, and nothing has changed. Cost: O(n log rows); tables of trajectories
+  /// are made again, O(rows).
+  std::uint64_t remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected);
+
   /// Forgets all rows (Control::empty), and tells the indexes.
   void empty(bool keep_write_count);
 
@@ -263,7 +269,10 @@ class Store {
   Stalled paused_in_vain() const;  // says who has paused the store
   void empty(ClaimGuard& claim, bool keep_write_count) const;
   std::uint64_t repair(Claim& claim) const;
+  std::uint64_t remove_under(std::uint64_t t0, const std::int64_t* rows, const std::int64_t* expected,
+                             std::vector<std::uint64_t>& left) const;
   void void_gaps() const;
+  void count_voids() const;
 
   std::uint64_t first_unfinished() const;
 

@@ -32,6 +32,7 @@ void Store::repair(Participant& dead) const {
     claim.t0.store(0, std::memory_order_release);
   }
   void_gaps();
+  count_voids();
 }
 
 // Rows that were reserved and never begun: a writer that died between the two left no claim. They become void under the number

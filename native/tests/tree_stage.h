@@ -262,6 +262,8 @@ std::vector<Operation> operations() {
       append_by_lane("append 5 by lane", {1, 0, 1, 0, 0}),
       scatter("write 3 in place, 1 twice", {3, 1, 3}, false),
       scatter("write 2 rows, growing", {length + 1, length + 4}, true),
+      {"remove 3 rows, 1 three times", Operation::writes,
+       [=](Handle& h, Outcome&) { h.store.remove(rows.data(), rows.size(), nullptr); }},
       change("update 6, 1 three times", Operation::updates,
              [=](Priorities& p) {
                const double values[] = {1.5, 2.5, 3.5, 4.5, 5.5, 6.5};

@@ -90,6 +90,7 @@ CALLS = {
     "moved": lambda rb: (),
     "update_priority": lambda rb: (torch.tensor([0, 1]), torch.ones(2)),
     "update_tensordict_priority": lambda rb: (TensorDict({"index": torch.arange(2), "td_error": torch.ones(2)}, [2]),),
+    "remove": lambda rb: (torch.tensor([0]),),
     "mark_update": lambda rb: (torch.tensor([0]),),
     "read_all_in_order": lambda rb: (),
     "write_all": lambda rb: (data(),),

@@ -35,7 +35,7 @@ from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
-from engram.buffer.row_access import RowAccess
+from engram.buffer.row_access import RowAccess, remove
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.settings import Settings
@@ -747,6 +747,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         return self._rows.update_if_present(index, generation, patch, version_key, version, newer=require_newer)
 
     submit_update_if_present = submit_update_if_present
+    remove = remove
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """``rb[:end]``: live rows in row order."""

@@ -10,6 +10,7 @@ import torch
 
 from engram import storages
 from engram._tensordict import is_tensor_collection
+from engram.buffer import removing
 from engram.buffer.end_flags import EndFlags
 from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
+    from engram.buffer.replay_buffer import ReplayBuffer
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.persist.roles import Roles
@@ -136,6 +138,11 @@ class RowAccess:
         self._check_editable(CALL)
         return FieldUpdates(self._wiring).apply(index, generation, patch, version_key, version, newer=newer)
 
+    def remove(self, rows: object, generation: object) -> int:
+        """What ``ReplayBuffer.remove`` does."""
+        self._check_editable(removing.CALL)
+        return removing.remove_rows(self._wiring, rows, generation)
+
     # ---- ends ------------------------------------------------------------------------------------------------------------
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
@@ -194,6 +201,47 @@ class RowAccess:
         wiring.storage.check_writable()
         if self._prefetching is not None:
             self._prefetching.materialize()
+
+
+def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> int:
+    """Remove rows, for every process that has the store open. The next writes to their places make them live again.
+
+    A removed row is void, like one whose writer died: draws, windows, slices, epochs, groups, trajectory tables, queries, expanders
+    and checkpoints skip it, indexes forget its priority and its counts, ``len(rb)`` is one less, and ``stats()["void_rows"]`` one
+    more. A trajectory ends before it, and another one begins behind it. The cursor stays: a ring reuses the row when it comes there, a
+    writer that chooses rows takes void ones first.
+
+    Each row is removed as a whole. If the process is killed during the call, some of the rows are removed and the others are as they
+    were; the next process to use the store completes the indexes. Batches that were prefetched before still have the rows.
+
+    Args:
+        rows: as :meth:`update_priority` takes them: an int, or ints ``[n]`` as ``info["index"]`` or :meth:`extend` names them, with
+            ``ndim > 1`` coordinates. -1 is passed over.
+        generation: ``info["index_generation"]``, or ``rb.writer.generations_of(rows)``: rows that were written or edited since then
+            stay. None: rows are removed whatever they hold.
+
+    Returns:
+        How many rows were removed. Rows that hold nothing, or that are just being written, do not count.
+
+    Raises:
+        RowError: a row outside the storage (an ``IndexError``). ValueError: another number of generations than of rows. TypeError: no
+            ints. In all cases nothing is removed.
+        RuntimeError: the storage is a list or on a server, or the buffer is read-only.
+
+    Cost: O(n log rows) for the indexes. After it, the next draw of windows, slices or groups of a reader looks at all tickets, O(rows).
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    >>> rows = rb.extend(torch.arange(4))
+    >>> rb.remove(rows[1:3])
+    2
+    >>> rb[:].tolist(), len(rb), rb.stats()["void_rows"]
+    ([0, 3], 2, 2)
+    >>> rb.remove(1)
+    0
+    """
+    return self._rows.remove(rows, generation)
 
 
 def _is_key(index: object) -> bool:

@@ -90,7 +90,12 @@ METRICS = (
     Metric("priority_mass", "gauge", "Sum of what rows are drawn by: priority ** alpha.", "priority_mass"),
     Metric("consumer_version", "gauge", "Policy version that the learner has come to.", "consumer_version"),
     Metric("prefetched_batches", "gauge", "Batches that are ahead of the learner.", "prefetch_queue_size"),
-    Metric("void_rows", "gauge", "Rows that hold nothing: a process died while it wrote them.", "void_rows"),
+    Metric(
+        "void_rows",
+        "gauge",
+        "Rows that hold nothing: they were removed, or a process died while it wrote them.",
+        "void_rows",
+    ),
     Metric(
         "lapped_rows", "counter", "Rows that a faster writer overwrote while they were being written.", "lapped_rows"
     ),

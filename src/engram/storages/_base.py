@@ -194,6 +194,15 @@ class Storage(Declared, Dumpable, Port):
         """In a child: what it writes to memory that is not shared the parent does not see."""
         self._inherited = not self.shared
 
+    def begin_change(self) -> None:
+        """Called before rows are changed without a write: warns once if a forked process has a copy of its own.
+
+        >>> from engram import LazyTensorStorage
+        >>> LazyTensorStorage(4).begin_change()
+        """
+        if self._inherited:
+            self.check_inherited()
+
     def check_inherited(self) -> None:
         """Before the first write of a forked child to a copy of its own: warn, once."""
         self._inherited = False
