@@ -1,15 +1,18 @@
+import importlib
 import json
 import re
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from types import ModuleType
 
 import click.testing
 import pytest
 import torch
 
-from engram import LazyMemmapStorage, ReplayBuffer, __version__
+from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer, __version__
+from engram.checkpoint.checkpointer import Checkpointer
 from engram.cli import disk_speed, main
 from engram.cli.doctor import Finding, findings
 
@@ -87,7 +90,11 @@ def test_doctor_names_what_it_finds():
     found = {it.name: it for it in findings()}
     assert found["engram"] == Finding("engram", __version__, "ok", "")
     assert "loaded" in found["native core"].value
-    assert "natively" in found["native core"].value
+    assert found["torch"].value == version("torch")
+    loaded = {it.name: it for it in findings(load=True)}
+    assert loaded.keys() == found.keys()
+    assert loaded["native core"].value == f"{found['native core'].value}, sees tensors natively"
+    assert loaded["torch"].value.startswith(f"{torch.__version__}, ")
     assert set(found) >= {"Python", "GIL", "torch", "tensordict", "cores", "huge pages", "shared memory"}
     result = click.testing.CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
@@ -98,12 +105,68 @@ def test_doctor_fails_where_something_essential_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     result = click.testing.CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
-    assert re.search("^BAD  torch +does not import", result.output, re.MULTILINE)
+    assert re.search("^BAD  torch +not installed", result.output, re.MULTILINE)
+    loaded = click.testing.CliRunner().invoke(main, ["doctor", "--load"])
+    assert loaded.exit_code == 1
+    assert re.search("^BAD  torch +does not import", loaded.output, re.MULTILINE)
     found = json.loads(click.testing.CliRunner().invoke(main, ["doctor", "--json"]).stdout)
     assert not found["good"]
     assert [it["what"].partition(":")[0] for it in found["problems"]] == [
         it["name"] for it in found["checks"] if it["status"] == "BAD"
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "status"), [("2.10.1", "BAD"), ("2.11.0+cpu", "ok"), ("3.0a1", "ok"), ("1.13", "BAD")]
+)
+def test_doctor_knows_which_torch_is_too_old(said, status, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("engram.cli.doctor"), "version", lambda name: said)
+    assert {it.name: it for it in findings()}["torch"][1:3] == (said, status)
+
+
+#: What a user may ask without waiting for torch. FOLDER is a store's, SAVED that of checkpoints.
+WITHOUT_TORCH = [
+    ["doctor"],
+    ["doctor", "--json"],
+    ["doctor", "FOLDER"],
+    ["inspect", "FOLDER"],
+    ["inspect", "SAVED", "--all"],
+    ["diff", "FOLDER", "SAVED"],
+    ["verify", "FOLDER"],
+    ["verify", "SAVED"],
+    ["plan", "--capacity", "10", "--field", "a=float32"],
+    ["plan", "FOLDER", "--capacity", "10"],
+    *([name, "--help"] for name in main.commands),
+]
+
+
+@pytest.mark.timeout(300)
+def test_commands_that_need_no_torch_do_not_load_it(tmp_path, monkeypatch):
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(64, scratch_dir=tmp_path / "store"), sampler=PrioritizedSampler(64, 1, 1)
+    )
+    rb.extend({"obs": torch.zeros(40, 3), "done": torch.arange(40) % 8 == 7})
+    Checkpointer(tmp_path / "saved", rb).save(1)
+    rb.close()
+    places = {"FOLDER": str(tmp_path / "store"), "SAVED": str(tmp_path / "saved")}
+    asked = [[places.get(word, word) for word in words] for words in WITHOUT_TORCH]
+    code = (
+        "import json, sys\n"
+        "from click.testing import CliRunner\n"
+        "from engram.cli import main\n"
+        "from engram.cli import disk_speed\n"
+        "disk_speed._TRIAL = 1 << 20\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    result = CliRunner().invoke(main, words)\n"
+        "    print(json.dumps([words, result.exit_code, sorted({'torch', 'tensordict'} & set(sys.modules))]))\n"
+    )
+    program = [sys.executable, "-c", code, json.dumps(asked)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [it[0] for it in found] == asked
+    assert [it for it in found if it[2]] == []
+    assert all(code == 0 for words, code, _ in found if words[:2] != ["doctor", places["FOLDER"]]), found
+    assert {it[1] for it in found} <= {0, 2}  # 2: a file system whose files cannot be read past memory
 
 
 def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypatch):

@@ -1468,7 +1468,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         Of tensor storages also what all processes of the store have counted: ``sample_count``, rows sampled, and ``replay_ratio``, those
         per row inserted, since the buffer was emptied or loaded; ``add_per_s`` and ``sample_per_s``, rows, over the last 10 to 20
         seconds; ``sample_wait_ms_p50`` and ``_p99``, how long :meth:`sample` took in the last two minutes in which it was called, to a
-        fifth, from the first 256 calls of a minute and one in 32 of the others; ``checkpoint_age_s``, once a ``Checkpointer`` has saved. ``bytes_ram`` and ``bytes_disk`` are rows, tickets and indexes.
+        fifth, from the first 256 calls of a minute and one in 32 of the others; ``checkpoint_age_s``, once a ``Checkpointer`` has
+        saved. ``bytes_ram`` and ``bytes_disk`` are rows, tickets and indexes.
         Estimated from 4,096 rows are ``age_mean`` and ``age_p99``, in writes, ``priority_mean`` and ``priority_ess``, the number of
         equally likely rows that draws are as diverse as, beside ``priority_max``; and ``never_sampled_frac``, if ``usage_counted`` is 1, as
         :meth:`count_usage` was called. Buffers with ``readonly=True`` show these counts, and are not counted.

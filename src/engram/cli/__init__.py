@@ -108,8 +108,9 @@ def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: in
 
 @main.command()
 @click.argument("directory", required=False, type=_PATH)
+@click.option("--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and its devices.")
 @_JSON
-def doctor(directory: Path | None, as_json: bool) -> None:
+def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """Judge what engram finds on this machine: Python, torch, the native core, memory, limits, extras.
 
     With DIRECTORY, also say on which file system it lies, measure its disk for two seconds, and say how many batches per second to
@@ -123,7 +124,7 @@ def doctor(directory: Path | None, as_json: bool) -> None:
         from engram.cli.doctor import findings
         from engram.cli.show import show_findings
 
-        found = findings(None if directory is None else _folder(directory))
+        found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
             from engram.cli.disk_speed import disk_speed
 

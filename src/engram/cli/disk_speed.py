@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from engram._memory import available_memory, missing_share
+from engram._sizes import resident_bytes
 from engram._words import said_bytes
 from engram.cli.doctor import Finding
 from engram.format import files, layout
 from engram.format.describe import describe
 from engram.format.verify import read_store
-from engram.store.opening import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

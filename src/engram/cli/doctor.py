@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ _EXTRAS = {
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),
 }
+_LEAST_TORCH = (2, 11)
 _LEAST_SHARED = 1 << 30
 _LEAST_FILES = 1024
 _SHARED = "/dev/shm"  # noqa: S108 - only looked at
@@ -53,8 +55,13 @@ class Finding(NamedTuple):
     """What to do."""
 
 
-def findings(directory: Path | None = None) -> list[Finding]:
-    """What was found, in the order to show it. ``directory``: also on which file system that folder lies."""
+def findings(directory: Path | None = None, *, load: bool = False) -> list[Finding]:
+    """What was found, in the order to show it.
+
+    Args:
+        directory: also say on which file system that folder lies.
+        load: import torch, too, and say how it works; otherwise it is looked at as a package.
+    """
     is_new_enough = sys.version_info >= (3, 11)
     found = [
         Finding("engram", __version__),
@@ -65,9 +72,9 @@ def findings(directory: Path | None = None) -> list[Finding]:
             "" if is_new_enough else "engram needs Python 3.11 or newer.",
         ),
         Finding("GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"),
-        _torch(),
+        _loaded_torch() if load else _torch(),
         _package("tensordict"),
-        _core(),
+        _loaded_core() if load else _core(),
         Finding("cores", _cores()),
         Finding("memory", f"{available_memory() / 1e9:.1f} GB available to this process"),
         _shared_memory(Path(_SHARED)),
@@ -108,9 +115,23 @@ def file_system(directory: Path, mounts: Iterable[str]) -> Finding:
 
 
 def _torch() -> Finding:
+    """As it is installed: loading it takes longer than all else."""
+    if find_spec("torch") is None:
+        return Finding("torch", "not installed", "BAD", "Install it: pip install torch")
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return Finding("torch", "of an unknown version", "note", "Install it as a package: pip install torch")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _LEAST_TORCH:
+        return Finding("torch", found, "BAD", "engram needs torch 2.11 or newer: pip install --upgrade torch")
+    return Finding("torch", found)
+
+
+def _loaded_torch() -> Finding:
+    """As it works."""
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return Finding("torch", f"does not import: {error}", "BAD", "Install it: pip install torch")
     devices = f", {torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else ", CPU only"
     return Finding("torch", f"{torch.__version__}{devices}")
@@ -125,17 +146,26 @@ def _package(name: str) -> Finding:
 
 def _core() -> Finding:
     try:
-        from engram import _native
+        from engram import _core as core
     except ImportError as error:
         advice = (
             "Install engram again, with a wheel of this Python: pip install --force-reinstall --no-deps engram-replay"
         )
         return Finding("native core", f"does not load: {error}", "BAD", advice)
-    loaded = f"loaded, {_native.num_threads()} threads"
-    if _native.HAS_EXCHANGE:
-        return Finding("native core", f"{loaded}, sees tensors natively")
+    return Finding("native core", f"loaded, {core.num_threads()} threads")
+
+
+def _loaded_core() -> Finding:
+    """As it works with torch."""
+    try:
+        from engram._native import HAS_EXCHANGE
+    except (ImportError, OSError) as error:
+        return Finding("native core", f"does not load: {error}", "BAD", "The line on torch, or the next one, says why.")
+    found = _core()
+    if HAS_EXCHANGE:
+        return found._replace(value=f"{found.value}, sees tensors natively")
     advice = "A newer torch lets writes of small rows take less time."
-    return Finding("native core", f"{loaded}, without DLPack exchange: slower writes", "note", advice)
+    return found._replace(value=f"{found.value}, without DLPack exchange: slower writes", status="note", advice=advice)
 
 
 def _cores() -> str:

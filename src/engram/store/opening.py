@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram import _fork, _native
 from engram._memory import available_memory
+from engram._sizes import resident_bytes
 from engram._words import said_bytes, warn
 from engram.errors import CorruptStore, IncompatibleStore, UncleanStore
 from engram.format import files, layout
@@ -376,12 +377,6 @@ def _use_files(store: Store, directory: Path) -> None:
             f"{str(directory)!r}: tickets and priorities of {capacity} rows need {said_bytes(needed)} of memory, this process can have "
             f"{said_bytes(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
         )
-
-
-def resident_bytes(directory: Path, capacity: int) -> int:
-    """Of the store in a folder: bytes that every draw touches."""
-    indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
-    return layout.tickets_bytes(capacity) + indexes * _native.priority_bytes(capacity, True)
 
 
 def _attach_first(store: Store, directory: Path, unclean: str) -> None:
