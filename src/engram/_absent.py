@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-_LAYOUTS = "dumps and Checkpointer have one layout, which they write and read by themselves."
-
 _INSTEAD = {
-    **dict.fromkeys(
-        (
-            "CompressedListStorageCheckpointer",
-            "Flat2TED",
-            "FlatStorageCheckpointer",
-            "H5Combine",
-            "H5Split",
-            "H5StorageCheckpointer",
-            "ListStorageCheckpointer",
-            "Nested2TED",
-            "NestedStorageCheckpointer",
-            "StorageCheckpointerBase",
-            "StorageEnsembleCheckpointer",
-            "TED2Flat",
-            "TED2Nested",
-            "TensorStorageCheckpointer",
-        ),
-        _LAYOUTS,
-    ),
     "StreamingSliceSampler": "SliceSampler(window=…, online=True) begins each batch with the newest windows.",
     "RemoteTensorDictReplayBuffer": "RayReplayBuffer and ReplayBuffer.connect reach rows on other machines.",
     "StoreStorage": "engram serve hands a directory store to other machines.",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.output import Output
     from engram.fleet.members import Missing
+    from engram.layouts import StorageCheckpointerBase
     from engram.remote.streaming import Full
     from engram.storages import Storage
     from engram.types import Sampler, Writer
@@ -28,9 +29,6 @@ class LaterArguments(TypedDict, total=False):
     """Keywords of TorchRL's buffers that must change nothing here."""
 
     dim_extend: Annotated[int | None, Later("no call but the constructor")]
-    checkpointer: Annotated[
-        object, Later("a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)")
-    ]
     service_backend: Annotated[object, Later("no call but the constructor", ("direct",))]
     service_backend_options: Annotated[object, Later("service_backend='ray'")]
     transport: Annotated[object, Later("service_backend='ray'", ("auto", "direct"))]
@@ -41,6 +39,7 @@ class TorchRLArguments(LaterArguments, total=False):
     """Keywords of TorchRL's buffers, of the constructor and of ``open``."""
 
     compilable: bool | None
+    checkpointer: StorageCheckpointerBase | Callable[[], StorageCheckpointerBase] | None
     sample_unit: SampleUnit | None
     consume_after_n_samples: int | None
     delayed_init: bool | None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex
 from engram import _fork, samplers
 from engram.buffer.tracing import empty_of
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
+from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.pinning import pinning_for
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
@@ -46,6 +47,7 @@ class Arguments(NamedTuple):
     dim_extend: int | None
     shared: bool
     delayed_init: bool | None
+    checkpointer: object = None
 
     def made_later(self) -> bool:
         """Whether components are to be made at the first use: by default if a factory makes the transform."""
@@ -85,6 +87,10 @@ class Arguments(NamedTuple):
             pinning=pinning_for(self.pin_memory, call),
             generator=self.generator,
         )
+        if self.checkpointer:
+            storage.checkpointer = component(
+                self.checkpointer, StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
+            )
         wiring.unit = self.sample_unit
         wiring.connect(
             sampler,
@@ -94,11 +100,12 @@ class Arguments(NamedTuple):
         return wiring
 
 
-def taken_from(torchrl: TorchRL) -> tuple[SampleUnit | None, int | None, int | None, bool, bool | None]:
+def taken_from(torchrl: TorchRL) -> tuple[SampleUnit | None, int | None, int | None, bool, bool | None, object]:
     """Take out of TorchRL's keywords of a buffer those that :class:`Arguments` ends with."""
     unit = torchrl.pop("sample_unit", None)
     draws, dim = torchrl.pop("consume_after_n_samples", None), torchrl.pop("dim_extend", None)
-    return unit, draws, dim, bool(torchrl.pop("shared", False)), torchrl.pop("delayed_init", None)
+    shared, later = bool(torchrl.pop("shared", False)), torchrl.pop("delayed_init", None)
+    return unit, draws, dim, shared, later, torchrl.pop("checkpointer", None)
 
 
 class Assembled(Protocol):

@@ -1145,6 +1145,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
     dump = save = dumps
     load = loads
+    register_save_hook = alias("_wiring.storage.register_save_hook", "Change rows before ``dumps``: as of the storage.")
+    register_load_hook = alias("_wiring.storage.register_load_hook", "Change rows at ``loads``: as of the storage.")
 
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import finish_dump, replacing, standing
+from engram.layouts.parts import for_torchrl, is_laid_out
 from engram.persist import parts as saved_parts
 from engram.persist.components import check_blocks
 from engram.persist.foreign import foreign_format, foreign_state
@@ -112,7 +113,10 @@ class Saving:
             begun.prepare()
             with begun.paused:
                 dump = begun.take()
-            dump.save(folder, progress)
+                if dump.rows.needs_pause:
+                    dump.save(folder, progress)
+            if not dump.rows.needs_pause:
+                dump.save(folder, progress)
 
     def prepare_dump(self, prefetch: str) -> DumpPreparation:
         """Begin what :meth:`dumps` does. Raises ``ValueError``: ``prefetch`` is neither ``"save"`` nor ``"drop"``."""
@@ -121,7 +125,7 @@ class Saving:
         self._settle()
 
         def prepare() -> StoragePreparation:
-            return self._wiring.storage.prepare_snapshot(without=self._own_indexes(), whole=True)  # type: ignore[no-any-return]
+            return self._wiring.storage.prepare_dump(self._own_indexes())  # type: ignore[no-any-return]
 
         def parts() -> Parts:
             return self._parts((), drop_prefetched=prefetch == "drop")
@@ -302,10 +306,10 @@ class Saving:
             own = self._of_the_sampler(states) if convert else []
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = saved_parts.index_state(reader, states["sampler"])
-            if resize:
+            if resize and not is_laid_out(reader):
                 rows = self._prepare_conversion(reader, states)
             else:
-                rows = self._wiring.storage.prepare_part(reader, close_open=close_open, without=own)
+                rows = self._wiring.storage.prepare_dumped(reader, close_open=close_open, without=own)
             made = self._converted(states, found, where, convert=convert)
             return self._prepare(self._state_of_parts(made.states, where), rows, made, default_rng=default_rng)
 
@@ -534,6 +538,7 @@ class Dump(NamedTuple):
         with Work("saving", self.rows.nbytes, progress) as work:
             rows = self.rows.save(folder / saved_parts.STORAGE, work)
             infos = [rows.info, *saved_parts.write_parts(folder, self.parts)]
+            for_torchrl(folder, self.rows, self.parts.states["buffer"]["batch_size"])
         finish_dump(folder, infos, rows.shard)
 
 

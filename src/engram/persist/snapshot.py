@@ -37,6 +37,8 @@ class WholeSnapshot(NamedTuple):
     clock: int
     steps: int
     nbytes: int
+    needs_pause: bool = False
+    """Whether writers must wait until it is saved."""
 
     def fields(self, roles: Roles | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
         return ()
@@ -65,6 +67,8 @@ class RowsSnapshot(NamedTuple):
     """Of the rows."""
     copies: Sequence[Tensor] | None = None
     """Copies of all rows, by field. None: rows are read when they are written."""
+    needs_pause: bool = False
+    """Whether writers must wait until it is saved."""
 
     def fields(self, roles: Roles | None) -> Sequence[PartField]:
         schema = self.store.schema

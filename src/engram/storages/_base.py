@@ -16,17 +16,21 @@ from engram._checks import as_numbers
 from engram._closing import end
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.format.dumps import standing
+from engram.format.parts import PartReader
+from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages._port import Count, Port, Rows
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from engram.format.parts import PartReader
     from engram.format.schema import Schema
+    from engram.layouts.hooked import LoadHook, SaveHook
     from engram.limits import Rules
+    from engram.persist.components import Preparation
     from engram.store import Store
     from engram.types import Listener, RowsSource, StorageLoad, Write
 
@@ -360,6 +364,85 @@ class Storage(Declared, Dumpable, Port):
         """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""
         return None
 
+    #: What saves the rows and loads them; None: the storage itself does.
+    _checkpointer: StorageCheckpointerBase | None = None
+    _default_checkpointer: type[StorageCheckpointerBase] = TensorStorageCheckpointer
+
+    @property
+    def checkpointer(self) -> StorageCheckpointerBase:
+        """What :meth:`dumps` and ``rb.dumps`` save the rows with. None sets the default one.
+
+        >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
+        >>> storage = LazyTensorStorage(100)
+        >>> storage.checkpointer = FlatStorageCheckpointer()
+        >>> storage.checkpointer.is_plain
+        False
+        """
+        if self._checkpointer is None:
+            self._checkpointer = self._default_checkpointer()
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, given: StorageCheckpointerBase | None) -> None:
+        if not isinstance(given, StorageCheckpointerBase | None):
+            raise TypeError(f"checkpointer: expected a storage checkpointer, got {type(given).__name__}.")
+        self._checkpointer = given
+
+    def register_save_hook(self, hook: SaveHook) -> None:
+        """Call ``hook(data, path=folder)`` with the rows before they are saved, after earlier hooks; its result is saved.
+
+        The hook is the checkpointer's: it is not saved, and copies of the storage in other processes have it only if it was there before.
+
+        >>> from engram import LazyTensorStorage, TED2Flat
+        >>> storage = LazyTensorStorage(100)
+        >>> storage.register_save_hook(TED2Flat())
+        """
+        self.checkpointer.register_save_hook(hook)
+
+    def register_load_hook(self, hook: LoadHook) -> None:
+        """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks; its result becomes the rows.
+
+        >>> from engram import Flat2TED, LazyTensorStorage
+        >>> storage = LazyTensorStorage(100)
+        >>> storage.register_load_hook(Flat2TED())
+        """
+        self.checkpointer.register_load_hook(hook)
+
+    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> Preparation[Any]:
+        """What takes a snapshot. ``without``: indexes that others save. ``whole``: copy the rows, if that is short."""
+        return super().prepare_snapshot()
+
+    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+        """The state of a storage of tensors but for its rows. Raises ``TypeError``: it is another."""
+        raise TypeError(f"expected a storage of tensors, got a {type(self).__name__}.")
+
+    def prepare_dump(self, without: Sequence[tuple[str, str]] = ()) -> Any:
+        """What takes the snapshot for a dump, in the form that the checkpointer saves."""
+        known = None if self._checkpointer is None else self._checkpointer.preparation(self, without)
+        return known or self.prepare_snapshot(without=without, whole=True)
+
+    def prepare_dumped(
+        self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+    ) -> StorageLoad:
+        """Check a part of a dump, in whichever form. Raises as :meth:`loads`; nothing is changed."""
+        known = self.checkpointer.prepare_load(self, reader, without)
+        return known or self.prepare_part(reader, close_open=close_open, without=without)
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the rows as a folder, which in one step replaces one that was saved there: as the :attr:`checkpointer` does.
+
+        Args:
+            path: a free name, an empty folder, or what an earlier call has made.
+
+        Raises:
+            FileExistsError: something else lies there. OSError: no space, or an I/O error. What lay there before still does.
+            TypeError: something that is neither a tensor nor a plain value; names the way to it.
+        """
+        if self._checkpointer is None or self._checkpointer.is_plain:
+            super().dumps(path)
+        else:
+            self._checkpointer.dumps(self, path)
+
     def loads(self, path: str | Path) -> None:
         """Replace what is stored by what :meth:`dumps` saved. Samplers hear of an emptied storage.
 
@@ -378,9 +461,14 @@ class Storage(Declared, Dumpable, Port):
         >>> int(rb[0])
         0
         """
-        super().loads(path)
-        self.notify(None, None)
+        if self._checkpointer is None or self._checkpointer.is_plain:
+            with PartReader.open(standing(Path(path))) as reader:
+                self.prepare_dumped(reader).commit()
+            self.notify(None, None)
+        else:
+            self._checkpointer.loads(self, path)
 
+    dump = save = dumps
     load = loads
 
     #: Whether it was closed.

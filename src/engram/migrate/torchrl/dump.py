@@ -24,16 +24,17 @@ from torch import Tensor
 from engram._dtypes import DTYPE_OF
 from engram._words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import schema as schemas
+from engram.format.folder import Folder, convert
 from engram.format.schema import DTYPES, Field, Node, Schema
-from engram.migrate.torchrl.folder import Folder, convert
+from engram.layouts.reading import rows_state
 from engram.migrate.torchrl.storage import MAX_ROWS, Count, Leaf, Shape, Storage
 from engram.persist.foreign import DumpedPriorities
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from engram.types import RowsTarget
+    from engram.layouts.reading import LayoutDump
+    from engram.types import RowsSource, RowsTarget
 
 #: Bytes that are read at a time.
 _PIECE = 16 << 20
@@ -147,23 +148,9 @@ class TorchRLDump:
 
         ``schema``: as :meth:`schema` made it.
         """
-        width = math.prod(self.columns)
-        slots, steps = self.capacity // width, self.length // width
-        seam = self.position // width % slots if self.length == self.capacity else 0
-        age = (torch.arange(steps, device="cpu") - seam) % max(steps, 1)  # of each slot: 0 is the oldest
-        numbers = (age[:, None] * width + torch.arange(width, device="cpu") + 1).reshape(-1)
-        return {
-            "schema": schemas.encode(schema).decode(),
-            "lanes": torch.tensor([[self.position, self.length, 0, 0]], device="cpu"),
-            "numbers": numbers,
-            "clock": self.length + 1,
-            "write_count": self.write_count,
-            "priorities": {},
-            "passes": {},
-            "windows": {},
-        }
+        return rows_state(schema, self.length, self.position, self.write_count)
 
-    def source(self, schema: Schema) -> DumpedRows:
+    def source(self, schema: Schema) -> RowsSource:
         """The rows, for the fields of a store."""
         return DumpedRows(self, schema)
 
@@ -200,6 +187,25 @@ class TorchRLDump:
             folder, parts = Folder(self.path), self._files[key]
             folder.read_into(_bytes(out), parts, field.row_bytes * self.capacity, field.row_bytes * first)
             _check_bools(out, folder.name(parts))
+
+
+@dataclass(frozen=True)
+class TorchRLSteps(TorchRLDump):
+    """A checked dump in which each observation was saved once: flat, nested or in an HDF5 file."""
+
+    _layout: LayoutDump
+
+    def schema(self, like: Schema | None = None, without: Collection[str] = ()) -> Schema:
+        return self._layout.schema(like, without)
+
+    def state(self, schema: Schema) -> dict[str, object]:
+        return self._layout.state(schema, self.write_count)
+
+    def source(self, schema: Schema) -> RowsSource:
+        return self._layout.source(schema)
+
+    def read_rows(self, key: tuple[str, ...], out: Tensor, first: int = 0) -> None:
+        self._layout.read_rows(key, out, first)
 
 
 class DumpedRows(NamedTuple):
@@ -246,7 +252,7 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
     Raises:
         CorruptCheckpoint: a missing, truncated, overlong or linked file, a description that is none or contradicts
             another, priorities that are not finite and at least 0. Names the file.
-        IncompatibleCheckpoint: a layout that is not read (flat, nested, HDF5, compressed, ensembles), a dtype that cannot be
+        IncompatibleCheckpoint: a layout that is not read (compressed, ensembles), a dtype that cannot be
             stored, another ``ndim`` or one above 2, more than ``max_bytes``.
         OSError: the folder is not there or not readable.
 
@@ -270,7 +276,8 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
         )
     position, count, ranks = _read_writer(folder, storage)
     priorities, drop_last = _read_sampler(folder, storage.length, storage.left_out)
-    dump = TorchRLDump(
+    found = {} if storage.layout is None else {"_layout": storage.layout}
+    dump = (TorchRLDump if storage.layout is None else TorchRLSteps)(
         path=folder.path,
         capacity=whole.capacity,
         columns=storage.columns,
@@ -286,6 +293,7 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
         rng_state=_read_rng(folder),
         left_out=(*_pickles(folder), *storage.left_out),
         _files=storage.files,
+        **found,
     )
     if dump.left_out:
         warn(

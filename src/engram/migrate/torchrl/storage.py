@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format.folder import convert
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS, MAX_FIELDS, Field, Node, validate_key
-from engram.migrate.torchrl.folder import convert
+from engram.layouts.keys import Keys
+from engram.layouts.parts import open_layout
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from engram.migrate.torchrl.folder import Folder
+    from engram.format.folder import Folder
+    from engram.layouts.reading import LayoutDump
 
 MAX_ROWS = 1 << 58
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _CLASS = re.compile(r"<class '([\w.<>]+)'>")
-#: Entries of a storage that TorchRL saved without repeating observations.
-_FLATTENED = ("is_full", "shift", "_storage_shape")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -54,6 +55,8 @@ class Storage:
         self.fields: list[Field] = []
         self.files: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.left_out: list[str] = []
+        #: The rows, where each observation was saved once; None: they were saved as they are.
+        self.layout: LayoutDump | None = None
         self.structure = Node("dict")
         #: Sizes of the dimensions that index rows, slots first.
         self.lead: tuple[int, ...] = ()
@@ -68,6 +71,10 @@ class Storage:
         return self.lead[1:]
 
     def read(self) -> None:
+        self.layout = open_layout(self.folder, ("storage",), Keys(), "loads")
+        if self.layout is not None:
+            self._take(self.layout)
+            return
         names = self.folder.names(("storage",))
         parts = ("storage", "storage_metadata.json")
         if parts[1] not in names:
@@ -80,6 +87,15 @@ class Storage:
         if not self.fields:
             raise IncompatibleCheckpoint(f"{self.folder.name(('storage',))}: expected at least one tensor, got none.")
         self._set_length(described.len, self.folder.name(parts))
+
+    def _take(self, found: LayoutDump) -> None:
+        """Note the fields of rows whose observations were saved once each."""
+        if len(found.columns) != self.ndim - 1:
+            raise IncompatibleCheckpoint(
+                f"{found.name}: expected {self.ndim} dimensions that index rows, as the storage has, got {1 + len(found.columns)}."
+            )
+        self.fields, self.structure, self.length = list(found.fields), found.structure, found.length
+        self.lead = (found.ring.slots, *found.columns)
 
     def _set_length(self, length: int, name: str) -> None:
         """TorchRL counts rows; a full storage may count fewer than it has, if its size is no multiple of the columns."""
@@ -147,9 +163,6 @@ class Storage:
 
     def _tensordict(self, meta: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...]) -> Node:
         name = self.folder.name((*parts, "meta.json"))
-        if not key and all(_type_of(meta.get(entry)) in _NOT_TENSORS for entry in _FLATTENED):
-            nested = any(isinstance(entry, dict) and entry.get("is_nested") for entry in meta.values())
-            _refuse("nested" if nested else "flat", name)
         shape = convert(meta.get("shape"), Shape, name)
         self._check_lead(shape, name)
         children: dict[str, Node] = {}
@@ -265,8 +278,6 @@ def _containers(tree: dict[str, Any]) -> Node:
 
 def _refuse_other_layouts(names: Collection[str], name: str) -> None:
     """Raise ``IncompatibleCheckpoint`` if the storage was saved in a layout that is not read."""
-    if any(entry.endswith(".h5") for entry in names):
-        _refuse("HDF5", name)
     if {"data_indices.json", "compressed_data"} & set(names):
         _refuse("compressed", name)
     if "metadata.json" in names or any(entry.isdecimal() for entry in names):

@@ -1,0 +1,391 @@
+"""What saves the rows of a storage, and loads them: in engram's own form, or in a layout that TorchRL reads, too."""
+
+from __future__ import annotations
+
+import abc
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engram.errors import IncompatibleCheckpoint
+from engram.format import disk
+from engram.format.dumps import replacing, standing
+from engram.format.part_reader import is_part
+from engram.format.parts import PartReader
+from engram.layouts.hooked import HookedSnapshot, is_hooked, prepare_hooked
+from engram.layouts.hooks import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
+from engram.layouts.keys import Keys
+from engram.layouts.parts import Layout, LayoutSnapshot, fields_of, is_layout, prepare_layout, ring_of, written_store
+from engram.layouts.writing import RowsWriter
+from engram.persist.components import Dumpable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from engram.layouts.hooked import LoadHook, SaveHook
+    from engram.layouts.parts import LaidOut
+    from engram.layouts.reading import LayoutDump
+    from engram.storages import Storage
+    from engram.types import StorageLoad
+
+
+class LayoutPreparation(NamedTuple):
+    """Takes a snapshot of a storage in the form that its checkpointer saves."""
+
+    checkpointer: TensorStorageCheckpointer
+    storage: LaidOut
+    without: Collection[tuple[str, str]]
+
+    def take(self) -> LayoutSnapshot | HookedSnapshot:
+        """The snapshot. Writers wait until it is saved."""
+        return self.checkpointer.snapshot(self.storage, self.without)
+
+
+class StorageCheckpointerBase(abc.ABC):
+    """Saves the rows of a storage and loads them. Base class of all storage checkpointers.
+
+    ``dumps(storage, path)`` and ``loads(storage, path)`` are what a checkpointer of one's own implements: ``storage.dumps(path)`` calls it.
+    ``rb.dumps`` takes the ones below only.
+
+    >>> from engram import StorageCheckpointerBase, TensorStorageCheckpointer
+    >>> isinstance(TensorStorageCheckpointer(), StorageCheckpointerBase)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._save_hooks: list[SaveHook] = []
+        self._load_hooks: list[LoadHook] = []
+
+    def register_save_hook(self, hook: SaveHook) -> None:
+        """Call ``hook(data, path=folder)`` with the rows before they are saved, after earlier hooks; its result is saved.
+
+        Args:
+            hook: takes and returns a TensorDict. It gets ``[T, *columns]`` slots of the storage, as live views; before, its attributes
+                ``shift`` and ``is_full`` are set, if it has them: the slot behind the newest one, and whether all slots are live.
+        """
+        self._save_hooks.append(hook)
+
+    def register_load_hook(self, hook: LoadHook) -> None:
+        """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks. It returns ``[T, *columns]`` slots again."""
+        self._load_hooks.append(hook)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it saves engram's own form, as a storage without a checkpointer does."""
+        return False
+
+    def preparation(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+        """What takes a snapshot for ``rb.dumps``; None: the storage's own."""
+        del storage, without
+        raise TypeError(
+            f"dumps: expected one of engram's storage checkpointers, got a {type(self).__name__}, which saves a storage alone. Call "
+            "rb.storage.dumps(path)."
+        )
+
+    def prepare_load(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad | None:
+        """Check a part that is not of the storage's own form; None: it is."""
+        if is_layout(reader):
+            return prepare_layout(storage, reader, without)
+        if is_hooked(reader):
+            if not self._load_hooks:
+                raise IncompatibleCheckpoint(
+                    f"{reader.folder}: hooks have changed what was saved, and none is registered here that changes it back. Use "
+                    "register_load_hook."
+                )
+            return prepare_hooked(storage, reader.folder, self._load_hooks, reader, without)
+        return None
+
+    @abc.abstractmethod
+    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """Save the rows of a storage in a folder."""
+
+    @abc.abstractmethod
+    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """Replace the rows of a storage by those of a folder."""
+
+
+class TensorStorageCheckpointer(StorageCheckpointerBase):
+    """Saves engram's own form, which a storage saves without a checkpointer, too. With hooks: what they return.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, TensorStorageCheckpointer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> _ = rb.extend(torch.arange(10))
+    >>> TensorStorageCheckpointer().dumps(rb.storage, "storage-checkpointer-example")
+    >>> other = LazyTensorStorage(100)
+    >>> TensorStorageCheckpointer().loads(other, "storage-checkpointer-example")
+    >>> len(other)
+    10
+    """
+
+    #: The layout that it saves whatever its hooks are; None: they say.
+    _layout: Layout | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that it saves, piece by piece; None: engram's own form, or what hooks return."""
+        if self._layout is not None or len(self._save_hooks) != 1:
+            return self._layout
+        hook = self._save_hooks[0]
+        for kind, known in (("flat", TED2Flat), ("nested", TED2Nested)):
+            if isinstance(hook, known) and type(hook).__call__ is known.__call__:
+                return Layout(kind, hook.keys, type(self).__name__)
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self._save_hooks and not self._load_hooks and self._layout is None
+
+    def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot | HookedSnapshot:
+        """What is saved, once writers wait. Raises as :meth:`dumps`."""
+        layout = self.layout
+        if layout is not None:
+            return LayoutSnapshot(storage, layout, without)
+        return HookedSnapshot(storage, self._save_hooks, type(self).__name__, without)
+
+    def preparation(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+        return LayoutPreparation(self, storage, without) if self._save_hooks or self._layout else None
+
+    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """Save the rows of a storage as a folder, which in one step replaces one that was saved there.
+
+        With a layout or hooks writers wait until all is written. TorchRL's checkpointer of the same name reads the folder.
+
+        Args:
+            storage: what is saved.
+            path: a free name, an empty folder, or what an earlier call has made.
+
+        Raises:
+            RuntimeError: nothing was ever written. FileExistsError: something else lies there. OSError: no space, or an I/O error.
+            IncompatibleCheckpoint: rows that the layout cannot hold; names the row. Nothing is left, what lay there stays.
+
+        Cost: reads each row once, and the files once more for their sums.
+        """
+        written_store(storage, type(self).__name__)
+        if not self._save_hooks and self._layout is None:
+            Dumpable.dumps(storage, Path(path))
+            return
+        with replacing(Path(path)) as folder, disk.batched_fsync(), storage.paused:
+            self.snapshot(storage).save(folder)
+
+    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """Replace the rows of a storage by those of a folder, in engram's form, or flat, nested or HDF5, engram's or TorchRL's.
+
+        Where engram saved it, tickets and priorities are as they were. TorchRL says neither: the oldest row gets the smallest ticket.
+
+        Raises:
+            CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: other fields or another size than the storage has, or no
+                such folder. Nothing is changed. OSError: it is not there.
+        """
+        folder = standing(Path(path))
+        if is_part(folder):
+            with PartReader.open(folder) as reader:
+                load = self.prepare_load(storage, reader, ()) or storage.prepare_part(reader)
+                load.commit()
+        else:
+            self._prepare_foreign(storage, folder).commit()
+        storage.notify(None, None)
+
+    def _prepare_foreign(self, storage: LaidOut, folder: Path) -> StorageLoad:
+        """Check a folder that engram did not write."""
+        layout = self._loading()
+        if layout is None:
+            if not self._load_hooks:
+                raise IncompatibleCheckpoint(
+                    f"{folder}: expected a storage that engram saved, or one saved flat, nested or as HDF5. Of a dump of TorchRL's, "
+                    "rb.loads reads the whole."
+                )
+            return prepare_hooked(storage, folder, self._load_hooks, None)
+        return prepare_dump(storage, layout.open(folder))
+
+    def _loading(self) -> Layout | None:
+        """The layout whose keys say how a folder is read; None: hooks say it."""
+        if self._layout is not None or not self._load_hooks:
+            return self._layout or Layout("flat", Keys(), type(self).__name__)
+        hook = self._load_hooks[0]
+        for known in (Nested2TED, Flat2TED):
+            if len(self._load_hooks) == 1 and isinstance(hook, known) and type(hook).__call__ is known.__call__:
+                return Layout("flat", hook.keys, type(self).__name__)
+        return None
+
+
+def prepare_dump(storage: LaidOut, dump: LayoutDump) -> StorageLoad:
+    """Check a layout that engram did not write for a storage: everything that can be damaged, if it holds rows that would be lost."""
+    here = storage.memory
+    schema = dump.schema(None if here is None else here.schema)
+    if here is not None and int(here.core.size()):
+        dump.verify()
+    return storage.prepare_rows(dump.state(schema), dump.source(schema))
+
+
+class ListStorageCheckpointer(TensorStorageCheckpointer):
+    """Saves a list of tensors or TensorDicts in engram's own form.
+
+    >>> import torch
+    >>> from engram import ListStorage, ListStorageCheckpointer, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=ListStorage(100))
+    >>> _ = rb.extend([torch.zeros(2), torch.zeros(3)])
+    >>> ListStorageCheckpointer().dumps(rb.storage, "list-checkpointer-example")
+    """
+
+    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """Save the items of a storage. Raises ``RuntimeError``: there are none. ``TypeError``: an item that is no tensor or TensorDict."""
+        if not len(storage):
+            raise RuntimeError(f"{type(self).__name__}: dumps: expected items, got a storage that was never written.")
+        if self._save_hooks:
+            raise TypeError(f"{type(self).__name__}: dumps: expected no hooks: items of a list are saved one by one.")
+        Dumpable.dumps(storage, Path(path))
+
+
+class CompressedListStorageCheckpointer(ListStorageCheckpointer):
+    """Saves a list of compressed items in engram's own form: they stay compressed.
+
+    >>> from engram import CompressedListStorageCheckpointer
+    >>> CompressedListStorageCheckpointer().is_plain
+    True
+    """
+
+
+class StorageEnsembleCheckpointer(ListStorageCheckpointer):
+    """Saves the members of an ensemble in engram's own form.
+
+    >>> from engram import StorageEnsembleCheckpointer
+    >>> StorageEnsembleCheckpointer().is_plain
+    True
+    """
+
+
+class FlatStorageCheckpointer(TensorStorageCheckpointer):
+    """Saves steps in TorchRL's format with each observation once, a file per field.
+
+    An observation is saved at its step; the next observation only of the last step of each trajectory. That takes nearly half the bytes
+    where observations are large. It is checked while it is written that nothing is lost: flags at the root are False, and
+    ``("next", key)`` is ``key`` of the next step, bit by bit, unless the step is ``done``.
+
+    Args:
+        done_keys: flags, as they are called at the root. Default: ``done``, ``truncated``, ``terminated``.
+        reward_keys: entries below ``"next"`` only. Default: ``reward``.
+
+    Rows of one lane; ``ndim > 1`` is possible. The rows after rows that were removed cannot be saved.
+
+    >>> import torch
+    >>> from engram import FlatStorageCheckpointer, LazyTensorStorage, TensorDictReplayBuffer
+    >>> from tensordict import TensorDict
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), checkpointer=FlatStorageCheckpointer())
+    >>> flag = torch.zeros(3, 1, dtype=torch.bool)
+    >>> after = TensorDict({"obs": torch.arange(1, 4), "reward": torch.ones(3, 1), "done": flag}, [3])
+    >>> _ = rb.extend(TensorDict({"obs": torch.arange(3), "done": flag, "next": after}, [3]))
+    >>> rb.dumps("flat-checkpointer-example")
+    >>> TensorDict.load_memmap("flat-checkpointer-example/storage")["obs"][:4].tolist()
+    [0, 1, 2, 3]
+    """
+
+    _kind = "flat"
+
+    def __init__(self, done_keys: Iterable[object] | None = None, reward_keys: Iterable[object] | None = None) -> None:
+        super().__init__()
+        keys = Keys.of(type(self).__name__, done_keys, reward_keys)
+        own: dict[str, Any] = {"done_keys": keys.flags, "reward_keys": keys.rewards}
+        flat = self._kind == "flat"
+        self._save_hooks.append((TED2Flat if flat else TED2Nested)(**own))
+        self._load_hooks.append((Flat2TED if flat else Nested2TED)(**own))
+
+
+class NestedStorageCheckpointer(FlatStorageCheckpointer):
+    """As :class:`FlatStorageCheckpointer`, with nested tensors of which each row is a trajectory. The bytes are the same.
+
+    >>> from engram import NestedStorageCheckpointer
+    >>> NestedStorageCheckpointer(reward_keys=("reward", ("agents", "reward"))).layout.kind
+    'nested'
+    """
+
+    _kind = "nested"
+
+
+class H5StorageCheckpointer(TensorStorageCheckpointer):
+    """As :class:`FlatStorageCheckpointer`, in one HDF5 file with a group per trajectory. Needs h5py: ``engram-replay[hdf5]``.
+
+    Args:
+        checkpoint_file: name of the file. A path that ends with ``.h5`` is the file itself, without engram's state beside it.
+        done_keys: flags. reward_keys: rewards.
+        h5_kwargs: for ``h5py.Group.create_dataset``, such as ``{"compression": "gzip"}``.
+        **kwargs: ``done_key``, ``shift_key`` and ``is_full_key`` of :class:`TED2Nested`.
+
+    dtypes that NumPy does not know, such as bfloat16, cannot be saved. A data set per trajectory and field is slow where trajectories are
+    short: about 0.1 ms each.
+
+    >>> from engram import H5StorageCheckpointer
+    >>> H5StorageCheckpointer(h5_kwargs={"compression": "gzip"}).layout.kind
+    'hdf5'
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint_file: str = "checkpoint.h5",
+        done_keys: Iterable[object] | None = None,
+        reward_keys: Iterable[object] | None = None,
+        h5_kwargs: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if "/" in checkpoint_file or not checkpoint_file.endswith(".h5"):
+            raise ValueError(
+                f"H5StorageCheckpointer: checkpoint_file: expected the name of a file *.h5, got {checkpoint_file!r}."
+            )
+        named = {"done_keys": done_keys, "reward_keys": reward_keys}
+        own: dict[str, Any] = {**kwargs, **{name: value for name, value in named.items() if value is not None}}
+        nested = TED2Nested(**own)
+        self._save_hooks += [nested, H5Split()]
+        own.pop("done_key", None)
+        self._load_hooks += [H5Combine(), Nested2TED(**own)]
+        self._layout = Layout("hdf5", nested.keys, type(self).__name__, checkpoint_file, dict(h5_kwargs or {}))
+
+    def register_save_hook(self, hook: SaveHook) -> None:
+        """Raises ``TypeError``: the file has its own form."""
+        raise TypeError(
+            f"H5StorageCheckpointer: register_save_hook: expected no hooks, as the file has its own form, got {hook!r:.80}."
+        )
+
+    def register_load_hook(self, hook: LoadHook) -> None:
+        """Raises ``TypeError``: the file has its own form."""
+        raise TypeError(
+            f"H5StorageCheckpointer: register_load_hook: expected no hooks, as the file has its own form, got {hook!r:.80}."
+        )
+
+    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """As :meth:`TensorStorageCheckpointer.dumps`; a ``path`` that ends with ``.h5`` becomes the file."""
+        target = Path(path)
+        if target.suffix != ".h5":
+            super().dumps(storage, path)
+            return
+        layout = self._laid()
+        if target.is_dir():
+            raise FileExistsError(
+                f"{layout.who}: dumps: expected a free name or a file to replace, got the folder {target}."
+            )
+        aside = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
+        try:
+            with storage.paused:
+                store = written_store(storage, layout.who)
+                ring = ring_of(store, layout.who)
+                writer = RowsWriter(fields_of(store, ring), ring, layout.keys, f"{layout.who}: dumps")
+                layout.write_file(aside, writer, ring.live * ring.width)
+            os.replace(aside, target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        disk.sync_folder(target.parent)
+
+    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+        """As :meth:`TensorStorageCheckpointer.loads`; a ``path`` that ends with ``.h5`` is the file."""
+        if Path(path).suffix != ".h5":
+            super().loads(storage, path)
+            return
+        prepare_dump(storage, self._laid().open_file(Path(path))).commit()
+        storage.notify(None, None)
+
+    def _laid(self) -> Layout:
+        assert self._layout is not None
+        return self._layout

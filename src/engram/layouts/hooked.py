@@ -1,0 +1,209 @@
+"""Storages that hooks of the user's change on their way to a folder and back."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+from tensordict import TensorDict
+
+from engram._dtypes import DTYPE_NAMES
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import disk, layout
+from engram.format import schema as schemas
+from engram.format.checkpoints import Cut, ShardRows, Totals
+from engram.format.files import Descriptor
+from engram.format.folder import Folder
+from engram.format.parts import NO_SCHEMA, PartWriter
+from engram.format.schema import Field, Node, Schema
+from engram.layouts.folders import METADATA
+from engram.layouts.parts import HOOKED, check_sums, fields_of, ring_of, summed, written_store
+from engram.layouts.reading import rows_state
+from engram.persist.components import described_state, read_state
+from engram.persist.rows import SavedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from engram.format.parts import PartReader
+    from engram.layouts.keys import Key
+    from engram.layouts.parts import LaidOut
+    from engram.types import RowsTarget, StorageLoad
+
+_ENTRY = "layout"
+
+
+class SaveHook(Protocol):
+    """Changes what is saved: ``[T, *columns]`` slots of a storage, of which those behind the live ones hold anything."""
+
+    def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict: ...
+
+
+class LoadHook(Protocol):
+    """Makes ``[T, *columns]`` slots of what a save hook returned."""
+
+    def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict: ...
+
+
+@runtime_checkable
+class _Timed(Protocol):
+    """A hook that wants to know which slot is the oldest."""
+
+    shift: int | None
+    is_full: bool | None
+
+
+class HookedSnapshot:
+    """A storage that hooks change when it is saved. Nobody may write to it until then.
+
+    Raises ``RuntimeError``: nothing was ever written.
+    """
+
+    #: Whether writers must wait until it is saved.
+    needs_pause = True
+
+    def __init__(
+        self, storage: LaidOut, hooks: Sequence[SaveHook], who: str, without: Collection[tuple[str, str]] = ()
+    ) -> None:
+        self._store, self._hooks, self._who = written_store(storage, who), hooks, who
+        self.state = storage.state_without_rows(without=without)
+        self._ring = ring_of(self._store, who)
+        self.nbytes = self._ring.live * self._ring.width * self._store.schema.row_bytes
+
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
+        """Write it into a new folder, as a part of a dump.
+
+        Raises:
+            TypeError: a hook returned no TensorDict, or something in it that is no tensor, which would be pickled.
+            OSError: no space, or an I/O error.
+        """
+        ring = self._ring
+        part = PartWriter(folder, "storage", HOOKED)
+        data = TensorDict(batch_size=(ring.slots, *ring.columns))
+        for key, tensor in fields_of(self._store, ring).items():
+            data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
+        for hook in self._hooks:
+            if isinstance(hook, _Timed):
+                hook.shift, hook.is_full = ring.shift, ring.full
+            data = hook(data, path=folder)
+            if not isinstance(data, TensorDict):
+                raise TypeError(
+                    f"{self._who}: dumps: expected a TensorDict from {hook!r:.80}, got a {type(data).__name__}."
+                )
+        data.memmap(folder, copy_existing=True)
+        live = ring.live * ring.width
+        disk.put(folder / METADATA, msgspec.json.encode({"metadata": {}, "is_pytree": False, "len": live}))
+        files = _files(folder)
+        if strange := [name for name in files if not name.endswith((".memmap", ".json"))]:
+            raise TypeError(
+                f"{self._who}: dumps: expected tensors from the hooks, got entries that are pickled: {strange[:5]}."
+            )
+        for name in files:
+            disk.finish(Descriptor.open(folder / name, os.O_RDWR))
+        info = part.finish(described_state(part, {**self.state, _ENTRY: summed(folder, files)}, "storage"))
+        if progress is not None:
+            progress(self.nbytes)
+        return SavedRows(info, ShardRows(Cut(self.state["clock"]), Totals(steps=live, episodes=0), NO_SCHEMA))
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the files below a folder, but for engram's."""
+    found = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return [path.as_posix() for path in found if path.parts[0] != layout.FOLDER]
+
+
+def is_hooked(reader: PartReader) -> bool:
+    """Whether a part holds a storage that hooks have changed."""
+    return reader.part == "storage" and reader.type == HOOKED
+
+
+def prepare_hooked(
+    storage: LaidOut, folder: Path, hooks: Sequence[LoadHook], reader: PartReader | None, without: Sequence[str] = ()
+) -> StorageLoad:
+    """Check what hooks make of a folder, for a storage.
+
+    Args:
+        storage: which.
+        folder: with a TensorDict.
+        hooks: called in order. What the last one returns is held in memory until it is committed.
+        reader: of the part that lies there; None: there is none, so that the rows are ``[0, len)``, the oldest first.
+        without: names of priorities that the caller loads.
+
+    Raises:
+        CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: other fields than in the storage, or pickles. Nothing
+            is changed.
+    """
+    state: dict[str, Any] | None = None
+    if reader is not None:
+        state = read_state(reader)
+        noted = state.pop(_ENTRY, None)
+        if not isinstance(noted, dict):
+            raise CorruptCheckpoint(f"{folder}: expected sums of the files, found none.")
+        check_sums(folder, noted)
+    if strange := [name for name in _files(folder) if not name.endswith((".memmap", ".json"))]:
+        raise IncompatibleCheckpoint(
+            f"{folder}: expected tensors, got {strange[:5]}, which may be pickles. They are never opened."
+        )
+    length = Folder(folder).json((METADATA,)).get("len")
+    if not isinstance(length, int) or length < 1:
+        raise CorruptCheckpoint(f"{folder / METADATA}: expected the number of rows, got {length!r:.40}.")
+    data = TensorDict.load_memmap(folder)
+    for hook in hooks:
+        data = hook(data, out=None)
+    slots = tuple(data.batch_size)
+    fields = {
+        (key,) if isinstance(key, str) else key: value.flatten(0, len(slots) - 1)
+        for key, value in data.items(True, True)
+    }
+    if not slots or not fields or length > min(map(len, fields.values())):
+        raise IncompatibleCheckpoint(
+            f"{folder}: expected at least {length} rows from the hooks, got the batch size {list(slots)}."
+        )
+    if state is None:
+        like = None if storage.memory is None else storage.memory.schema
+        schema = _schema(fields, slots, like)
+        state = rows_state(schema, length, length, length)
+    else:
+        schema = schemas.decode(state["schema"].encode(), str(folder))
+        state["priorities"] = {name: it for name, it in state["priorities"].items() if name not in without}
+    for field in schema.fields:
+        found = fields.get(field.key)
+        if found is None or DTYPE_NAMES.get(found.dtype) != field.dtype or tuple(found.shape[1:]) != field.shape:
+            got = "none" if found is None else f"{found.dtype} of shape {list(found.shape[1:])}"
+            raise IncompatibleCheckpoint(
+                f"{folder}: expected the field {field.key} {field.dtype} of shape {list(field.shape)} from the hooks, got {got}."
+            )
+    return storage.prepare_rows(state, _HookedRows([fields[field.key] for field in schema.fields], length))
+
+
+class _HookedRows(NamedTuple):
+    """Rows that hooks have made."""
+
+    columns: list[Tensor]
+    length: int
+
+    def fill(self, tensors: RowsTarget) -> None:
+        for number, (tensor, column) in enumerate(zip(tensors, self.columns, strict=True)):
+            rows = column[: self.length]
+            if tensors.put is not None:
+                tensors.put(number, 0, rows.cpu().contiguous())
+            else:
+                tensor[: self.length] = rows
+
+
+def _schema(fields: dict[Key, Tensor], slots: tuple[int, ...], like: Schema | None) -> Schema:
+    if like is not None:
+        return like
+    made, root = [], Node("tensordict", children={})
+    for number, (key, value) in enumerate(fields.items()):
+        node = root
+        for part in key[:-1]:
+            node = node.children.setdefault(part, Node("tensordict", children={}))
+        node.children[key[-1]] = Node("leaf", field=number)
+        made.append(Field(key, DTYPE_NAMES[value.dtype], tuple(value.shape[1:])))
+    capacity = len(next(iter(fields.values())))
+    return Schema(capacity, 1, slots[1:], tuple(made), root)

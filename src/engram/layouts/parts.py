@@ -1,0 +1,337 @@
+"""Storages saved in a layout: the files that TorchRL reads, and beside them engram's state, with sums of these files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
+from engram.format import disk, files, layout, sums
+from engram.format import schema as schemas
+from engram.format.checkpoints import Cut, ShardRows, Totals
+from engram.format.folder import Folder, convert
+from engram.format.parts import NO_SCHEMA, PartWriter
+from engram.layouts.folders import FolderLeaves, FolderSink
+from engram.layouts.hdf5 import HDF5Leaves, HDF5Sink
+from engram.layouts.keys import Keys
+from engram.layouts.reading import LayoutDump
+from engram.layouts.steps import Ring
+from engram.layouts.writing import RowsWriter
+from engram.persist.components import described_state, read_state
+from engram.persist.rows import SavedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from engram.format.parts import PartReader
+    from engram.layouts.keys import Key
+    from engram.store import Store
+    from engram.types import RowsSource, StorageLoad, Traits
+
+_READ = 4 << 20
+#: What a part that hooks have changed calls itself.
+HOOKED = "HookedLayout"
+_ENTRY = "layout"
+
+
+class LaidOut(Protocol):
+    """The storage that is saved or loaded."""
+
+    memory: Store | None
+    traits: Traits
+
+    @property
+    def paused(self) -> AbstractContextManager[object]: ...
+
+    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]: ...
+
+    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad: ...
+
+
+class Layout(NamedTuple):
+    """Which files rows are saved in."""
+
+    kind: str
+    """``flat``, ``nested`` or ``hdf5``."""
+    keys: Keys
+    who: str
+    """What messages begin with."""
+    file: str = "checkpoint.h5"
+    """Name of the HDF5 file."""
+    options: Mapping[str, Any] = {}
+    """Of its data sets."""
+
+    @property
+    def part(self) -> str:
+        """What a part of this layout calls itself."""
+        return _PART_OF[self.kind]
+
+    def write(self, folder: Path, fields: Mapping[Key, Tensor], ring: Ring) -> list[str]:
+        """Write rows into a folder that exists. Returns the names of the files. Raises as :class:`RowsWriter`; ``OSError``."""
+        writer = RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
+        length = ring.live * ring.width
+        if self.kind == "hdf5":
+            self.write_file(folder / self.file, writer, length)
+            return [self.file]
+        sink = FolderSink(folder, nested=self.kind == "nested")
+        writer.write(sink)
+        sink.finish(length)
+        return sink.files
+
+    def write_file(self, path: Path, writer: RowsWriter, length: int) -> None:
+        """Write an HDF5 file, where nothing is yet."""
+        with HDF5Sink(path, self.options, self.who) as sink:
+            writer.write(sink)
+            sink.finish(length)
+        disk.finish(files.Descriptor.open(path, os.O_RDWR))
+
+    def open(self, folder: Path) -> LayoutDump:
+        """Describe and check the layout in a folder. Raises as :func:`open_layout`."""
+        found = open_layout(Folder(folder), (), self.keys, self.who, self.file)
+        if found is None:
+            raise IncompatibleCheckpoint(
+                f"{self.who}: loads: {folder}: expected a storage saved flat, nested or as an HDF5 file, found none."
+            )
+        return found
+
+    def open_file(self, path: Path) -> LayoutDump:
+        """As :meth:`open`, of an HDF5 file."""
+        return LayoutDump(HDF5Leaves(path, self.who, _done(self.keys), (self.keys.full, self.keys.shift)), self.keys)
+
+
+_PART_OF = {"flat": "FlatLayout", "nested": "NestedLayout", "hdf5": "HDF5Layout"}
+_KIND_OF = {part: kind for kind, part in _PART_OF.items()}
+
+
+def open_layout(
+    folder: Folder, parts: tuple[str, ...], keys: Keys, who: str, file: str | None = None
+) -> LayoutDump | None:
+    """Describe and check the layout that lies in a folder, whichever it is; None: there is none.
+
+    Args:
+        folder: what lies around it.
+        parts: names of the folders that it lies in, below that.
+        keys: which entries are flags and rewards.
+        who: what messages begin with.
+        file: name of an HDF5 file; None: the only one there.
+
+    Raises:
+        CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps. ImportError: an HDF5 file, and no h5py.
+    """
+    names = keys.full, keys.shift
+    if FolderLeaves.recognised(folder, parts):
+        return LayoutDump(FolderLeaves(folder, parts, names), keys)
+    found = [name for name in folder.names(parts) if name.endswith(".h5")]
+    name = file if file in found else found[0] if len(found) == 1 else None
+    if name is None:
+        return None
+    folder.open((*parts, name)).close()  # a file, and no link to another
+    return LayoutDump(HDF5Leaves(folder.name((*parts, name)), who, _done(keys), names), keys)
+
+
+def _done(keys: Keys) -> Key:
+    return keys.done[1:] if keys.done[0] == "next" else keys.done
+
+
+def ring_of(store: Store, who: str) -> Ring:
+    """The ring that a store's rows are in.
+
+    Raises:
+        RuntimeError: it has no rows. IncompatibleCheckpoint: rows of several lanes, or removed ones between others.
+    """
+    schema = store.schema
+    if schema.lanes > 1:
+        raise IncompatibleCheckpoint(
+            f"{who}: dumps: expected rows of one lane, got {schema.lanes} lanes, whose cursors this layout has no place for. Save them "
+            "without it, or use ndim=2."
+        )
+    position, length = store.lane_states()[0, :2].tolist()
+    if not length:
+        raise RuntimeError(f"{who}: dumps: expected rows, got none: the storage is empty.")
+    width = torch.Size(schema.columns).numel()
+    full = length == schema.capacity
+    if int(store.core.void_rows) or length % width or (not full and position % schema.capacity != length):
+        raise IncompatibleCheckpoint(
+            f"{who}: dumps: expected rows [0, {length}), got some of others, as rows between them were removed: this layout cannot say "
+            "which. Save them without it."
+        )
+    slots = schema.capacity // width
+    shift = position // width % slots or slots
+    return Ring(slots, schema.columns, shift, full)
+
+
+def fields_of(store: Store, ring: Ring) -> dict[Key, Tensor]:
+    """The fields of a store, ``[T, W, *shape]``. Views."""
+    tensors = store.tensors
+    return {
+        field.key: tensor.view(ring.slots, ring.width, *tensor.shape[1:])
+        for field, tensor in zip(store.schema.fields, tensors, strict=True)
+    }
+
+
+class LayoutSnapshot:
+    """A storage that is saved in a layout. Nobody may write to it until then.
+
+    Args:
+        storage: which; its writers are paused.
+        layout: the layout.
+        without: names and kinds of indexes that others save.
+
+    Raises:
+        RuntimeError: nothing was ever written. TypeError: it has no fields.
+    """
+
+    #: Whether writers must wait until it is saved.
+    needs_pause = True
+
+    def __init__(self, storage: LaidOut, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
+        self._store = written_store(storage, laid.who)
+        self._layout = laid
+        self.state = storage.state_without_rows(without=without)
+        self._ring = ring_of(self._store, laid.who)
+        self.nbytes = self._ring.live * self._ring.width * self._store.schema.row_bytes
+        self._moment = self._now()
+
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
+        """Write it into a new folder, as a part of a dump.
+
+        Raises:
+            IncompatibleCheckpoint: the rows are no steps that follow each other; names the row.
+            RuntimeError: rows were written since. OSError: no space, or an I/O error.
+        """
+        laid = self._layout
+        part = PartWriter(folder, "storage", laid.part)
+        written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
+        if self._now() != self._moment:
+            raise RuntimeError(
+                f"{laid.who}: dumps: expected that nobody writes meanwhile, got rows that were written. Save it again."
+            )
+        keys = {"done_keys": sorted(map(list, laid.keys.flags)), "reward_keys": sorted(map(list, laid.keys.rewards))}
+        noted = {"file": laid.file, **keys, **summed(folder, written)}
+        info = part.finish(described_state(part, {**self.state, _ENTRY: noted}, "storage"))
+        for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
+            disk.sync_folder(below)
+        if progress is not None:
+            progress(self.nbytes)
+        steps = self._ring.live * self._ring.width
+        return SavedRows(info, ShardRows(Cut(self.state["clock"]), Totals(steps=steps, episodes=0), NO_SCHEMA))
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Where TorchRL's writer goes on, and how many slots were ever written."""
+        ring = self._ring
+        return {"cursor": ring.shift % ring.slots, "write_count": int(self.state["write_count"]) // ring.width}
+
+    def _now(self) -> tuple[int, int]:
+        return int(self._store.core.next_ticket), int(self._store.core.write_count)
+
+
+def for_torchrl(folder: Path, snapshot: object, batch_size: object) -> None:
+    """Beside a storage in a layout, write what TorchRL's ``loads`` of a buffer with a uniform sampler reads, too."""
+    if isinstance(snapshot, LayoutSnapshot):
+        disk.put(folder / "buffer_metadata.json", msgspec.json.encode({"batch_size": batch_size}))
+        disk.put(folder / "writer" / "metadata.json", msgspec.json.encode(snapshot.cursor))
+
+
+def written_store(storage: LaidOut, who: str) -> Store:
+    """The store of a storage. Raises ``RuntimeError``: nothing was ever written. ``TypeError``: it has none."""
+    store = storage.memory
+    if store is not None:
+        return store
+    if not storage.traits.has_fields:
+        raise TypeError(
+            f"{who}: expected a storage of tensors, got a {type(storage).__name__}. Save it without this layout."
+        )
+    raise RuntimeError(f"{who}: dumps: expected rows, got a storage that was never written.")
+
+
+def is_layout(reader: PartReader) -> bool:
+    """Whether a part holds a storage in a layout."""
+    return reader.part == "storage" and reader.type in _KIND_OF
+
+
+def is_laid_out(reader: PartReader) -> bool:
+    """Whether a part holds a storage in another form than its own."""
+    return reader.type == HOOKED or is_layout(reader)
+
+
+def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] = ()) -> StorageLoad:
+    """Check a part in a layout for a storage: its sums first.
+
+    Args:
+        storage: which.
+        reader: of the part.
+        without: names of priorities that the caller loads.
+
+    Raises:
+        CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: another schema. Nothing is changed.
+    """
+    state: dict[str, Any] = read_state(reader)
+    noted = state.pop(_ENTRY, None)
+    root = str(reader.folder)
+    if not isinstance(noted, dict) or not isinstance(state.get("schema"), str):
+        raise CorruptCheckpoint(f"{root}: expected what the layout notes, found nothing.")
+    check_sums(reader.folder, noted)
+    flags, rewards = (
+        frozenset(map(tuple, convert(noted.get(name), list[list[str]], root))) for name in ("done_keys", "reward_keys")
+    )
+    keys = Keys()._replace(flags=flags, rewards=rewards)
+    dump = Layout(_KIND_OF[reader.type], keys, "loads", convert(noted.get("file"), str, root)).open(reader.folder)
+    try:
+        schema = schemas.decode(state["schema"].encode(), root)
+    except (ValueError, CorruptStore, IncompatibleStore) as error:
+        raise CorruptCheckpoint(f"{root}: {error}") from error
+    expected = [(field.key, field.dtype, field.shape) for field in schema.fields]
+    found = {(field.key, field.dtype, field.shape) for field in dump.fields}
+    if (schema.capacity, schema.columns) != (dump.capacity, dump.columns) or not found.issuperset(expected):
+        raise CorruptCheckpoint(f"{root}: expected the rows of its schema, got others.")
+    kept = {name: it for name, it in state["priorities"].items() if name not in without}
+    return storage.prepare_rows({**state, "priorities": kept}, dump.source(schema))
+
+
+def summed(folder: Path, names: Sequence[str]) -> dict[str, object]:
+    """Names, sizes and sums of files, as a state has them."""
+    described, packed = [], bytearray()
+    for name in names:
+        size, raw = _sums_of(Folder(folder), tuple(name.split("/")), None)
+        described.append([name, size])
+        packed += raw
+    return {"files": described, "sums": torch.frombuffer(packed, dtype=torch.uint8).clone()}
+
+
+def check_sums(folder: Path, noted: Mapping[str, Any]) -> None:
+    """Raise ``CorruptCheckpoint`` unless files are as they were; names the file."""
+    described = convert(noted.get("files"), list[tuple[str, int]], str(folder))
+    expected, at = noted.get("sums"), 0
+    raw = expected.numpy().tobytes() if isinstance(expected, torch.Tensor) and expected.dtype is torch.uint8 else b""
+    for name, size in described:
+        found = _sums_of(Folder(folder), tuple(name.split("/")), size)[1]
+        if found != raw[at : at + len(found)]:
+            raise CorruptCheckpoint(
+                f"{folder / name}: expected the sum that it was saved with, got another. Nothing was changed."
+            )
+        at += len(found)
+
+
+def _sums_of(folder: Folder, parts: tuple[str, ...], size: int | None) -> tuple[int, bytes]:
+    """Bytes and sums of a file."""
+    summing = sums.Summing()
+    with folder.open(parts, size) as fd:
+        nbytes = os.fstat(fd).st_size
+        memory = memoryview(bytearray(min(_READ, nbytes)))
+        for at in itertools.count(0, _READ):
+            piece = memory[: max(0, min(_READ, nbytes - at))]
+            if not piece:
+                return nbytes, sums.pack(summing.done())
+            if disk.read(fd, piece, at) < len(piece):
+                raise CorruptCheckpoint(f"{folder.name(parts)}: it became shorter while it was read.")
+            summing.update(piece)
+    raise AssertionError  # the loop ends

@@ -1,0 +1,278 @@
+"""A layout, as rows of a storage: piece by piece, each observation where it was seen before and after."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from engram._dtypes import DTYPE_OF
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import schema as schemas
+from engram.format.schema import Field, Node, Schema
+from engram.layouts.keys import origins_of
+from engram.layouts.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+    from engram.layouts.keys import Key, Keys, Origin
+    from engram.layouts.steps import Ring
+    from engram.types import RowsTarget
+
+#: Bytes of rows that are brought into order at a time.
+_PIECE = 16 << 20
+
+
+class Leaf(NamedTuple):
+    """An entry of a layout."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of one step."""
+    expanded: bool
+    """Whether it has next observations."""
+
+
+class Leaves(Protocol):
+    """A layout that lies somewhere. Everything raises ``CorruptCheckpoint``: it is damaged."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def ring(self) -> Ring: ...
+
+    @property
+    def length(self) -> int:
+        """Live rows, as it says."""
+
+    @property
+    def leaves(self) -> Mapping[Key, Leaf]: ...
+
+    def read(self, key: Key, first: int, n: int) -> Tensor:
+        """``n`` values of an entry, ``[n, *shape]``, from the ``first`` on. To be read only."""
+
+    def check(self, steps: Steps) -> None:
+        """Check that entries are as long as these steps say."""
+
+    def verify(self) -> None:
+        """Read all of it, if that can fail."""
+
+
+class LayoutDump:
+    """The rows of a layout.
+
+    Args:
+        leaves: where it lies.
+        keys: which entries are flags and rewards.
+
+    Raises:
+        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: the entry with the ends of trajectories is none.
+    """
+
+    def __init__(self, leaves: Leaves, keys: Keys) -> None:
+        self._leaves, self.ring = leaves, leaves.ring
+        self.columns = self.ring.columns
+        entries = leaves.leaves
+        done = keys.done[1:] if keys.done[0] == "next" else keys.done
+        if done not in entries or done not in keys.flags:
+            raise IncompatibleCheckpoint(
+                f"{leaves.name}: expected the entry {done}, a flag that says where trajectories end, got {sorted(entries)}. Name it: "
+                "done_keys=…."
+            )
+        flag = entries[done]
+        if flag.dtype != "bool" or flag.expanded or math.prod(flag.shape) != 1:
+            raise IncompatibleCheckpoint(
+                f"{leaves.name}: {done}: expected one bool per step, got {flag.dtype} of shape {list(flag.shape)}."
+            )
+        slots, width = self.ring.slots, self.ring.width
+        self.capacity = slots * width
+        live = -(-leaves.length // width)
+        if live != self.ring.live or (live == slots) != self.ring.full:
+            raise CorruptCheckpoint(
+                f"{leaves.name}: expected {self.ring.live * width} rows, as it says that it is {'' if self.ring.full else 'not '}full and "
+                f"that slot {self.ring.shift - 1} of {slots} was written last, got {leaves.length}."
+            )
+        self.length = live * width
+        self._origins = origins_of({key: leaf.expanded for key, leaf in entries.items()}, keys)
+        self._steps = Steps(
+            self.ring, checked_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
+        )
+        leaves.check(self._steps)
+        self.fields = tuple(
+            Field(key, entries[entry].dtype, entries[entry].shape) for key, (entry, _) in self._origins.items()
+        )
+
+    @property
+    def name(self) -> str:
+        return self._leaves.name
+
+    @property
+    def position(self) -> int:
+        """Position that the next row gets: rows ``[position - length, position)`` are live."""
+        return self.length + (self.ring.shift % self.ring.slots * self.ring.width if self.ring.full else 0)
+
+    @property
+    def structure(self) -> Node:
+        """TensorDicts with the fields."""
+        root = Node("tensordict", children={})
+        for number, field in enumerate(self.fields):
+            node = root
+            for part in field.key[:-1]:
+                node = node.children.setdefault(part, Node("tensordict", children={}))
+            node.children[field.key[-1]] = Node("leaf", field=number)
+        return root
+
+    def schema(self, like: Schema | None, without: Collection[str] = ()) -> Schema:
+        """The schema of a store with these rows.
+
+        Args:
+            like: of the store that there is: its fields are taken, in its order. Flags at the root may be missing there.
+            without: entries at the root to leave out where the store has none.
+
+        Raises:
+            IncompatibleCheckpoint: the store has other fields.
+        """
+        if like is None:
+            kept = [field for field in self.fields if field.key[0] not in without]
+            numbers = {field.key: number for number, field in enumerate(kept)}
+            structure = _pruned(
+                self.structure, {i: numbers[f.key] for i, f in enumerate(self.fields) if f.key in numbers}
+            )
+            return Schema(self.capacity, 1, self.columns, tuple(kept), structure)
+        here = {field.key: field for field in like.fields}
+        found = {field.key: field for field in self.fields}
+        optional = {key for key, (_, origin) in self._origins.items() if origin.key is None}
+        optional |= {key for key in found if key[0] in without}
+        missing, extra = sorted(here.keys() - found.keys()), sorted(found.keys() - here.keys() - optional)
+        if missing or extra:
+            raise IncompatibleCheckpoint(
+                f"{self.name}: expected the fields of this storage; missing are {missing}, and it does not have {extra}."
+            )
+        for key, field in here.items():
+            if (field.dtype, field.shape) != (found[key].dtype, found[key].shape):
+                raise IncompatibleCheckpoint(
+                    f"{self.name}: field {key}: expected {field.dtype} of shape {list(field.shape)}, as in this storage, got "
+                    f"{found[key].dtype} of shape {list(found[key].shape)}."
+                )
+        return msgspec.structs.replace(like, capacity=self.capacity, columns=self.columns, grouped=0)
+
+    def state(self, schema: Schema, write_count: int | None = None) -> dict[str, object]:
+        """The state without rows of a tensor storage with these rows: the oldest has the smallest ticket."""
+        return rows_state(schema, self.length, self.position, self.position if write_count is None else write_count)
+
+    def source(self, schema: Schema) -> LayoutRows:
+        """The rows, for the fields of a store of that schema."""
+        unknown = sorted({field.key for field in schema.fields} - self._origins.keys())
+        if unknown:
+            raise CorruptCheckpoint(f"{self.name}: expected the fields {unknown}, found none.")
+        return LayoutRows(self, schema)
+
+    def verify(self) -> None:
+        """Read what can be damaged without that its size says so. Raises ``CorruptCheckpoint``."""
+        self._leaves.verify()
+        for key, leaf in self._leaves.leaves.items():
+            if leaf.dtype == "bool" and not leaf.expanded:
+                size = max(1, math.prod(leaf.shape))
+                for first in range(0, self.capacity, step := max(1, _PIECE // size)):
+                    checked_bools(
+                        self._leaves.read(key, first, min(step, self.capacity - first)), f"{self.name}: {key}"
+                    )
+
+    def rows(self, origin: Origin, shape: Sequence[int], dtype: torch.dtype, piece: tuple[int, int]) -> Tensor:
+        """The values of a field in steps ``(time, n)`` of all columns, ``[n, W, *shape]``."""
+        time, n = piece
+        ring = self.ring
+        out = torch.zeros((n, ring.width, *shape), dtype=dtype, device="cpu")
+        if origin.key is None or not out.numel():
+            return out
+        for column in range(ring.width):
+            if origin.expanded:
+                places = self._steps.places(column, time, n) + origin.ahead
+                first = int(places[0])
+                values = self._leaves.read(origin.key, first, int(places[-1]) - first + 1)
+                values = values[places - first]
+            else:
+                values = self._leaves.read(origin.key, column * ring.slots + time, n)
+            out[:, column] = checked_bools(values, f"{self.name}: {origin.key}")
+        return out
+
+    def read_rows(self, key: Key, out: Tensor, first: int) -> None:
+        """Copy the rows of a field from the ``first`` on into ``out``, ``[n, *shape]``."""
+        width = self.ring.width
+        for time, slot, n in self.ring.pieces(max(1, _PIECE // max(1, out[:1].nbytes * width))):
+            begin, end = max(slot * width, first), min((slot + n) * width, first + len(out))
+            if begin < end:
+                rows = self.rows(self.origin(key), out.shape[1:], out.dtype, (time, n)).flatten(0, 1)
+                out[begin - first : end - first] = rows[begin - slot * width : end - slot * width]
+
+    def origin(self, key: Key) -> Origin:
+        return self._origins[key][1]
+
+
+class LayoutRows(NamedTuple):
+    """The rows of a layout, for a store."""
+
+    dump: LayoutDump
+    schema: Schema
+
+    def fill(self, tensors: RowsTarget) -> None:
+        """Read them into the fields of a store, ``[capacity, *shape]`` each."""
+        ring = self.dump.ring
+        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
+            origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
+            for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
+                rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
+                first = slot * ring.width
+                if tensors.put is not None:
+                    tensors.put(number, first, rows)
+                else:
+                    tensor[first : first + len(rows)] = rows
+
+
+def rows_state(schema: Schema, length: int, position: int, write_count: int) -> dict[str, object]:
+    """The state without rows of a tensor storage of one lane: the oldest row has the smallest ticket.
+
+    Args:
+        schema: with the capacity.
+        length: live rows, whole slots.
+        position: that the next row gets.
+        write_count: rows ever written.
+    """
+    width = math.prod(schema.columns)
+    slots, steps = schema.capacity // width, length // width
+    seam = position // width % slots if length == schema.capacity else 0
+    age = (torch.arange(steps, device="cpu") - seam) % max(steps, 1)  # of each slot: 0 is the oldest
+    numbers = (age[:, None] * width + torch.arange(width, device="cpu") + 1).reshape(-1)
+    return {
+        "schema": schemas.encode(schema).decode(),
+        "lanes": torch.tensor([[position, length, 0, 0]], device="cpu"),
+        "numbers": numbers,
+        "clock": length + 1,
+        "write_count": write_count,
+        "priorities": {},
+        "passes": {},
+        "windows": {},
+    }
+
+
+def checked_bools(values: Tensor, name: str) -> Tensor:
+    """Values. Raises ``CorruptCheckpoint``: bytes of bools are neither 0 nor 1, of which torch makes anything."""
+    if values.dtype is torch.bool and values.numel() and int(values.contiguous().view(torch.uint8).max()) > 1:
+        raise CorruptCheckpoint(f"{name}: expected bools, got bytes other than 0 and 1.")
+    return values
+
+
+def _pruned(node: Node, numbers: Mapping[int, int]) -> Node:
+    """The structure with other numbers of fields, without fields that have none."""
+    if node.kind == "leaf":
+        return Node("leaf", field=numbers[node.field or 0])
+    kept = {k: it for k, it in node.children.items() if it.kind != "leaf" or (it.field or 0) in numbers}
+    pruned = {key: _pruned(it, numbers) for key, it in kept.items()}
+    return Node("tensordict", children={key: it for key, it in pruned.items() if it.kind == "leaf" or it.children})
