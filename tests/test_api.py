@@ -112,6 +112,7 @@ NAMES = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
+    "StreamingSliceSampler",
     "StatefulReplay",
     "StepScheduler",
     "Storage",

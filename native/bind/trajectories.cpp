@@ -58,7 +58,8 @@ struct Batched {
   bool shown;     // with rows
   bool numbered;  // with tickets
   bool flat;      // [n * length, ...]; else [n, length, ...]
-  std::span<std::int64_t> taken;  // by the online queue, for each track; empty: there is none
+  std::span<std::int64_t> taken;  // by the queue, for each track; empty: there is none
+  bool streaming = false;         // the queue is that of completed windows, else the online one
 };
 
 // Windows in new tensors: one per field of the layout, which are those of the store or none; the rows, then marks, weights and
@@ -233,12 +234,13 @@ struct BoundSpec {
 // The key of a choice, by its attempt; the first is the batch's own.
 std::uint64_t key_of(std::uint64_t key, std::uint64_t attempt) { return key + attempt * 0x9E3779B97F4A7C15ull; }
 
-// Chooses from the online queue first, if there is one; what replaces moved windows does not come from it.
+// Chooses from the queue first, if there is one; what replaces moved windows does not come from it.
 ChooseWindows chosen_by(Trajectories& table, const WindowSpec& spec, const Batched& batched, ChooseWindows choose) {
   if (batched.taken.empty()) return choose;
   return [&table, &spec, &batched, choose](std::uint64_t n, std::uint64_t attempt) {
     if (attempt > 0) return choose(n, attempt);
-    return newest_first(table, batched.taken, n, spec, [&](std::uint64_t rest) { return choose(rest, 0); });
+    const auto first = batched.streaming ? completed_first : newest_first;
+    return first(table, batched.taken, n, spec, [&](std::uint64_t rest) { return choose(rest, 0); });
   };
 }
 
@@ -433,12 +435,13 @@ void bind_windows(nb::module_& m) {
   nb::class_<Batched>(m, "Batched", "How a batch of windows is drawn and laid out.")
       .def(
           "__init__",
-          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Address taken, std::uint64_t tracks) {
-            new (self) Batched{padded, shown, numbered, flat, {tracks == 0 ? nullptr : at<std::int64_t>(taken), tracks}};
+          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Address taken, std::uint64_t tracks, bool streaming) {
+            new (self) Batched{padded, shown, numbered, flat, {tracks == 0 ? nullptr : at<std::int64_t>(taken), tracks}, streaming};
           },
-          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a = 0, "tracks"_a = 0,
+          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a = 0, "tracks"_a = 0, "streaming"_a = false,
           "Whether short windows have all steps; whether there are rows, and tickets; [n * length, ...] or [n, length, ...]. Ticket numbers of the "
-          "steps that the online queue took last, int64 [tracks], which the draw changes; 0 of them: there is no queue.");
+          "steps that the online queue took last, int64 [tracks], which the draw changes; 0 of them: there is no queue. `streaming`: the queue is "
+          "that of completed windows instead, and these are the places at which the next ones begin.");
   nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
       .def(
           "__init__",
@@ -491,6 +494,25 @@ void bind_trajectories(nb::module_& m) {
            "The whole windows around n rows, which must have those tickets (0: any): int64 [n * length] rows, tickets (-1 in a window "
            "that moved), and which are no padding. If `learned` is not 0 also the numbers of windows, of steps, anchors, and which steps "
            "are the `learned` ones after the burn-in; if numbered the tickets of the anchors.")
+      .def(
+          "positions_of",
+          [](Trajectories& self, Address next, std::uint64_t tracks, const BoundSpec& bound) {
+            std::vector<std::int64_t> positions;
+            {
+              const nb::gil_scoped_release running;
+              positions = self.positions_of({at<std::int64_t>(next), tracks}, bound.spec);
+            }
+            return array_of(std::move(positions));
+          },
+          "places"_a, "tracks"_a, "spec"_a,
+          "Of the places at which the next completed windows begin, int64 [tracks], how many steps were appended before; moves them on "
+          "over what gives no window any more.")
+      .def(
+          "places_of",
+          [](Trajectories& self, Address positions, std::uint64_t tracks) {
+            return array_of(self.places_of({at<const std::int64_t>(positions), tracks}));
+          },
+          "positions"_a, "tracks"_a, "The reverse of positions_of, for a store that holds the same rows.")
       .def(
           "windows",
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },

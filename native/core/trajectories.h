@@ -168,6 +168,16 @@ class Trajectories final : public Index {
   /// steps that are not newer than the track's entry of `taken`, a ticket number; the others' last ones are entered there.
   Drawn newest(std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec);
 
+  /// The oldest windows that were not handed out, in the order in which they were completed, and no more than n. Those of a trajectory lie
+  /// one behind another from its first step on, without gaps. `next`: of each track the place that the next one begins at, or a place
+  /// before it; it is moved on behind those that are handed out, and over what gives none any more: overwritten ones, and rests of
+  /// trajectories.
+  Drawn completed(std::span<std::int64_t> next, std::uint64_t n, const WindowSpec& spec);
+  /// Of each track how many steps there are from the first one that was ever appended to where the next window begins; `next` is moved
+  /// on as by completed(). And the reverse, for a store that holds the same rows.
+  std::vector<std::int64_t> positions_of(std::span<std::int64_t> next, const WindowSpec& spec);
+  std::vector<std::int64_t> places_of(std::span<const std::int64_t> positions);
+
   /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
   Drawn draw(std::uint64_t key, std::uint64_t n, const WindowSpec& spec);
 
@@ -343,6 +353,8 @@ class Trajectories final : public Index {
   void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter);
 
   void forget_all();
+  std::uint64_t first_position(std::uint64_t track) const;
+  bool find_completed(const View& v, std::int64_t& next, const WindowSpec& spec, Window* window) const;
   std::uint64_t usable(const View& v, std::uint64_t run, const WindowSpec& spec) const;
   Window window_around(std::int64_t row, const WindowSpec& spec, bool shifted) const;
   Window window_at(std::int64_t row, const WindowSpec& spec) const;

@@ -314,6 +314,89 @@ Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const
   return drawn;
 }
 
+// The oldest whole window of a track from the place `next` on, which is moved to where that window begins; where there is none, to where
+// one will begin. A trajectory that lost its first steps keeps the beginnings of its windows.
+bool Trajectories::find_completed(const View& v, std::int64_t& next, const WindowSpec& spec, Window* window) const {
+  const std::uint64_t length = spec.length;
+  auto from = static_cast<std::uint64_t>(std::max<std::int64_t>(next, 0));
+  if (from >= v.next) return false;
+  bool found = false;
+  for (std::uint64_t run = from > v.low ? v.find(from) : 0; !found; ++run) {
+    from = std::max(from, v.start(run));
+    if (from < v.low) from += (v.low - from + length - 1) / length * length;
+    const std::uint64_t end = v.first(run) + usable(v, run, spec);
+    found = !v.dead(run) && from < end && end - from >= length;
+    if (!found && run + 1 == v.count) break;
+  }
+  next = static_cast<std::int64_t>(from);
+  *window = {v.track, from, length};
+  return found;
+}
+
+Drawn Trajectories::completed(std::span<std::int64_t> next, std::uint64_t n, const WindowSpec& spec) {
+  spec.validate();
+  check(next.size() == tracks_ && spec.dilation == 1 && spec.ahead() == 0, "a place for each track, and windows of consecutive steps");
+  const auto guard = locked();
+  settle();
+  struct Oldest {
+    std::int64_t number;  // of its last step's ticket
+    const View* view;
+    Window window;
+  };
+  const auto later = [](const Oldest& a, const Oldest& b) {
+    return std::pair(a.number, a.window.track) > std::pair(b.number, b.window.track);
+  };
+  const Views tracks = views();
+  std::vector<Oldest> heap;  // the oldest of each track
+  const auto find = [&](const View& v) {
+    Window window{};
+    if (!find_completed(v, next[v.track], spec, &window)) return;
+    const std::int64_t number = number_at(row(v.track, window.first + window.length - 1));
+    heap.push_back({number, &v, window});
+    std::push_heap(heap.begin(), heap.end(), later);
+  };
+  for (const View& v : tracks) find(v);
+  Drawn drawn;
+  while (!heap.empty() && drawn.windows.size() < n) {
+    std::pop_heap(heap.begin(), heap.end(), later);
+    const Oldest oldest = heap.back();
+    heap.pop_back();
+    const Window& window = oldest.window;
+    const bool taken = append(drawn, window, spec, true);
+    if (!taken && live(window.track / width_).low <= window.first) continue;  // it is being edited: it comes later
+    next[window.track] = static_cast<std::int64_t>(window.first + window.length);
+    find(*oldest.view);
+  }
+  return drawn;
+}
+
+// The place at which the first step of a track lies that was appended since the store was emptied.
+std::uint64_t Trajectories::first_position(std::uint64_t track) const {
+  return control_.lane(track / width_).base.load(std::memory_order_acquire) / width_ + steps_;
+}
+
+std::vector<std::int64_t> Trajectories::positions_of(std::span<std::int64_t> next, const WindowSpec& spec) {
+  check(next.size() == tracks_, "a place for each track");
+  const auto guard = locked();
+  settle();
+  Window unused{};
+  for (const View& v : views()) find_completed(v, next[v.track], spec, &unused);
+  std::vector<std::int64_t> positions;
+  for (std::uint64_t track = 0; track < tracks_; ++track) {
+    positions.push_back(next[track] - static_cast<std::int64_t>(first_position(track)));
+  }
+  return positions;
+}
+
+std::vector<std::int64_t> Trajectories::places_of(std::span<const std::int64_t> positions) {
+  check(positions.size() == tracks_, "a position for each track");
+  std::vector<std::int64_t> next;
+  for (std::uint64_t track = 0; track < tracks_; ++track) {
+    next.push_back(positions[track] + static_cast<std::int64_t>(first_position(track)));
+  }
+  return next;
+}
+
 Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const WindowSpec& spec) {
   spec.validate();
   const auto guard = locked();

@@ -213,4 +213,14 @@ Drawn newest_first(Trajectories& table, std::span<std::int64_t> taken, std::uint
   return drawn;
 }
 
+Drawn completed_first(Trajectories& table, std::span<std::int64_t> next, std::uint64_t n, const WindowSpec& spec,
+                      const std::function<Drawn(std::uint64_t n)>& choose) {
+  WindowSpec whole{spec.length};
+  whole.unfinished = spec.unfinished;
+  whole.final = spec.final;
+  Drawn drawn = table.completed(next, n, whole);
+  if (drawn.windows.size() < n) append(drawn, choose(n - drawn.windows.size()));
+  return drawn;
+}
+
 }  // namespace engram

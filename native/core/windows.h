@@ -46,4 +46,8 @@ Drawn propose_anchored(const Priorities& priorities, Trajectories& table, std::u
 Drawn newest_first(Trajectories& table, std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec,
                    const std::function<Drawn(std::uint64_t n)>& choose);
 
+/// The same, but the first ones are those that `completed` hands out.
+Drawn completed_first(Trajectories& table, std::span<std::int64_t> next, std::uint64_t n, const WindowSpec& spec,
+                      const std::function<Drawn(std::uint64_t n)>& choose);
+
 }  // namespace engram

@@ -87,6 +87,7 @@ from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplaceme
 from engram.samplers import SliceSampler as SliceSampler
 from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
+from engram.samplers import StreamingSliceSampler as StreamingSliceSampler
 from engram.samplers import WindowSpec as WindowSpec
 from engram.samplers.field_reader import FieldReader as FieldReader
 from engram.schedulers import LambdaScheduler as LambdaScheduler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _INSTEAD = {
-    "StreamingSliceSampler": "SliceSampler(window=…, online=True) begins each batch with the newest windows.",
     "RemoteTensorDictReplayBuffer": "RayReplayBuffer and ReplayBuffer.connect reach rows on other machines.",
     "StoreStorage": "engram serve hands a directory store to other machines.",
     "InPlaceSampler": "TorchRL has deprecated it.",

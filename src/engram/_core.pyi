@@ -63,7 +63,14 @@ class WindowSpec:
 
 class Batched:
     def __init__(
-        self, padded: bool, shown: bool, numbered: bool, flat: bool, taken: int = 0, tracks: int = 0
+        self,
+        padded: bool,
+        shown: bool,
+        numbered: bool,
+        flat: bool,
+        taken: int = 0,
+        tracks: int = 0,
+        streaming: bool = False,
     ) -> None: ...
 
 class Marks:
@@ -148,6 +155,8 @@ class Trajectories(Index):
         learned: int,
         numbered: bool,
     ) -> list[Tensor]: ...
+    def positions_of(self, places: int, tracks: int, spec: WindowSpec) -> NDArray[np.int64]: ...
+    def places_of(self, positions: int, tracks: int) -> NDArray[np.int64]: ...
     def windows(self, store: Store, spec: WindowSpec) -> int: ...
     def choices(self, store: Store, spec: WindowSpec) -> int: ...
     @property

@@ -20,6 +20,7 @@ from engram import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
+    StreamingSliceSampler,
 )
 from engram.testing import SamplerContract
 
@@ -48,6 +49,11 @@ class TestConsumingSampler(Contract):
 class TestStalenessAwareSampler(Contract):
     def make(self, capacity):
         return StalenessAwareSampler(version_key="episode")
+
+
+class TestStreamingSliceSampler(Contract):
+    def make(self, capacity):
+        return StreamingSliceSampler(slice_len=2, traj_key="episode")
 
 
 @pytest.mark.filterwarnings("ignore:PromptGroupSampler")

@@ -9,6 +9,7 @@ from engram.samplers.prompt_groups import PromptGroupSampler
 from engram.samplers.slices import SliceSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.staleness import StalenessAwareSampler
+from engram.samplers.streaming import StreamingSliceSampler
 from engram.samplers.uniform import RandomSampler
 from engram.samplers.window_spec import WindowSpec
 
@@ -23,6 +24,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
+    "StreamingSliceSampler",
     "WindowSpec",
     "check_drawable",
     "declared",
@@ -41,5 +43,6 @@ KNOWN = {
         SliceSampler,
         SliceSamplerWithoutReplacement,
         StalenessAwareSampler,
+        StreamingSliceSampler,
     )
 }

@@ -329,11 +329,11 @@ class SliceSampler(WindowSampler):
             self._taken = torch.where(taken < 0, -1, taken + base) if known else None
             self._bound = None
 
-    def _taken_of(self, tracks: int) -> Tensor | None:
+    def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
         if not self.online:
             return None
-        if self._taken is None or len(self._taken) != tracks:
-            self._taken = torch.full((tracks,), -1, dtype=torch.int64, device="cpu")
+        if self._taken is None or len(self._taken) != table.tracks:
+            self._taken = torch.full((table.tracks,), -1, dtype=torch.int64, device="cpu")
         return self._taken
 
     def config(self) -> dict[str, object]:

@@ -74,6 +74,9 @@ class WindowSampler(NativeSampler):
     #: Draws the first steps of windows by priority, and holds the priorities; None: they are drawn without.
     anchors: PrioritizedSampler | None = None
 
+    #: Whether the queue is that of completed windows, and not the online one.
+    streaming: ClassVar[bool] = False
+
     noted: ClassVar[tuple[str, ...]] = (
         "num_slices",
         "slice_len",
@@ -206,11 +209,16 @@ class WindowSampler(NativeSampler):
             "within": EndMarks.of(memory, settings, weighted=weighted, within=True),
             "apart": EndMarks.of(memory, settings, weighted=weighted, apart=True),
         }
-        taken = self._taken_of(table.tracks)
+        taken = self._taken_of(table)
         queue = (0, 0) if taken is None else (taken.data_ptr(), len(taken))
         batched = {
             (shown, numbered): _native.Batched(
-                settings.pad_output, shown != "nothing", numbered, settings.flat or shown == "apart", *queue
+                settings.pad_output,
+                shown != "nothing",
+                numbered,
+                settings.flat or shown == "apart",
+                *queue,
+                self.streaming,
             )
             for shown in marks
             for numbered in (False, True)
@@ -218,9 +226,9 @@ class WindowSampler(NativeSampler):
         layout = _native.Layout(dlpack_specs(schema.fields))
         return _Bound(memory, schema, layout, table, static, marks, batched, taken, id_key)
 
-    def _taken_of(self, tracks: int) -> Tensor | None:
+    def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
-        del tracks
+        del table
         return None
 
     # ---- drawing -----------------------------------------------------------------------------------------------------

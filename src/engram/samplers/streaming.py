@@ -1,0 +1,177 @@
+"""Windows of consecutive steps, of which each complete one comes first, once."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram import _native
+from engram.samplers.slices import SliceSampler
+from engram.state import Change, check_keys, integer, tensor_in
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from torch import Tensor
+
+    from engram.samplers.windows import _Bound
+    from engram.store import Store
+    from engram.types import Commit, SampledStorage
+
+#: State of a queue of which nothing was drawn: no entry for any track.
+_NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
+class StreamingSliceSampler(SliceSampler):
+    """A :class:`SliceSampler` whose batches begin with the complete windows that were not drawn yet, the oldest first.
+
+    Each trajectory is cut into windows of ``slice_len`` steps, one behind another from its first step on; a rest at its end that is
+    shorter gives none. A window is complete when its last step is written. A batch takes the windows that were completed first, each
+    at most once; when none is left, the rest of the batch is drawn as by a :class:`SliceSampler`. Windows of which a step is
+    overwritten before they are drawn are dropped. So every step is learned from soon, in the order of the writes, and old ones are
+    drawn again while nothing new arrives. ``SliceSampler(window=…, online=True)`` takes the newest window of each lane instead, and
+    never the ones before it.
+
+    Lanes, and with ``ndim > 1`` columns, have windows of their own. Windows hold the steps that were appended: rows that are replaced
+    by number are no new ones. Each sampler counts for itself which windows it has drawn, as each process has its own: two processes
+    that share a store draw every window once each. A sampler that is new to a store, which may be an opened one, begins with the
+    windows that are stored, where a trajectory begins with its oldest stored step. ``state_dict``, and so dumps and checkpoints, hold
+    where it is. A state of other rows, or one whose rows were moved to other shards, begins again.
+
+    Args:
+        slice_len: steps per window. The only length there is: a batch of ``B`` rows is ``B / slice_len`` windows.
+        end_key, end_keys, end_when, traj_key, truncated_key, init_key, index: as for :class:`SliceSampler`.
+        strict_length, pad_output, span: as for :class:`SliceSampler`, of the windows that are drawn when no new ones are left.
+        cache_values, compile, use_gpu: have no effect.
+
+    Raises: as :class:`SliceSampler`, and when drawing
+        ValueError: ``slice_len`` is more than a lane holds.
+
+    Cost: O(lanes) a batch beside that of :class:`SliceSampler`, and a word per lane of memory.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, StreamingSliceSampler
+    >>> sampler = StreamingSliceSampler(slice_len=2, traj_key="episode")
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=2)
+    >>> _ = rb.extend({"episode": torch.tensor([0, 0, 0, 1, 1]), "step": torch.tensor([0, 1, 2, 0, 1])})
+    >>> [rb.sample()["step"].tolist() for _ in range(2)]  # the first window of each
+    [[0, 1], [0, 1]]
+    >>> _ = rb.extend({"episode": torch.tensor([1, 1]), "step": torch.tensor([2, 3])})
+    >>> rb.sample()["step"].tolist()
+    [2, 3]
+    """
+
+    traits = SliceSampler.traits._replace(can_rewind=True)
+    noted = tuple(name for name in SliceSampler.noted if name not in ("num_slices", "uniform_over"))
+
+    streaming = True
+
+    def __new__(cls, *, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
+        if not replacement:
+            raise TypeError(
+                "StreamingSliceSampler: expected replacement=True: when no new windows are left, draws are independent."
+            )
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        *,
+        slice_len: int,
+        end_key: object = None,
+        end_keys: object = None,
+        traj_key: object = None,
+        cache_values: bool = False,
+        truncated_key: object = ("next", "truncated"),
+        init_key: object = "is_init",
+        strict_length: bool = True,
+        pad_output: bool = False,
+        compile: object = False,  # noqa: A002 - TorchRL's name
+        span: object = False,
+        use_gpu: object = False,
+        index: str = "main",
+        end_when: str | None = None,
+        replacement: bool = True,
+    ) -> None:
+        #: As loaded, until the first draw knows the store: the store's clock, and :meth:`state_dict`'s ``next``.
+        self._loaded: tuple[int, Tensor] | None = None
+        super().__init__(
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,  # type: ignore[arg-type] # checked there
+            traj_key=traj_key,
+            cache_values=cache_values,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            pad_output=pad_output,
+            compile=compile,
+            span=span,
+            use_gpu=use_gpu,
+            index=index,
+            end_when=end_when,
+        )
+
+    # ---- drawing -----------------------------------------------------------------------------------------------------
+
+    def _find(self, storage: SampledStorage | None, memory: Store | None, length: int) -> _Bound:
+        bound = super()._find(storage, memory, length)
+        steps = bound.memory.lane_length // math.prod(bound.memory.schema.columns)
+        if length > steps:
+            raise ValueError(
+                f"sample: {type(self).__name__}: expected slice_len of at most {steps}, as many steps as a lane holds, got {length}. "
+                "Make the storage larger, or the windows shorter."
+            )
+        return bound
+
+    def _taken_of(self, table: _native.Trajectories) -> Tensor:
+        """Of each track the place at which its next window begins, int64 ``[tracks]``. Draws write to it."""
+        if self._loaded is not None:
+            clock, positions = self._loaded
+            now, base = self._clock()
+            if len(positions) == table.tracks and clock <= now - base:
+                self._taken = torch.from_numpy(table.places_of(positions.data_ptr(), len(positions)))
+            self._loaded = None
+        if self._taken is None or len(self._taken) != table.tracks:
+            self._taken = torch.full((table.tracks,), -1, dtype=torch.int64, device="cpu")
+        return self._taken
+
+    def rows_together(self) -> tuple[int, int]:
+        return 0, 0
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, object]:
+        """Which windows are still to come: int64 ``next`` ``[lanes]`` and ``clock`` of the store.
+
+        ``next``: of each lane (with ``ndim > 1`` of each column) how many steps were appended before the first of its next window;
+        empty where nothing was drawn yet.
+        """
+        with self._lock:
+            clock, positions = self._position()
+        return {"clock": clock, "next": positions.clone()}
+
+    def _position(self) -> tuple[int, Tensor]:
+        if self._loaded is not None:
+            return self._loaded
+        bound, (clock, base) = self._bound, self._clock()
+        if bound is None or self._taken is None:
+            return clock - base, _NONE
+        taken, spec = self._taken, self.settings.native(self.settings.length)
+        return clock - base, torch.from_numpy(bound.table.positions_of(taken.data_ptr(), len(taken), spec))
+
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        where = type(self).__name__
+        check_keys(state_dict, ("clock", "next"), where)
+        clock = integer(state_dict, "clock", 0, 1 << 62, where)
+        return Change(self._begin, clock, tensor_in(state_dict, "next", torch.int64, (None,), where).clone())
+
+    def _begin(self, clock: int, positions: Tensor) -> None:
+        """The next draw goes on there, if the rows are those of the state."""
+        with self._lock:
+            self._loaded, self._taken, self._bound = (clock, positions), None, None
+
+    def __getstate__(self) -> dict[str, object]:
+        with self._lock:
+            return {**super().__getstate__(), "_loaded": self._position(), "_taken": None}
