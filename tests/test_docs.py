@@ -13,6 +13,8 @@ from tests.test_api import MODULES
 ROOT = Path(__file__).parents[1]
 #: tests/cluster runs it, in its cluster.
 ON_RAY = ROOT / "docs/ray.md"
+#: tests/cluster runs it, too.
+OF_RAY = "engram.cluster.replay_buffer.RayReplayBuffer"
 #: tests/checkpoint/test_recipes.py runs its programs, in two processes each.
 ON_RANKS = ROOT / "docs/training-frameworks.md"
 PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {ON_RAY, ON_RANKS})
@@ -53,10 +55,15 @@ def run(test, *, clear=True):
 @pytest.mark.parametrize("name", ["engram", *MODULES])
 def test_examples_of_a_module(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(name)
-    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
-        if test.examples:
+    for test in examples_of(name):
+        if test.name != OF_RAY:
             run(test)
+
+
+def examples_of(name):
+    """Those in the docstrings of a module."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name), name)
+    return [test for test in found if test.examples]
 
 
 def test_the_classes_show_how_they_are_used():

@@ -29,7 +29,7 @@ from engram import (
 from engram.buffer.on_ray import attached
 from tests import stress
 from tests.cluster.on_nodes import AWAY, HERE, made, rows
-from tests.test_docs import ON_RAY, run_page
+from tests.test_docs import OF_RAY, ON_RAY, examples_of, run, run_page
 
 ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
 
@@ -270,6 +270,11 @@ def test_what_making_the_buffer_raises_comes_back(nodes):
 def test_the_page_shows_what_works(nodes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page(ON_RAY)
+
+
+def test_the_docstring_shows_what_works(nodes):
+    (shown,) = (test for test in examples_of("engram.cluster.replay_buffer") if test.name == OF_RAY)
+    run(shown)
 
 
 def test_memory_is_not_shared_between_nodes(away):

@@ -74,6 +74,11 @@ def test_functions_of_native_code_are_found():
     assert list(figures.functions_of(textwrap.dedent(code))) == [("one", 1), ("S::two", 7), ("S::S", 3)]
 
 
+def test_a_method_without_a_docstring_shows_that_of_its_base():
+    shown = dict(figures.public_functions())
+    assert ">>> rb.sampler.masses(" in shown["RandomSampler.masses"]
+
+
 def test_annotations_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     path = tmp_path / "one.py"

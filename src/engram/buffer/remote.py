@@ -72,6 +72,15 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
             include_info: deprecated, without effect.
             return_info: return ``(batch, info)``.
             **more: ``device`` and ``timeout``.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, RemoteTensorDictReplayBuffer
+        >>> rb = RemoteTensorDictReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(TensorDict({"obs": torch.randn(10, 3)}, batch_size=[10]))
+        >>> batch, info = rb.sample(4, return_info=True)
+        >>> batch["obs"].shape, info["index"].shape
+        (torch.Size([4, 3]), torch.Size([4]))
         """
         sampled: TensorDictBase = super().sample(batch_size, return_info, include_info, **more)
         return sampled

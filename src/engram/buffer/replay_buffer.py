@@ -163,6 +163,15 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """Make the components, if ``delayed_init`` has left that to the first use, and the parts around them.
 
         ``lane``: the one that was named.
+
+        The first use does it, and programs need not.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=lambda: LazyTensorStorage(10), delayed_init=True)
+        >>> before = rb.initialized
+        >>> rb.assemble()
+        >>> before, rb.initialized
+        (False, True)
         """
         settings, unmade = self._settings, self._settings.unmade
         if unmade is not None:
@@ -316,7 +325,18 @@ class ReplayBuffer(Shown, Generic[Batch]):
     lanes: int = alias("_wiring.storage.lanes", "Rings of consecutive rows that the storage is divided into: an int.")
 
     def observe(self, write: Write | None, data: object) -> None:
-        """Called by the storage after a write through any buffer or writer; tells the sampler if it listens."""
+        """Called by the storage after a write through any buffer or writer; tells the sampler if it listens.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> class Heard(RandomSampler):
+        ...     def observe(self, write, data):
+        ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
+        >>> storage = LazyTensorStorage(10)
+        >>> rb, other = ReplayBuffer(storage=storage, sampler=Heard()), ReplayBuffer(storage=storage)
+        >>> _ = other.extend(torch.arange(2))  # the storage calls rb.observe
+        wrote [0, 1]
+        """
         wiring = self._wiring
         if write is not None:
             self._recipe.note_if_absent()
@@ -750,11 +770,31 @@ class ReplayBuffer(Shown, Generic[Batch]):
     remove = remove
 
     def read_all_in_order(self, end: int | None = None) -> Any:
-        """``rb[:end]``: live rows in row order."""
+        """``rb[:end]``: live rows in row order, in the form in which they were written.
+
+        Args:
+            end: how many; None: all.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(5))
+        >>> rb.read_all_in_order(end=3)
+        tensor([0, 1, 2])
+        """
         return self[:end]
 
     def write_all(self, data: object, end: int | None = None) -> None:
-        """``rb[:end] = data``; ``end`` defaults to the number of rows given. New entries become fields, as by :meth:`add_field`."""
+        """``rb[:end] = data``; ``end`` defaults to the number of rows given. New entries become fields, as by :meth:`add_field`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(5))
+        >>> rb.write_all(torch.tensor([7, 8]))
+        >>> rb[:].tolist()
+        [7, 8, 2, 3, 4]
+        """
         self[: rows_of(data) if end is None else end] = data
 
     # ---- components ----------------------------------------------------------------------------------------------------
@@ -857,7 +897,17 @@ class ReplayBuffer(Shown, Generic[Batch]):
         return self
 
     def moved(self) -> None:
-        """Called by the storage when its rows lie in another store, or in none until the next write."""
+        """Called by the storage when its rows lie in another store, or in none until the next write.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> storage = LazyTensorStorage(10)
+        >>> rb, other = (ReplayBuffer(storage=storage, batch_size=4) for _ in range(2))
+        >>> _ = rb.extend(torch.zeros(3))
+        >>> _ = other.share()  # the storage calls rb.moved, too
+        >>> rb.shared, rb.sample().shape
+        (True, torch.Size([4]))
+        """
         self._wiring.moved()
         self._rewire()
         self._recipe.noted = False
@@ -1331,7 +1381,13 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it
-        """Constructor arguments of this class in what a store recorded."""
+        """Constructor arguments of this class in what a store recorded: :meth:`open` makes the buffer with them.
+
+        >>> from engram import ReplayBuffer, TensorDictReplayBuffer
+        >>> record = {"priority_key": "td_error"}
+        >>> ReplayBuffer.open_arguments(record), TensorDictReplayBuffer.open_arguments(record)
+        ({}, {'priority_key': 'td_error'})
+        """
         return {}
 
     def close(self) -> None:

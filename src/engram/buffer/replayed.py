@@ -41,7 +41,23 @@ if TYPE_CHECKING:
 
 
 class ReplayedDraw(NamedTuple):
-    """A batch of a log."""
+    """A batch of a log.
+
+    >>> import tempfile, torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, SamplingLog, replay_draws
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> _ = rb.extend(torch.arange(100))
+    >>> path = tempfile.mkdtemp() + "/draws.log"
+    >>> with SamplingLog(path, rb):
+    ...     batch = rb.sample()
+    >>> drawn = next(replay_draws(path, rb))
+    >>> drawn.number, drawn.state, torch.equal(drawn.batch, batch)
+    (0, 'same', True)
+    >>> _ = rb.extend(torch.zeros(100, dtype=torch.int64))  # overwrites all rows
+    >>> drawn = next(replay_draws(path, rb))
+    >>> drawn.state, drawn.batch, drawn.rows_gone
+    ('gone', None, 4)
+    """
 
     number: int
     """Which one of the log, from 0 on."""
@@ -61,7 +77,21 @@ class ReplayedDraw(NamedTuple):
 
 
 class DrawReplay:
-    """The batches of a log, in order: an iterator, which counts what became of them. See :func:`replay_draws`."""
+    """The batches of a log, in order: an iterator, which counts what became of them. See :func:`replay_draws`.
+
+    >>> import tempfile, torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, SamplingLog, replay_draws
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> _ = rb.extend(torch.arange(100))
+    >>> path = tempfile.mkdtemp() + "/draws.log"
+    >>> with SamplingLog(path, rb):
+    ...     batches = [rb.sample() for _ in range(3)]
+    >>> replay = replay_draws(path, rb)
+    >>> all(torch.equal(again.batch, batch) for again, batch in zip(replay, batches))
+    True
+    >>> replay
+    DrawReplay(same=3, gone=0, different=0, rows=12, rows_gone=0)
+    """
 
     def __init__(self, path: Path, buffer: ReplayBuffer, start: int) -> None:
         self._path, self._buffer = path, buffer

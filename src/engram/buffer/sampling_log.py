@@ -114,7 +114,21 @@ class SamplingLog:
         return self._file.path
 
     def close(self) -> None:
-        """Log no more, and wait until the file is on disk. Repeatable."""
+        """Log no more, and wait until the file is on disk. Repeatable.
+
+        The end of a ``with`` block does it, too. The buffer goes on without a log.
+
+        >>> import tempfile, torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplingLog
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(torch.arange(50))
+        >>> log = SamplingLog(tempfile.mkdtemp() + "/draws.log", rb)
+        >>> _ = rb.sample()
+        >>> log.close()
+        >>> _ = rb.sample()
+        >>> log.batches
+        1
+        """
         if self._wiring.recorder is self and not self._buffer.closed:
             self._attach(None)
         with self._lock:
@@ -130,14 +144,47 @@ class SamplingLog:
         return f"{type(self).__name__}({str(self.path)!r}, batches={self.batches}{', closed' * self._file.closed})"
 
     def after_fork(self) -> None:
-        """In a child: the file is its parent's."""
+        """In a child: the file is its parent's, and batches that the child draws are not written down. Python calls it after a fork.
+
+        >>> import tempfile, torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplingLog
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> with SamplingLog(tempfile.mkdtemp() + "/draws.log", rb) as log:
+        ...     before = log.inherited
+        ...     log.after_fork()
+        ...     before, log.inherited
+        (False, True)
+        """
         self.inherited = True
         self._file.let_go()
 
     # ---- writing down ----------------------------------------------------------------------------------------------------
 
     def read(self, read: ReadsBatch, key: Key, n: int) -> tuple[list[Tensor], Tensor, Info]:
-        """Draw and read a batch, and write it down. What it returns is what the buffer would have read without a log."""
+        """Draw and read a batch, and write it down. What it returns is what the buffer would have read without a log.
+
+        The buffer calls it; ``rb.sample()`` is for programs.
+
+        Args:
+            read: what draws and reads: ``read(key, n, "beside", recorded=True)``.
+            key: 64 random bits, from which the draw follows.
+            n: rows.
+
+        Returns:
+            One column ``[n, *shape]`` per field, copied; rows, int64 ``[n]``; and the info.
+
+        Raises:
+            OSError: the batch cannot be written down. What ``read`` raises.
+
+        >>> import tempfile, torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplingLog
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(torch.arange(50))
+        >>> with SamplingLog(tempfile.mkdtemp() + "/draws.log", rb) as log:
+        ...     _ = rb.sample()  # calls log.read
+        ...     log.batches
+        1
+        """
         wiring, storage = self._wiring, self._wiring.storage
         source = wiring.source
         young = _Young(storage, source.reach(storage)) if isinstance(source, Expander) else None

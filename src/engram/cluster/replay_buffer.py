@@ -91,6 +91,15 @@ class RayReplayBuffer(metaclass=_Checked):
             ``placement`` or ``missing``; a sampler, writer or storage that cannot have several shards. ConnectionError: Ray has not started
             the actors within 60 s, for want of what they reserve. ModuleNotFoundError: ``engram-replay[ray]`` is not installed.
         What making the buffer raises.
+
+    >>> from functools import partial
+    >>> import torch
+    >>> from engram import LazyTensorStorage, RayReplayBuffer
+    >>> rb = RayReplayBuffer(storage=partial(LazyTensorStorage, 1_000), batch_size=4)  # in an actor
+    >>> _ = rb.extend(torch.arange(10))
+    >>> rb.sample().shape
+    torch.Size([4])
+    >>> rb.close()
     """
 
     def __new__(  # type: ignore[misc] # a buffer

@@ -94,7 +94,24 @@ class Dumpable(Stateful):
         return contextlib.nullcontext()
 
     def prepare_snapshot(self) -> Preparation[Snapshot]:
-        """What takes a snapshot, as fast as can be, while the component is :attr:`paused`. Raises as :meth:`dumps`."""
+        """What takes a snapshot, as fast as can be, while the component is :attr:`paused`. Raises as :meth:`dumps`.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> folder = Path(tempfile.mkdtemp()) / "storage"
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> prepared = rb.storage.prepare_snapshot()
+        >>> with rb.storage.paused:
+        ...     snapshot = prepared.take()
+        >>> _ = rb.extend(torch.arange(2))  # not in it
+        >>> _ = snapshot.save(folder)
+        >>> other.storage.loads(folder)
+        >>> len(other)
+        3
+        """
         return _StatePreparation(self)
 
     def prepare_part(self, reader: PartReader) -> Commit:

@@ -77,12 +77,36 @@ class Storage(Declared, Dumpable, Port):
     # ---- who listens -------------------------------------------------------------------------------------------------
 
     def attach(self, buffer: Listener) -> None:
-        """Tell a buffer of writes, after each. Holds no reference to it."""
+        """Tell a buffer of writes, after each. Holds no reference to it.
+
+        Args:
+            buffer: or another object with ``listens``, ``observe(write, data)`` and ``moved()``. One that is attached already is told once.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> class Heard:
+        ...     listens = True
+        ...     def observe(self, write, data):
+        ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
+        ...     def moved(self): ...
+        >>> rb, heard = ReplayBuffer(storage=LazyTensorStorage(10)), Heard()
+        >>> rb.storage.attach(heard)
+        >>> _ = rb.extend(torch.arange(2))
+        wrote [0, 1]
+        """
         if all(known() is not buffer for known in self.listeners):
             self.listeners.append(weakref.ref(buffer))
 
     def detach(self, buffer: Listener) -> None:
-        """Stop telling a buffer."""
+        """Stop telling a buffer.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> rb.storage.detach(rb)
+        >>> rb.storage.is_heard
+        False
+        """
         self.listeners = [weakref.ref(known) for known in self._heard_by() if known is not buffer]
 
     def _heard_by(self) -> list[Listener]:
@@ -99,7 +123,19 @@ class Storage(Declared, Dumpable, Port):
             listener.moved()
 
     def notify(self, write: Write | None, data: object) -> None:
-        """Tell every listener of a write, or of ``empty`` (None)."""
+        """Tell every listener of a write, or of ``empty`` (None).
+
+        The storage's own methods for writing do not: the caller who placed the rows tells.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> class Heard(RandomSampler):
+        ...     def observe(self, write, data):
+        ...         print("emptied" if write is None else "wrote")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Heard())
+        >>> rb.storage.notify(None, None)
+        emptied
+        """
         for known in self.listeners:
             if (listener := known()) is not None:
                 listener.observe(write, data)
@@ -107,7 +143,15 @@ class Storage(Declared, Dumpable, Port):
     # ---- what a storage does -----------------------------------------------------------------------------------------
 
     def bound(self, size: int) -> None:
-        """Take a buffer's size as the limit of a storage that has none."""
+        """Take a buffer's size as the limit of a storage that has none. Of one that has a limit, it stays.
+
+        >>> from engram import LazyTensorStorage, ListStorage
+        >>> unbounded, bounded = ListStorage(), LazyTensorStorage(10)
+        >>> for storage in (unbounded, bounded):
+        ...     storage.bound(100)
+        >>> unbounded.max_size, bounded.max_size
+        (100, 10)
+        """
 
     @property
     def requested_size(self) -> int:
@@ -125,7 +169,16 @@ class Storage(Declared, Dumpable, Port):
         return 1
 
     def one_in_each_lane(self, why: str, remedy: str = "") -> tuple[Tensor, Count]:
-        """The lanes of rows of which each goes to one, in order, and how many there must be."""
+        """The lanes of rows of which each goes to one, in order, int64 ``[lanes]``, and how many rows there must be.
+
+        Args:
+            why, remedy: for the message where there are others: why there must be as many, and what to do.
+
+        >>> from engram import LazyTensorStorage
+        >>> lanes, count = LazyTensorStorage(6, lanes=2).one_in_each_lane("one for each environment")
+        >>> lanes.tolist(), count.rows
+        ([0, 1], 2)
+        """
         return torch.arange(self.lanes, device="cpu"), Count(self.lanes, why, remedy)
 
     def unnamed_lanes(self, call: str, *, batched: bool) -> tuple[int | Tensor, Count | None]:
@@ -133,6 +186,15 @@ class Storage(Declared, Dumpable, Port):
 
         Raises:
             RuntimeError: one row, and several lanes.
+
+        >>> from engram import LazyTensorStorage
+        >>> storage = LazyTensorStorage(6, lanes=2)
+        >>> lanes, count = storage.unnamed_lanes("extend", batched=True)
+        >>> lanes.tolist(), count.rows
+        ([0, 1], 2)
+        >>> storage.unnamed_lanes("add", batched=False)
+        Traceback (most recent call last):
+        RuntimeError: add: expected the lane of a row, one of 2, got none. ...
         """
         if self.lanes == 1:
             return 0, None
@@ -181,6 +243,14 @@ class Storage(Declared, Dumpable, Port):
 
         Raises:
             RuntimeError: they cannot be shared.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.hand_over()  # no process is being started here
+        >>> rb.storage.shared
+        False
         """
         if not _fork.is_spawning():
             return
@@ -195,7 +265,18 @@ class Storage(Declared, Dumpable, Port):
         _fork.keep_for_child(self)  # a temporary store ends with its last owner
 
     def after_fork(self) -> None:
-        """In a child: what it writes to memory that is not shared the parent does not see."""
+        """In a child: what it writes to memory that is not shared the parent does not see.
+
+        Python calls it in the child of :func:`os.fork`. It neither copies nor shares anything.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.share()
+        >>> rb.storage.after_fork()
+        >>> rb.extend(torch.arange(2)).tolist()  # what is shared is written without a warning
+        [0, 1]
+        """
         self._inherited = not self.shared
 
     def begin_change(self) -> None:
@@ -208,7 +289,20 @@ class Storage(Declared, Dumpable, Port):
             self.check_inherited()
 
     def check_inherited(self) -> None:
-        """Before the first write of a forked child to a copy of its own: warn, once."""
+        """Before the first write of a forked child to a copy of its own: warn, once.
+
+        Raises:
+            RuntimeError: rows that processes share, but not as a store, only the parent may write.
+
+        >>> import torch
+        >>> import warnings
+        >>> from engram import LazyTensorStorage
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always")
+        ...     LazyTensorStorage(10).check_inherited()
+        >>> str(said[0].message).partition(":")[0]
+        'this process was forked from the one that made the buffer, which is not shared'
+        """
         self._inherited = False
         if not self.shared:
             _words.warn(
@@ -217,10 +311,34 @@ class Storage(Declared, Dumpable, Port):
             )
 
     def check_writable(self) -> None:
-        """Raise ``ReadOnlyStore`` where rows are only read, before anything else is said of a write."""
+        """Raise ``ReadOnlyStore`` where rows are only read, before anything else is said of a write.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from engram import LazyMemmapStorage, ReplayBuffer
+        >>> folder = Path(tempfile.mkdtemp()) / "store"
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.check_writable()
+        >>> rb.close()
+        >>> LazyMemmapStorage.open(folder, readonly=True).check_writable()
+        Traceback (most recent call last):
+        engram.errors.ReadOnlyStore: ...
+        """
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
-        """A number of a row, or a list of some, as it is stored under a path."""
+        """A number of a row, or a list of some, as it is stored under a path: a tensor of the field's dtype.
+
+        A list storage keeps it as it is.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.add({"reward": torch.tensor(0.5)})
+        >>> rb.storage.number(2, ("reward",))
+        tensor(2.)
+        """
         return value
 
     @property
@@ -229,13 +347,19 @@ class Storage(Declared, Dumpable, Port):
         return self._lock
 
     def hold_nothing(self, rows: Tensor) -> Tensor:
-        """Of rows inside the storage: whether they neither hold anything nor are just being written. bool ``[B]``"""
         return self.tickets_of(rows) < 0
 
     def limit(self, rules: Rules, unconsumed: int) -> None:
         """Limit how fast rows come and go, at once or when there is a store. ``unconsumed``: rows that are not used up now.
 
         Raises ``TypeError``: there will be no store.
+
+        >>> from engram import LazyTensorStorage
+        >>> from engram.limits.rules import Rules
+        >>> storage = LazyTensorStorage(10)
+        >>> storage.limit(Rules(min_size=5), unconsumed=0)
+        >>> storage.pending_limit.min_size  # until there is a store
+        5
         """
         if not self.traits.has_fields:
             raise TypeError(
@@ -254,7 +378,15 @@ class Storage(Declared, Dumpable, Port):
         return 0
 
     def counters(self) -> dict[str, float]:
-        """Counters of the store for ``stats()``."""
+        """Counters of the store for ``stats()``, by name: since the store was made, over all processes. Zeros before the first write.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.counters()["void_rows"]  # of writers that died
+        0
+        """
         names = (
             "void_rows",
             "lapped_rows",
@@ -281,7 +413,21 @@ class Storage(Declared, Dumpable, Port):
         self.__dict__.update(state)
 
     def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
-        """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
+        """Check a state. Raises as :meth:`load_state_dict`; nothing is changed.
+
+        Returns:
+            What replaces the rows: call its ``commit()`` once. Its ``allocate()`` takes the memory before, where there is none yet.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> load = other.storage.prepare_load(rb.storage.state_dict())
+        >>> before = len(other)
+        >>> load.commit()
+        >>> before, len(other)
+        (0, 3)
+        """
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -321,6 +467,20 @@ class Storage(Declared, Dumpable, Port):
         names of priorities that the caller loads.
 
         Raises: as :meth:`loads`. Nothing is changed.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> from engram.format.parts import PartReader
+        >>> folder = Path(tempfile.mkdtemp()) / "storage"
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.dumps(folder)
+        >>> with PartReader.open(folder) as reader:
+        ...     other.storage.prepare_part(reader).commit()
+        >>> other[:].tolist()
+        [0, 1, 2]
         """
         self._check_kind(reader)
         return self.prepare_load(read_state(reader))
@@ -339,29 +499,91 @@ class Storage(Declared, Dumpable, Port):
         """The schema of a saved state, with the capacity and lanes of this storage.
 
         Raises ``IncompatibleCheckpoint``: other fields, or none; or rows that are no tensors.
+
+        Args:
+            text: the state's ``"schema"``.
+            where: for messages.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend({"obs": torch.zeros(3, 2)})
+        >>> schema = LazyTensorStorage(100).schema_here(rb.storage.state_dict()["schema"], "example")
+        >>> schema.capacity, schema.fields[0].shape
+        (100, (2,))
         """
         raise IncompatibleCheckpoint(f"{where}: a {type(self).__name__} cannot be converted. Load it as it is.")
 
     def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad:
-        """Check a state without rows. ``source`` has those, and fills the tensors of a store."""
+        """Check a state without rows. ``source`` has those, and fills the tensors of a store.
+
+        Args:
+            state: a ``state_dict`` without ``"rows"``.
+            source: its ``fill(tensors)`` is called when the load is committed, with one tensor ``[capacity, *shape]`` per field.
+
+        Raises: as :meth:`load_state_dict`; nothing is changed. The commit raises what ``source`` does: then the storage is empty.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> class Sevens:
+        ...     def fill(self, tensors):
+        ...         for tensor in tensors:
+        ...             tensor[:3] = 7
+        >>> other.storage.prepare_rows(rb.storage.state_without_rows(), Sevens()).commit()
+        >>> other[:].tolist()
+        [7, 7, 7]
+        """
         raise IncompatibleCheckpoint(f"expected a storage of tensors, got a {type(self).__name__}.")
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        """As :class:`~engram.types.SampledStorage` has it."""
         return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most)
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
-        """Some rows of what :meth:`read` returned or :meth:`prepare` made."""
+        """Some rows of what :meth:`read` returned or :meth:`prepare` made.
+
+        A slice gives views; a list of positions, copies.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage
+        >>> storage = LazyTensorStorage(10)
+        >>> prepared, n = storage.prepare({"obs": torch.arange(4)}, "extend", batched=True)
+        >>> storage.some(prepared, [1, 3])
+        [tensor([1, 3])]
+        """
         return [column[which] for column in columns]
 
     def priorities_in_use(self, name: str) -> dict[str, object] | None:
-        """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""
+        """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=0.6, beta=0.4))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.update_priority([0], [2.0])
+        >>> state = rb.storage.priorities_in_use("main")
+        >>> state["alpha"], len(state["leaves"])
+        (0.6, 3)
+        """
         return None
 
     def lineage(self) -> object:
-        """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""
+        """Equal as long as the tickets of an older checkpoint mean the rows that are stored now.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> before = rb.storage.lineage()
+        >>> _ = rb.extend(torch.arange(3))
+        >>> same = rb.storage.lineage() == before
+        >>> rb.storage.load_state_dict(rb.storage.state_dict())  # all rows get new tickets
+        >>> same, rb.storage.lineage() == before
+        (True, False)
+        """
         return None
 
     #: What saves the rows and loads them; None: the storage itself does.
@@ -542,11 +764,38 @@ class Storage(Declared, Dumpable, Port):
         return self[index]
 
     def locate(self, index: object) -> Rows:
-        """As :meth:`resolve`; with ``ndim > 1`` the index is one into the layout of ``extend``."""
+        """As :meth:`resolve`; with ``ndim > 1`` the index is one into the layout of ``extend``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+        >>> _ = rb.extend(torch.arange(6).reshape(2, 3))  # two columns, three steps
+        >>> rb.storage.locate((0, 2)).rows.tolist()  # of the first column the last step
+        [4]
+        """
         return self.resolve(index)
 
     def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> Any:
-        """Check data for rows that were located and bring it into the form that :meth:`edit` takes."""
+        """Check data for rows that were located and bring it into the form that :meth:`edit` takes.
+
+        Args:
+            where: as :meth:`locate` returns it.
+            data: as many rows.
+            call: for messages.
+            ignored: names of entries that are not stored.
+
+        Raises:
+            RuntimeError: another number of rows; another shape or dtype. KeyError: an entry is missing, or is no field.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> where = rb.storage.locate([0, 2])
+        >>> _ = rb.storage.edit(where, rb.storage.prepare_at(where, torch.tensor([7, 8]), "example"))
+        >>> rb[:].tolist()
+        [7, 1, 8]
+        """
         return self.prepare(data, call, batched=not where.single, ignored=ignored, count=Count(len(where.rows)))[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -590,6 +839,13 @@ class Storage(Declared, Dumpable, Port):
         Raises:
             RowError: outside the live rows.
             TypeError: not an index.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(4))
+        >>> [rb.storage.resolve(index).rows.tolist() for index in (1, -1, slice(2), [3, 0])]
+        [[1], [3], [0, 1], [3, 0]]
         """
         if index is Ellipsis or index is None or (isinstance(index, tuple) and not index):
             index = slice(None)

@@ -79,7 +79,6 @@ class ListStorage(Storage):
         self._counts: dict[str, ConsumptionIndex] = {}
 
     def bound(self, size: int) -> None:
-        """Take a buffer's size as the limit of a storage that has none."""
         if self._max_size is None:
             self._max_size = size
 
@@ -258,7 +257,6 @@ class ListStorage(Storage):
             return index, True
 
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        """Raises ``ValueError``, too: the list has no bound."""
         check_index_name(name)
         if self._max_size is None:
             raise ValueError(

@@ -180,7 +180,29 @@ class LazyMemmapStorage(LazyTensorStorage):
         io: str = "auto",
         group_small_fields: int = 0,
     ) -> LazyMemmapStorage:
-        """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates."""
+        """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates.
+
+        Args:
+            directory: the folder.
+            max_size, lanes, ndim, dtypes: as for the constructor; one that is there must have the same.
+            unclean, io: as for :meth:`ReplayBuffer.open`.
+            group_small_fields: as for the constructor.
+
+        Raises: as :meth:`ReplayBuffer.open_or_create`.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from engram import LazyMemmapStorage, ReplayBuffer
+        >>> folder = Path(tempfile.mkdtemp()) / "store"
+        >>> for run in range(2):
+        ...     rb = ReplayBuffer(storage=LazyMemmapStorage.open_or_create(folder, 10, 1, 1, None, unclean="refuse"))
+        ...     _ = rb.add(torch.tensor(run))
+        ...     print(len(rb))
+        ...     rb.close()
+        1
+        2
+        """
         call = "open_or_create"
         geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes).grouping(group_small_fields, call)
         if not holds_store(directory, call):

@@ -181,7 +181,19 @@ class TensorStorage(Storage):
         """Make the store for a first row (``n`` None), or a first batch of rows ``[n, ...]``. One around data has it."""
 
     def allocate_for(self, schema: Schema) -> None:
-        """Take the memory for a schema that was checked, if there is none yet. Raises ``OSError``: no space."""
+        """Take the memory for a schema that was checked, if there is none yet. Raises ``OSError``: no space.
+
+        One around data has its memory, and does nothing here.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> other = LazyTensorStorage(100)
+        >>> other.allocate_for(other.schema_here(rb.storage.state_dict()["schema"], "example"))
+        >>> other.initialized, len(other), other.nbytes >= 800
+        (True, 0, True)
+        """
 
     # ---- sharing -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +241,6 @@ class TensorStorage(Storage):
         self._tell_moved()
 
     def check_inherited(self) -> None:
-        """As for every storage. Rows that processes share, but not as a store, only the parent may write."""
         if self._unshared and self._home is None:
             raise RuntimeError(f"write: this process was forked from the one that made the buffer; {self._unshared}")
         super().check_inherited()
@@ -261,7 +272,15 @@ class TensorStorage(Storage):
         return self.memory
 
     def written(self) -> Structure:
-        """How rows are put together. Raises ``RuntimeError``: nothing was ever written."""
+        """How rows are put together. Raises ``RuntimeError``: nothing was ever written.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend({"obs": torch.zeros(3, 2), "next": {"reward": torch.zeros(3)}})
+        >>> [field.key for field in rb.storage.written().fields]
+        [('obs',), ('next', 'reward')]
+        """
         self.store.core.find_fields()
         assert self.structure is not None
         return self.structure
@@ -368,7 +387,18 @@ class TensorStorage(Storage):
         return False
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:
-        """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``; None: it takes the long one."""
+        """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``; None: it takes the long one.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> rb.storage.add_row(0, torch.tensor(7)) is None  # before the first write
+        True
+        >>> _ = rb.extend(torch.arange(3))
+        >>> row, ticket = rb.storage.add_row(0, torch.tensor(7))
+        >>> row, int(rb[3])
+        (3, 7)
+        """
         if self._inherited:
             self.check_inherited()
         if self.memory is None or self.ndim > 1:
@@ -376,7 +406,15 @@ class TensorStorage(Storage):
         return self.memory.append_row_of(self.structure.intake, data, lane)  # type: ignore[union-attr]
 
     def append_of(self, data: object, lane: object) -> Write | None:
-        """A batch to the end of a lane, or to those of its rows. The short path of ``extend``; None: it takes the long one."""
+        """A batch to the end of a lane, or to those of its rows. The short path of ``extend``; None: it takes the long one.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.append_of(torch.tensor([7, 8]), 0).rows.tolist()
+        [3, 4]
+        """
         if self._inherited:
             self.check_inherited()
         if self.memory is None or self.ndim > 1:
@@ -384,7 +422,16 @@ class TensorStorage(Storage):
         return self.memory.append_of(self.structure.intake, data, lane)  # type: ignore[union-attr]
 
     def write_natively(self, write: NativeWrite[T]) -> T | None:
-        """As :meth:`Store.write_natively`: the short path of writers that place rows in the call that writes them."""
+        """As :meth:`Store.write_natively`: the short path of writers that place rows in the call that writes them.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rows, first = rb.storage.write_natively(lambda core, intake: core.append_of(intake, torch.tensor([7, 8]), 0))
+        >>> rows.tolist()
+        [3, 4]
+        """
         if self._inherited:
             self.check_inherited()
         return self.store.write_natively(self.written().intake, write)
@@ -412,6 +459,14 @@ class TensorStorage(Storage):
         Raises:
             KeyError: no such field.
             RuntimeError: shape or dtype differ from the field's.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend({"obs": torch.arange(3), "reward": torch.zeros(3)})
+        >>> _ = rb.storage.edit_fields(rb.storage.locate([0, 2]), {("reward",): torch.ones(2)}, "example")
+        >>> rb["reward"].tolist()
+        [1.0, 0.0, 1.0]
         """
         batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
         which, columns = self.written().columns(entries, batch, single=single, call=call)
@@ -422,7 +477,31 @@ class TensorStorage(Storage):
     def patch_fields(
         self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], tickets: Tensor
     ) -> tuple[Write, Tensor]:
-        """As :meth:`Store.patch`, of checked columns."""
+        """As :meth:`Store.patch`, of checked columns: replace fields of the rows that still have their tickets, and of no others.
+
+        Args:
+            rows: int64 ``[n]``; -1 names none.
+            which: numbers of the fields, in the order of the schema.
+            columns: of each ``[n, *shape]``, contiguous, on the CPU.
+            tickets: int64 ``[n]``.
+
+        Returns:
+            What was written, and int64 ``[n]``: the new ticket of each row, -1 where it was left alone.
+
+        Raises:
+            RowError: a row is outside ``[-1, capacity)``. Nothing is written.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rows = torch.tensor([0, 2])
+        >>> tickets = rb.storage.tickets_of(rows)
+        >>> _ = rb.add(torch.tensor(5))  # overwrites row 0
+        >>> write, numbers = rb.storage.patch_fields(rows, [0], [torch.tensor([7, 8])], tickets)
+        >>> rb.storage[:].tolist(), (numbers >= 0).tolist()
+        ([5, 1, 8], [False, True])
+        """
         if self._inherited:
             self.check_inherited()
         return self.store.patch(rows, which, columns, tickets)
@@ -464,7 +543,15 @@ class TensorStorage(Storage):
         return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self._device)  # type: ignore[union-attr]
 
     def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> Any:
-        """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``."""
+        """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+        >>> _ = rb.extend(torch.arange(6).reshape(2, 3))  # two columns, three steps
+        >>> rb.storage.grid().tolist()
+        [[0, 1, 2], [3, 4, 5]]
+        """
         slots = len(self) // math.prod(self.columns)
         shape = (slots, *self.columns)
         columns = []
@@ -480,6 +567,15 @@ class TensorStorage(Storage):
 
         Of private memory, a view that torch moves to shared memory, by ``share_memory_()`` or in a queue of
         ``torch.multiprocessing``, becomes a copy, and so do all other views of that field.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> view = rb.storage.view(rb.storage.locate(slice(2)))
+        >>> rb[0] = torch.tensor(7)
+        >>> view.tolist()
+        [7, 1]
         """
         if where.span is None:
             return self.grid(where.view, extra)
@@ -510,7 +606,15 @@ class TensorStorage(Storage):
         return super().__getitem__(index)
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
-        """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside."""
+        """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+        >>> _ = rb.extend(torch.arange(6).reshape(2, 3))  # two columns, three steps
+        >>> rb.storage.rows_at(torch.tensor([[2, 1], [0, 7]])).tolist()  # step 2 of column 1; there is no column 7
+        [5, -1]
+        """
         if self.memory is None:
             return torch.full(coordinates.shape[:-1], -1)
         return rows_of_coordinates(coordinates, (self._capacity // math.prod(self.columns), *self.columns))
@@ -539,7 +643,18 @@ class TensorStorage(Storage):
         return columns[0], moved
 
     def flatten(self) -> TensorStorage:
-        """A storage with ``ndim`` 1 around the same rows, slot after slot."""
+        """A storage with ``ndim`` 1 around the same rows, slot after slot.
+
+        No copy: what is written to one is seen in the other.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+        >>> _ = rb.extend(torch.arange(6).reshape(2, 3))  # two columns, three steps
+        >>> flat = rb.storage.flatten()
+        >>> flat.ndim, flat[:].tolist()
+        (1, [0, 3, 1, 4, 2, 5])
+        """
         if self.ndim == 1:
             return self
         flat = TensorStorage.__new__(TensorStorage)
@@ -588,6 +703,14 @@ class TensorStorage(Storage):
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
         ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
         ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> state = rb.storage.state_without_rows()
+        >>> state["write_count"], len(state["numbers"]), "rows" in state
+        (3, 3, False)
         """
         store = self.memory
         if store is None:
@@ -611,10 +734,6 @@ class TensorStorage(Storage):
         return load
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
-        """Check a :meth:`state_without_rows`, for which ``source`` has the rows.
-
-        Raises: as :meth:`load_state_dict`; nothing is changed. The commit raises what ``source`` does: then the storage is empty.
-        """
         where = type(self).__name__
         check_keys(state, ENTRIES, where)
         if typed(state, "schema", (str, type(None)), where) is None:
