@@ -333,9 +333,21 @@ def test_top_of_a_store_of_a_prioritized_class(tmp_path):
     storage = LazyMemmapStorage(100, scratch_dir=tmp_path / "store")
     with TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage) as rb:
         rb.extend(TensorDict({"obs": torch.zeros(20, 3)}, [20]))
-    top = start(COMMAND, arguments=["top", str(tmp_path / "store"), "--every", "0.1", "--count", "1"])
+    command = ["top", str(tmp_path / "store"), "--every", "0.1", "--count", "1"]
+    top = start(COMMAND, arguments=command)
     assert top.wait() == 0, top.err
     assert "20 of 100 (20.0%)" in top.out
+    assert "age        10 writes, 99 % below 19" in top.out
+    assert "as diverse as of 20 equally likely rows" in top.out
+    with ReplayBuffer.open(tmp_path / "store") as rb:  # top sees what another process has changed, and changes nothing
+        rb.update_priority(torch.arange(20), torch.cat([torch.full((5,), 3.0), torch.zeros(15)]))
+        expected = rb.stats()["priority_ess"]
+        top = start(COMMAND, arguments=[*command, "--json"])
+        assert top.wait() == 0, top.err
+        seen = json.loads(top.out)
+        assert seen["priority_ess"] == pytest.approx(expected)
+        assert expected == pytest.approx(5, rel=0.01)
+        assert "priority_mass" not in seen  # drawn by nothing
 
 
 def test_stats_of_a_directory_in_three_forms(directory):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from engram.buffer.prioritized import ReplayBuffer
+from engram.inspect import effective_size
 from engram.samplers import RandomSampler
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ def show(
         rb = ReplayBuffer.connect(store, token=token, tls_root=tls_root, patience=0.0)
     screen = out.isatty()
     with rb:
-        before, began, looks = rb.stats(), time.monotonic(), 0
+        before, began, looks = _look(rb), time.monotonic(), 0
         while count is None or looks < count:
             time.sleep(every)
-            now, at = rb.stats(), time.monotonic()
+            now, at = _look(rb), time.monotonic()
             if as_json:
                 seconds, rates = at - began, rates_of(now, before, at - began)
                 text = json.dumps({"store": store, "seconds": seconds, **now, **rates, "problems": []})
@@ -49,6 +50,12 @@ def show(
                 text = f"{_AGAIN if screen else ''}{chr(10).join(line[:width] for line in said)}\n"
             print(text, file=out, flush=True)
             before, began, looks = now, at, looks + 1
+
+
+def _look(rb: ReplayBuffer) -> dict[str, float]:
+    """Its numbers, and the effective sample size, which is that of its store's priorities, whatever its sampler."""
+    effective = effective_size(rb.storage)
+    return rb.stats() if effective is None else {**rb.stats(), "priority_ess": effective}
 
 
 def rates_of(now: Mapping[str, float], before: Mapping[str, float], seconds: float) -> dict[str, float]:
@@ -78,6 +85,7 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
         yield f"{'samples':<10} not counted here"
     if "sample_wait_ms_p50" in now:
         yield f"{'wait':<10} {now['sample_wait_ms_p50']:.3g} ms a batch, 99 % below {now['sample_wait_ms_p99']:.3g} ms"
+    yield from _of_rows(now)
     if "limit_samples" in now:
         for call in ("insert", "sample"):
             waiting, waited = now[f"{call}s_waiting"], rate(f"{call}_waited_s")
@@ -92,3 +100,11 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
     for key, name in (("drawable_rows", "drawable"), ("priority_mass", "mass"), ("consumer_version", "version")):
         if key in now:
             yield f"{name:<10} {now[key]:,.6g}"
+
+
+def _of_rows(now: Mapping[str, float]) -> Iterator[str]:
+    """How old they are, and how diverse draws of them."""
+    if "age_p99" in now:
+        yield f"{'age':<10} {now['age_mean']:,.0f} writes, 99 % below {now['age_p99']:,.0f}"
+    if "priority_ess" in now:
+        yield f"{'effective':<10} draws by priority are as diverse as of {now['priority_ess']:,.0f} equally likely rows"

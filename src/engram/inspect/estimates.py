@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engram.format import layout
 from engram.plotting.rows import looked_at
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
-from engram.store import shared_memory
+from engram.store import read_block, shared_memory
 from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
@@ -53,6 +54,24 @@ def gauges(storage: Storage, sampler: object) -> dict[str, float]:
         found["never_sampled_frac"] = float((usage.counts(rows).numpy() == 0).mean())
     index = priorities_of(storage, sampler)
     return found if index is None else found | _priorities(index, rows, extent.size)
+
+
+def effective_size(storage: Storage) -> float | None:
+    """Of a store in a folder that is only read: the effective sample size of its priorities now, whatever the sampler of the buffer.
+
+    None: it has no priorities, or several. Raises as reading their file. Cost: copies them.
+    """
+    store = storage.memory
+    folder = None if store is None else store.folder
+    if store is None or folder is None:
+        return None
+    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{PRIORITIES}")]
+    extent = storage.extent()
+    rows, _ = looked_at(storage, extent, MOST) if extent.size else (torch.empty(0),) * 2
+    if len(paths) != 1 or not len(rows):
+        return None
+    block = PriorityIndex.copied(read_block(paths[0], paths[0].stat().st_size).tensor)
+    return _priorities(PriorityIndex(block, None), rows, extent.size)["priority_ess"]
 
 
 def priorities_of(storage: Storage, sampler: object) -> PriorityIndex | None:
