@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test golden test-native test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo docs test golden recipes test-native test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -48,6 +48,7 @@ help:
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
+	@echo "make recipes          TorchRL's recipes with engram's buffers          ARGS='FOLDER --only dqn'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
 	@echo "make docs             the site, into build/site                        ARGS='...'"
@@ -158,6 +159,15 @@ test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 # Not of CI: Ray is large, and its processes need more than two cores to be quick.
 test-ray: $(VENV)/.engram-dev $(VENV)/.ray
 	@$(PYTEST) tests/cluster $(ARGS)
+
+# Not of CI: Hydra and transformers are for TorchRL's recipes alone.
+$(VENV)/.recipes: $(VENV)/.torch
+	@echo "==> Installing what TorchRL's recipes need"
+	@$(PIP) install -c $(VENV)/constraints.txt 'hydra-core>=1.3,<1.4' tqdm gymnasium pygame transformers
+	@touch $@
+
+recipes: $(VENV)/.engram-dev $(VENV)/.recipes
+	@$(BIN)/python -m tests.recipes $(ARGS)
 
 check: $(VENV)/.engram-dev
 	@echo "==> ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

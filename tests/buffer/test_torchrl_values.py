@@ -160,3 +160,18 @@ def test_lazy_stacks_that_differ_in_their_fields_are_refused(cls, again, nested)
         ):
             rb.extend(lazy_stack([row(c=1), row(c=2, b=3)]))
         assert len(rb) == 2 * again
+
+
+def test_private_names_that_recipes_set():
+    """TorchRL's decision transformer replaces the rows of its buffer by `rb._storage = …`."""
+    with TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2) as rb:
+        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
+        storage, sampler = LazyTensorStorage(8), SliceSampler(slice_len=1, traj_key="a")
+        rb._storage, rb._sampler = storage, sampler
+        assert rb.storage is storage
+        assert rb.sampler is sampler
+        assert len(rb) == 0
+        rb.extend(TensorDict({"a": torch.arange(5)}, [5]))
+        assert rb.sample()["a"].shape == (2,)
+        with pytest.raises(TypeError, match="expected a Storage"):
+            rb._storage = 3

@@ -107,9 +107,14 @@ OPEN_ARGUMENTS = tuple(name for name in OpenArguments.__annotations__ if name no
 NOT_YET = carriers(LaterArguments)
 
 
-def alias(name: str, doc: str = "") -> Any:
-    """A property that is another attribute, of the buffer or of one of its parts."""
-    return property(operator.attrgetter(name), doc=doc or f"As :attr:`{name.rpartition('.')[2]}`.")
+def alias(name: str, doc: str = "", set_by: str | None = None) -> Any:
+    """A property that is another attribute, of the buffer or of one of its parts; ``set_by`` names the method that sets it."""
+
+    def set_through(self: object, value: object) -> None:
+        operator.methodcaller(str(set_by), value)(self)
+
+    shown = doc or f"As :attr:`{name.rpartition('.')[2]}`."
+    return property(operator.attrgetter(name), set_through if set_by else None, doc=shown)
 
 
 def returns_itself(doc: str) -> Callable[[B], B]:

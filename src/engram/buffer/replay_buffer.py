@@ -1503,9 +1503,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
     as_remote: ClassVar[Any] = classmethod(as_remote)
     client = makes_client("Returns the buffer itself; on Ray one of its own for the same rows, which cannot end them.")
     clients = makes_clients("So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on.")
-    _storage = alias("_wiring.storage")
-    _sampler = alias("_wiring.sampler")
-    _writer = alias("_wiring.writer")
+    _storage = alias("_wiring.storage", set_by="set_storage")
+    _sampler = alias("_wiring.sampler", set_by="set_sampler")
+    _writer = alias("_wiring.writer", set_by="set_writer")
     _transform = alias("_wiring.transform")
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
