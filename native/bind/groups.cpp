@@ -4,12 +4,16 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <span>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "../core/best_rows.h"
 #include "../core/groups.h"
 #include "../core/store.h"
 #include "interpreter.h"
@@ -52,22 +56,72 @@ nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t 
   return nb::make_tuple(made[0], made[1], drawn.repeated);
 }
 
-nb::object members(Groups& self, std::uint64_t key, std::uint64_t n, Address without, std::uint64_t n_without) {
-  check_batch(n, 1);
-  Groups::Members drawn;
-  {
-    const nb::gil_scoped_release release;
-    drawn = self.draw_members(key, n, {at<const std::int64_t>(without), n_without});
+// A value of a message, as Python writes it.
+std::string written(double value) { return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"; }
+
+// Rewards of rows, where these did not move: of the others nothing is left in `members`. `gone`: one that moved.
+std::vector<double> rewards_of(const Store& store, std::uint64_t field, const Rewards& kind, Groups::Members& members,
+                               std::int64_t& gone) {
+  std::vector<std::byte> values(members.rows.size() * kind.row_bytes());
+  std::byte* const column = values.data();
+  const std::vector<std::int64_t> moved =
+      store.gather(members.rows.data(), members.rows.size(), {&field, 1}, {&column, 1}, members.numbers.data(), nullptr);
+  if (!moved.empty()) gone = members.rows[static_cast<std::size_t>(moved.front())];
+  std::vector<double> rewards = kind.means(values.data(), members.rows.size());
+  std::size_t kept = 0, at = 0;
+  auto next = moved.begin();
+  for (std::int64_t& size : members.sizes) {
+    const std::size_t end = at + static_cast<std::size_t>(size), before = kept;
+    for (; at < end; ++at) {
+      if (next != moved.end() && static_cast<std::size_t>(*next) == at) {
+        ++next;
+        continue;
+      }
+      if (!std::isfinite(rewards[at])) {
+        throw std::invalid_argument("expected finite rewards, got " + written(rewards[at]) + " in row " +
+                                    std::to_string(members.rows[at]));
+      }
+      rewards[kept] = rewards[at];
+      members.rows[kept] = members.rows[at];
+      members.numbers[kept++] = members.numbers[at];
+    }
+    size = static_cast<std::int64_t>(kept - before);
   }
-  if (drawn.sizes.empty()) return nb::none();
-  const auto tensor = [](const std::vector<std::int64_t>& values) {
-    OutputBuffers buffer;
-    const auto size = static_cast<std::int64_t>(values.size());
-    buffer.add(kNumbers, size);
-    std::memcpy(buffer.at<std::byte>(0), values.data(), values.size() * sizeof(std::int64_t));
-    return nb::object(std::move(buffer).tensors(size)[0]);
-  };
-  return nb::make_tuple(tensor(drawn.rows), tensor(drawn.numbers), tensor(drawn.sizes), drawn.repeated);
+  rewards.resize(kept);
+  return rewards;
+}
+
+nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, std::uint64_t key, std::uint64_t n,
+                     std::uint64_t each, bool spread, Address without, std::uint64_t n_without) {
+  check_batch(n, each);
+  const auto field = nb::cast<std::uint64_t>(reward[0]);
+  const RowSpec spec = spec_of(reward[1]);
+  check(field < store.fields(), "rewards in a field that the store does not have");
+  const Rewards kind(spec.code, spec.bits, store.row_bytes(field));
+  Groups::Members members;
+  BestRows best;
+  OutputBuffers buffers;
+  std::int64_t gone = -1;
+  bool whole = false;
+  {
+    const WithoutInterpreter running(n * each <= kBrief && store.reads_briefly(n * each));
+    members = self.draw_members(key, n, {at<const std::int64_t>(without), n_without});
+    const std::vector<double> rewards = rewards_of(store, field, kind, members, gone);
+    whole = std::find(members.sizes.begin(), members.sizes.end(), 0) == members.sizes.end();
+    if (whole) {
+      best = best_rows(rewards, members.sizes, each, spread ? Wanted::spread : Wanted::highest, key);
+      buffers.add(kNumbers, static_cast<std::int64_t>(best.places.size()));
+      buffers.add(kNumbers, static_cast<std::int64_t>(best.places.size()));
+      for (std::size_t i = 0; i < best.places.size(); ++i) {
+        buffers.at<std::int64_t>(0)[i] = members.rows[best.places[i]];
+        buffers.at<std::int64_t>(1)[i] = members.numbers[best.places[i]];
+      }
+    }
+  }
+  if (members.sizes.empty()) return nb::none();
+  if (!whole) return nb::int_(gone);
+  const nb::list made = std::move(buffers).tensors(static_cast<std::int64_t>(best.places.size()));
+  return nb::make_tuple(made[0], made[1], best.repeated || members.repeated);
 }
 
 void bind_memory(nb::module_& m) {
@@ -108,8 +162,9 @@ void bind_groups(nb::module_& m) {
           "How many groups there are.")
       .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a, "n_without"_a,
            "(rows, ticket numbers, whether some come again) of n groups. None: there is none.")
-      .def("members", &members, "key"_a, "n"_a, "without"_a, "n_without"_a,
-           "(rows, ticket numbers, sizes, whether groups come again): all rows of n groups. None: there is none.")
+      .def("draw_best", &draw_best, "store"_a, "reward"_a, "key"_a, "n"_a, "each"_a, "spread"_a, "without"_a, "n_without"_a,
+           "The same, chosen by rewards: those of a field, (its number, its spec). Those with the largest variance, or the highest. "
+           "None: there is no group. A row: it moved, as did all rows of its group. ValueError: rewards that are not finite.")
       .def("catch_up", &Groups::catch_up, nb::call_guard<nb::gil_scoped_release>(), "For a store whose writers do not tell.")
       .def("scan", &Groups::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("put_in_order", &Groups::put_in_order, nb::call_guard<nb::gil_scoped_release>())

@@ -230,6 +230,28 @@ void Groups::find_all(std::vector<Place>& places) const {
   }
 }
 
+// Asks for all rows of some groups, level by level, so that the waits for memory lie beside each other.
+void Groups::ask_for(const std::vector<Id>& roots) const {
+  std::uint64_t left = 0;  // rows: a damaged tree has no more, either
+  for (const Id root : roots) __builtin_prefetch(&node(root));
+  for (const Id root : roots) left += node(root).size;
+  std::vector<Id> level = roots, below;
+  while (!level.empty() && left >= level.size()) {
+    left -= level.size();
+    below.clear();
+    for (const Id id : level) {
+      __builtin_prefetch(&numbers_[id - 1]);
+      __builtin_prefetch(&tickets_.word(id - 1));
+      for (const Id branch : {node(id).left, node(id).right}) {
+        if (branch == 0) continue;
+        __builtin_prefetch(&node(branch));
+        below.push_back(branch);
+      }
+    }
+    level.swap(below);
+  }
+}
+
 void Groups::set_root(Group& group, Id root) {
   if (group.root == root) return;
   if (group.root != 0) roots_.erase(group.root - 1);
@@ -457,7 +479,9 @@ Groups::Members Groups::draw_members(std::uint64_t key, std::uint64_t n, std::sp
     all = {};
     stale.clear();
     std::vector<std::pair<Id, unsigned>> path;
-    for (const Id root : choose(random, n, without, all.repeated)) {
+    const std::vector<Id> roots = choose(random, n, without, all.repeated);
+    ask_for(roots);
+    for (const Id root : roots) {
       const std::uint64_t size = node(root).size, end = all.rows.size() + size;
       all.sizes.push_back(static_cast<std::int64_t>(size));
       path.clear();

@@ -125,6 +125,7 @@ class Groups : public Index {
     std::uint64_t rank;
   };
   void find_all(std::vector<Place>& places) const;
+  void ask_for(const std::vector<Id>& roots) const;
   void set_root(Group& group, Id root);
 
   std::uint64_t bucket_of(const std::byte* key) const;

@@ -5,37 +5,25 @@ The index belongs to the rows' storage under a name. Every write of every proces
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engram import _native
 from engram.errors import IncompatibleStore
 from engram.field_paths import public
 from engram.format.schema import DTYPES
-from engram.store import INDEX_KINDS, LockedIndex, check_index_name, private_block, wrong_memory
+from engram.store import INDEX_KINDS, LockedIndex, check_index_name, dlpack_specs, private_block, wrong_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.field_paths import FieldPath
+    from engram.format.schema import Field
     from engram.store import Block, Host, Store
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "groups"
 #: Bytes of a key at most.
 MOST_BYTES = 1024
-
-
-class Members(NamedTuple):
-    """All rows of some groups, one group after another, of each the oldest first."""
-
-    #: int64 ``[n]``
-    rows: Tensor
-    #: int64 ``[n]``: what the rows must still have when they are read.
-    tickets: Tensor
-    #: int64 ``[groups]``: how many rows each has.
-    sizes: Tensor
-    #: Whether there are too few groups, so that some come again.
-    repeated: bool
 
 
 class GroupIndex(LockedIndex[_native.Groups]):
@@ -109,10 +97,22 @@ class GroupIndex(LockedIndex[_native.Groups]):
         """
         return self.core.draw(key, groups, each, newest, without.data_ptr(), len(without))
 
-    def members(self, key: int, groups: int, without: Tensor) -> Members | None:
-        """All rows of the groups that :meth:`draw` chooses; None: there is none."""
-        found = self.core.members(key, groups, without.data_ptr(), len(without))
-        return None if found is None else Members(*found)
+    def best(
+        self, store: Store, reward: Field, key: int, groups: int, each: int, *, spread: bool, without: Tensor
+    ) -> tuple[Tensor, Tensor, bool] | int | None:
+        """As :meth:`draw`, rows that are chosen by their rewards. A row: all rows of its group were just being written.
+
+        Raises ``ValueError``: a reward is not finite.
+
+        Args:
+            store: whose rows these are.
+            reward: its field with the rewards.
+            key, groups, each, without: as for :meth:`draw`.
+            spread: those with the largest variance, and of equal ones the largest sum, in ascending order. Else the highest, the highest
+                first, and of equal ones the newest.
+        """
+        numbered = store.schema.fields.index(reward), dlpack_specs([reward])[0]
+        return self.core.draw_best(store.core, numbered, key, groups, each, spread, without.data_ptr(), len(without))
 
 
 def _field_of(store: Store, key: FieldPath) -> int:

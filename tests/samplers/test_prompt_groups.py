@@ -122,6 +122,23 @@ def test_the_largest_variance_is_that_of_all_subsets(seed):
         assert rewards[of].tolist() == sorted(rewards[of].tolist())
 
 
+@pytest.mark.parametrize("scale", [1e308, 1e-300])
+def test_the_largest_variance_of_very_large_and_very_small_rewards(scale):
+    rewards = torch.tensor([0.25, 1, -1, 0.5], dtype=torch.float64) * scale
+    rb = buffer([1, 1, 1, 1], 3, num_groups=1, strategy="variance", rewards=rewards)
+    assert dict(groups_of(rb.sample(), 3)) == {1: [2, 3, 1]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float32])
+def test_rewards_are_the_means_of_any_real_numbers(dtype):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=PromptGroupSampler(num_groups=1, strategy="reward"), batch_size=3
+    )
+    reward = torch.tensor([[0, 1], [1, 1], [0, 0]]).to(dtype)
+    rb.extend({"query": torch.zeros(3, dtype=torch.int64), "row": torch.arange(3), "next": {"reward": reward}})
+    assert rb.sample()["row"].tolist() == [1, 0, 2]
+
+
 def quiet(rb, *size):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -522,6 +539,12 @@ def test_fields_that_are_missing():
         rb.sample()
     rb.set_sampler(PromptGroupSampler(num_groups=2, group_key="prompt", strategy="reward"))
     with pytest.raises(KeyError, match=r"reward.*reward_key"):
+        rb.sample()
+
+
+def test_rewards_that_are_no_real_numbers():
+    rb = buffer([1, 1], 2, num_groups=1, strategy="reward", rewards=torch.tensor([1j, 2j]))
+    with pytest.raises(TypeError, match=r"reward.*real numbers, got complex64"):
         rb.sample()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -13,7 +13,6 @@ from engram.field_paths import checked_path, public
 from engram.groups import GroupIndex
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.samplers.by_reward import chosen_rows
 from engram.store import check_index_name
 from engram.types import Draw
 
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.field_paths import FieldPath
-    from engram.groups import Members
+    from engram.format.schema import Field
+    from engram.store import Store
     from engram.types import Extent, SampledStorage
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
@@ -161,46 +161,35 @@ class GroupSampler(NativeSampler):
         self, index: GroupIndex, key: int, groups: int, each: int, without: Tensor
     ) -> tuple[Tensor, Tensor, bool] | None:
         """The rows of some groups whose rewards are wanted, as :meth:`GroupIndex.draw`. What moves meanwhile is not compared."""
-        retries = Retries()
-        while True:
-            found = index.members(retries.key_of(key), groups, without)
-            if found is None:
-                return None
-            rewards, moved = self._rewards(found)
-            if moved:
-                found, rewards = _without(found, rewards, moved)
-            if bool((found.sizes > 0).all()):
-                break
-            retries.again(found.rows, [0] if len(found.rows) else [])
-        places, repeated = chosen_rows(rewards, found.sizes, each, spread=self.strategy == "variance", key=key)
-        return found.rows[places], found.tickets[places], repeated or found.repeated
-
-    def _rewards(self, found: Members) -> tuple[Tensor, list[int]]:
-        """float64 ``[n]``: of each row, and which of them moved."""
         assert self._storage is not None  # it has groups
-        try:
-            values, moved = self._storage.field(self._reward, found.rows, found.tickets)
-        except KeyError as error:
+        assert self._storage.memory is not None
+        store, retries, spread = self._storage.memory, Retries(), self.strategy == "variance"
+        reward = self._field_of(store)
+        while True:
+            try:
+                found = index.best(store, reward, retries.key_of(key), groups, each, spread=spread, without=without)
+            except ValueError as error:
+                raise ValueError(
+                    f'sample: {public(self._reward)!r}: {error}. Store another number there, or use strategy="random".'
+                ) from error
+            if not isinstance(found, int):
+                return found
+            retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
+
+    def _field_of(self, store: Store) -> Field:
+        """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
+        field = next((field for field in store.schema.fields if field.key == self._reward), None)
+        if field is None:
+            known = [public(path) for path in sorted(field.key for field in store.schema.fields)]
             raise KeyError(
-                f"sample: expected rows with the field {public(self._reward)!r}, by which strategy={self.strategy!r} compares them: "
-                f"{error.args[0]} Store it with every row, or name another field: reward_key=…."
-            ) from error
-        given = cast("Tensor", values)
-        if given.is_complex() or not given[:1].numel():
+                f"sample: expected rows with the field {public(self._reward)!r}, by which strategy={self.strategy!r} compares them, got "
+                f"{known}. Store it with every row, or name another field: reward_key=…."
+            )
+        if field.dtype.startswith("complex") or not field.row_bytes:
             raise TypeError(
-                f"sample: {public(self._reward)!r}: expected rewards that are real numbers, got {given.dtype} {list(given.shape[1:])}."
+                f"sample: {public(self._reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
             )
-        rewards = given.to("cpu", torch.float64).reshape(len(found.rows), -1).mean(-1)
-        if moved:
-            rewards[moved] = 0
-        wrong = rewards.isfinite().logical_not_().nonzero()
-        if len(wrong):
-            row = int(wrong[0])
-            raise ValueError(
-                f"sample: {public(self._reward)!r}: expected finite rewards, got {float(rewards[row])} in row {int(found.rows[row])}. "
-                'Store another number there, or use strategy="random".'
-            )
-        return rewards, moved
+        return field
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -317,16 +306,6 @@ class PromptGroupSampler(GroupSampler):
         """
         index = self._current()
         return 0 if index is None else index.core.groups
-
-
-def _without(found: Members, rewards: Tensor, moved: list[int]) -> tuple[Members, Tensor]:
-    """The same without some places."""
-    whole = torch.ones(len(found.rows), dtype=torch.bool, device="cpu")
-    whole[moved] = False
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), whole.cumsum(0)])
-    stops = found.sizes.cumsum(0)
-    sizes = ends[stops] - ends[stops - found.sizes]
-    return found._replace(rows=found.rows[whole], tickets=found.tickets[whole], sizes=sizes), rewards[whole]
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
