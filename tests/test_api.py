@@ -98,6 +98,7 @@ NAMES = [
     "RewardToGo",
     "RoundRobinWriter",
     "RowError",
+    "RowStorage",
     "SampleUnit",
     "Sampler",
     "SamplerEnsemble",

@@ -65,6 +65,14 @@ def check_grpo_data_path(said):
     assert said.endswith("batches with a group of several prompts: 0\n")
 
 
+def check_own_storage(said):
+    assert said.startswith("600 rows; error after 100 updates: ")
+    assert "opened again: 600 rows, as they were: True" in said
+    first, last = (float(error) for error in re.findall(r"updates: ([\d.]+)$", said, re.MULTILINE))
+    assert last < first < 5
+    assert said.endswith("windows of 5 steps, each inside an episode: True\n")
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)

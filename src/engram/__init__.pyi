@@ -122,6 +122,7 @@ from engram.types import Changes as Changes
 from engram.types import Draw as Draw
 from engram.types import Extent as Extent
 from engram.types import Plan as Plan
+from engram.types import RowStorage as RowStorage
 from engram.types import Sampler as Sampler
 from engram.types import Traits as Traits
 from engram.types import Write as Write

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.storages import Storage
+    from engram.storages.own import GivenStorage
 
 __all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
 
@@ -78,7 +78,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         self,
         offline_dataset: Dataset[Batch],
         *,
-        online_storage: Storage | Callable[[], Storage] | None = None,
+        online_storage: GivenStorage | None = None,
         online_capacity: int | None = None,
         offline_fraction: float = 0.5,
         batch_size: int | None = None,

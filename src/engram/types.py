@@ -6,6 +6,7 @@ each other. Letters: ``B`` batch, ``n`` rows of a write, ``C`` capacity, ``L`` l
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ __all__ = [
     "Extent",
     "Listener",
     "Plan",
+    "RowStorage",
     "SampledStorage",
     "Sampler",
     "Traits",
@@ -301,6 +303,12 @@ class Traits(NamedTuple):
     consumes: bool = False
     #: Of a storage: its rows are on a server.
     is_remote: bool = False
+    # ---- storages of one's own
+    #: Rows are a ring in the order of writing, so that consecutive ones are consecutive steps: :meth:`RowStorage.place` returns those
+    #: from the seam on. Samplers that draw windows need it.
+    in_order: bool = False
+    #: There is a method ``empty()``, which forgets all rows: for ``rb.empty()``, and for states and dumps that are loaded.
+    empties: bool = False
 
     @property
     def reads_windows(self) -> bool:
@@ -769,4 +777,85 @@ class Writer(Protocol):
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
         >>> RoundRobinWriter().place(rb.storage.extent(), 3, 0, torch.arange(3))
         WritePlan(lane=0, rows=None, kept=None)
+        """
+
+
+@runtime_checkable
+class RowStorage(Protocol[Batch]):
+    """What a storage of one's own implements, and all it implements: rows in a place that engram does not know.
+
+    ``ReplayBuffer(storage=mine)`` works with a plain class that has these four methods. Rows are tensors in named fields, of the dtypes
+    and shapes of the first row. Calls never overlap, also where several threads sample. Tickets, priorities and tables of trajectories
+    are the buffer's, in memory. What else the class can do it declares: ``traits = Traits(in_order=True, empties=True)``.
+
+    >>> import torch
+    >>> from engram import Extent, ReplayBuffer, Traits
+    >>> class Ring:
+    ...     traits = Traits(in_order=True)
+    ...     def __init__(self, capacity):
+    ...         self.capacity, self.rows, self.seam = capacity, {}, 0
+    ...     def extent(self):
+    ...         return Extent(self.capacity, (len(self.rows),), (self.seam,))
+    ...     def place(self, n):
+    ...         return (self.seam + torch.arange(n)) % self.capacity
+    ...     def write(self, rows, data, *, append):
+    ...         self.rows.update(zip(rows.tolist(), data.clone()))
+    ...         if append:
+    ...             self.seam = (int(rows[-1]) + 1) % self.capacity
+    ...     def read(self, rows):
+    ...         return torch.stack([self.rows[row] for row in rows.tolist()])
+    >>> rb = ReplayBuffer(storage=Ring(4), batch_size=2)
+    >>> rb.extend(torch.arange(6)).tolist()
+    [0, 1, 2, 3, 0, 1]
+    >>> rb[:].tolist()
+    [4, 5, 2, 3]
+    """
+
+    @abstractmethod
+    def extent(self) -> Extent:
+        """What is live now: a capacity that never changes, and one lane without holes, whose first rows hold data.
+
+        A storage that finds rows where it keeps them, from an earlier process, says so here.
+
+        >>> from engram import Extent
+        >>> Extent(capacity=100, filled=(3,), seam=(3,)).size
+        3
+        """
+
+    @abstractmethod
+    def place(self, n: int) -> Tensor:
+        """The rows that the next ``n`` rows of data go to: int64 ``[n]``. Must not have side effects: the write may be refused.
+
+        Each is a live one or follows them without a gap. Of a ring, those from the seam on; ``n`` may be larger than the capacity.
+
+        >>> import torch
+        >>> (98 + torch.arange(4)) % 100  # of a ring of 100 rows, whose seam is at 98
+        tensor([98, 99,  0,  1])
+        """
+
+    @abstractmethod
+    def write(self, rows: Tensor, data: Batch, *, append: bool) -> None:
+        """Let these rows hold this data, whole or not at all.
+
+        Args:
+            rows: int64 ``[k]``, each named once; live ones, or those that follow them.
+            data: in the form of the first row, each leaf ``[k, ...]`` on the CPU. Copy what is kept: it may be the caller's memory.
+            append: the rows are those of :meth:`place`, so of a ring the seam is ``(rows[-1] + 1) % capacity`` from now on. False: they
+                were named by number, or are edited; the seam stays.
+
+        >>> import torch
+        >>> kept = torch.zeros(10)
+        >>> kept[torch.tensor([4, 2])] = torch.tensor([0.5, 1.5])  # a copy of the data
+        >>> kept[2]
+        tensor(1.5000)
+        """
+
+    @abstractmethod
+    def read(self, rows: Tensor) -> Batch:
+        """Live rows, int64 ``[k]``, one perhaps several times: new memory, in the form in which they were written.
+
+        >>> import torch
+        >>> kept = torch.arange(10) * 2
+        >>> kept[torch.tensor([3, 3, 1])]
+        tensor([6, 6, 2])
         """

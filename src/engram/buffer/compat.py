@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engram.fleet.members import Missing
     from engram.layouts import StorageCheckpointerBase
     from engram.remote.streaming import Full
-    from engram.storages import Storage
+    from engram.storages.own import GivenStorage
     from engram.types import Sampler, Writer
     from engram.units import SampleUnit
 
@@ -85,7 +85,7 @@ class ConnectArguments(ReadingArguments, total=False):
 class BufferArguments(_Reading, Arguments, total=False):
     """Keywords of the constructor of :class:`ReplayBuffer`."""
 
-    storage: Storage | Callable[[], Storage] | None
+    storage: GivenStorage | None
     sampler: Sampler | Callable[[], Sampler] | None
     writer: Writer | Callable[[], Writer] | None
     output: Output

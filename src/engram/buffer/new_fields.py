@@ -93,7 +93,7 @@ def _checked(storage: Storage) -> storages.TensorStorage:
     storage.memory.check_writable()
     if not storage.memory.is_native:
         raise RuntimeError(
-            f"{_CALL}: expected rows on the CPU, got rows on {storage.device}. Write the field in the first row."
+            f"{_CALL}: expected rows on the CPU, got those of {storage.memory.place}. Write the field in the first row."
         )
     return storage
 

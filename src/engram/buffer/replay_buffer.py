@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from engram.limits import Limit
     from engram.persist.roles import Roles
     from engram.samplers._base import DeclaredSampler
-    from engram.storages import Storage
+    from engram.storages import GivenStorage, Storage
     from engram.transforms import Compose
     from engram.types import Device, Savers, Size, StrPath, Told, Wait, Watch
 
@@ -131,7 +131,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self,
         size: int | None = None,
         *,
-        storage: Storage | Callable[[], Storage] | None = None,
+        storage: GivenStorage | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], object] | None = None,
@@ -913,7 +913,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._recipe.noted = False
         self._recipe.note_if_possible()
 
-    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], object] | None = None) -> Storage:
+    def set_storage(self, storage: GivenStorage, collate_fn: Callable[[Any], object] | None = None) -> Storage:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned.
 
         >>> import torch

@@ -277,6 +277,8 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
     """
     if given is None and default is not None:
         return default()
+    of_storage = kind is storages.Storage
+    given = storages.adapted(given) if of_storage else given
     makes = isinstance(given, type) or (callable(given) and not isinstance(given, kind))
     try:
         made = given() if makes else given  # type: ignore[operator]
@@ -287,6 +289,7 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
                 f"Write {name}={given.__name__}(…)."
             ) from error
         raise
+    made = storages.adapted(made) if of_storage else made
     if not isinstance(made, kind):
         got = f"one that made a {type(made).__name__}" if makes else type(given).__name__
         raise TypeError(
@@ -317,7 +320,8 @@ def _remedy(made: object, kind: type) -> str:
     """What to do about a component that is another library's, or has some methods of its kind only."""
     theirs = next((cls.__name__ for cls in type(made).__mro__ if cls.__module__.partition(".")[0] == "torchrl"), None)
     if theirs is None:
-        asked = [] if kind is storages.Storage else [name for name in vars(kind) if not name.startswith("_")]
+        own = storages.METHODS if kind is storages.Storage else vars(kind)
+        asked = [name for name in own if not name.startswith("_")]
         missing = [name for name in asked if not hasattr(made, name)]
         return f" It has no {', '.join(missing)}." if len(missing) < len(asked) else ""
     ours = next((theirs for family in (storages, samplers, writers) if hasattr(family, theirs)), None)

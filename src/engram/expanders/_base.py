@@ -364,7 +364,7 @@ class Expander(DeclaredSampler):
     def _new_expansion(self, memory: Store) -> Expansion:
         name = type(self).__name__
         if not memory.is_native:  # device="auto", and the first row was elsewhere
-            raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
+            raise RuntimeError(self._elsewhere(f"rows of {memory.place}"))
         Expansion.check_rows(memory, name)
         expansion = Expansion(memory, self._reading(memory.schema.fields), self._rules, name)
         self._computed_keys = expansion.computed

@@ -68,7 +68,7 @@ class GroupSampler(NativeSampler):
             store = storage.memory
             if not store.is_native:
                 raise TypeError(
-                    f'PromptGroupSampler: expected rows on the CPU, got rows on {store.device}. Use a storage with device="cpu", and a '
+                    f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
                     "DeviceLoader for batches on an accelerator."
                 )
             self._index = GroupIndex.of_store(store, self.index_name, self._key)

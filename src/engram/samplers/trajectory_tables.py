@@ -152,12 +152,22 @@ def _usual_ends(numbers: dict[FieldPath, int], above: int) -> list[FieldPath]:
     return found[:1] if found[:1] == [END_KEYS[0][above:]] else found
 
 
+def check_order(memory: Store) -> None:
+    """Raise ``TypeError`` for a store whose rows are not in the order of writing."""
+    if not memory.in_order:
+        raise TypeError(
+            f"sample: expected rows in the order of steps, a {memory.place} does not say that they are. Let it place rows in a ring, and "
+            "declare traits = Traits(in_order=True)."
+        )
+
+
 def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) -> _native.Trajectories:
     """The store's table of that name. Where there is none, one is made by a scan of the rows.
 
     Raises:
-        IncompatibleStore: the name stands for other boundaries.
+        IncompatibleStore: the name stands for other boundaries. TypeError: rows are not in the order of steps.
     """
+    check_order(memory)
 
     def make() -> _native.Trajectories:
         which, fields = memory.on_host(boundaries.which)
@@ -225,6 +235,7 @@ class StaticTable:
     """A private table over boundaries that the user gave and no row holds: those of all live rows, in row order."""
 
     def __init__(self, memory: Store, name: str, values: Tensor, *, by_id: bool, window: int) -> None:
+        check_order(memory)
         self._memory = memory
         self._name = name
         self._values = values

@@ -1,5 +1,7 @@
 """Storages hold what is written."""
 
+from typing import TYPE_CHECKING
+
 from engram.storages._base import Storage, check_count
 from engram.storages._columns import coordinates
 from engram.storages._dtypes import Dtypes, checked_dtypes
@@ -9,9 +11,14 @@ from engram.storages.compressed import CompressedListStorage, LazyStackStorage
 from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage
+from engram.storages.own import METHODS, OwnStorage, adapted
 from engram.storages.tensor import TensorStorage
 
+if TYPE_CHECKING:
+    from engram.storages.own import GivenStorage as GivenStorage
+
 __all__ = [
+    "METHODS",
     "CompressedListStorage",
     "Count",
     "Dtypes",
@@ -19,9 +26,11 @@ __all__ = [
     "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "OwnStorage",
     "Rows",
     "Storage",
     "TensorStorage",
+    "adapted",
     "check_count",
     "checked_dtypes",
     "coordinates",

@@ -38,7 +38,7 @@ __all__ = ["Count", "Rows", "Storage", "check_count"]
 
 
 class Storage(Declared, Dumpable, Port):
-    """Holds what is written. Base class of all storages, for type checks; custom storages are not supported yet.
+    """Holds what is written. Base class of all storages, for type checks. A storage of one's own is a :class:`RowStorage`.
 
     A storage may serve several buffers: what is written through one is seen by the samplers of all.
 
@@ -69,7 +69,10 @@ class Storage(Declared, Dumpable, Port):
         declared = {**vars(SampledStorage), **vars(Port)}
         missing = [name for name, it in declared.items() if name[0] != "_" and getattr(type(self), name, None) is it]
         if missing:
-            raise NotImplementedError(f"{type(self).__name__}: expected the methods {missing}, got none of them.")
+            raise NotImplementedError(
+                f"{type(self).__name__}: expected the methods {missing}, got none of them. A storage of your own needs no base class, but "
+                "the four methods of engram.RowStorage: extent, place, write and read."
+            )
         self._lock = _fork.rlock()
         _fork.registered(self)
         self.listeners: list[weakref.ref[Listener]] = []

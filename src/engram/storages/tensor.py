@@ -687,7 +687,7 @@ class TensorStorage(Storage):
         with self.paused:
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
-            rows = [] if state["schema"] is None else copied([field[: len(numbers)] for field in self.store.tensors])
+            rows = [] if state["schema"] is None else self._first_rows(len(numbers))
         dead = numbers == 0
         if bool(dead.any()):
             for field in rows:
@@ -695,6 +695,9 @@ class TensorStorage(Storage):
                 raw = field.reshape(len(field), math.prod(field.shape[1:])).view(torch.uint8)
                 raw[dead.to(field.device)] = 0
         return {**state, "rows": rows}
+
+    def _first_rows(self, n: int) -> list[Tensor]:
+        return copied([field[:n] for field in self.store.tensors])  # type: ignore[no-any-return]
 
     def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """All of :meth:`state_dict` but the rows. Exact while writers are :attr:`paused`.
@@ -744,7 +747,7 @@ class TensorStorage(Storage):
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
         return RowsLoad(self, source, schema, RowsState.checked(state, schema, store, where))
 
-    _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
+    _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 
     @property
     def form(self) -> Form:

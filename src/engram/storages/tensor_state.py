@@ -139,7 +139,9 @@ class SnapshotPreparation:
         used = store.rows_in_use(lanes)
         live = int(lanes[:, 1].sum()) - int(store.core.void_rows)
         state, base, copies = None, 0, None
-        if len(self._rows) == len(store.tensors) and used <= len(self._rows[0]):  # else a field was added meanwhile
+        if (
+            self._rows and len(self._rows) == len(store.tensors) and used <= len(self._rows[0])
+        ):  # else a field was added meanwhile
             copies = [_copied(field[:used], memory) for field, memory in zip(store.tensors, self._rows, strict=True)]
             state = storage.state_without_rows(without=self._without)
         else:

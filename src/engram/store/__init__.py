@@ -1,10 +1,11 @@
 """Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
-blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; opening.
+blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; elsewhere; opening.
 """
 
 from engram.store.adding import add_field, fill_rows
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
 from engram.store.device import DeviceStore
+from engram.store.elsewhere import ForeignStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, check_index_name, wrong_memory
 from engram.store.keys import Key, ThreadKey
 from engram.store.lifetime import (
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceStore",
     "DrawingInto",
     "DrawingPart",
+    "ForeignStore",
     "Host",
     "Index",
     "Key",

@@ -519,6 +519,11 @@ class Store:
         return str(self.folder or ("RAM" if self.device.type == "cpu" else self.device))
 
     @property
+    def in_order(self) -> bool:
+        """Whether the rows of a lane are in the order of writing, where no writer places them otherwise."""
+        return True
+
+    @property
     def capacity(self) -> int:
         """Rows."""
         return self.schema.capacity

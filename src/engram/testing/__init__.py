@@ -11,9 +11,17 @@ The tests are methods called ``test_…`` without parameters, so pytest and othe
 """
 
 from engram.testing.contract import Contract
+from engram.testing.row_storages import RowStorageContract
 from engram.testing.samplers import SamplerContract
 from engram.testing.storages import StorageContract
 from engram.testing.transforms import TransformContract
 from engram.testing.writers import WriterContract
 
-__all__ = ["Contract", "SamplerContract", "StorageContract", "TransformContract", "WriterContract"]
+__all__ = [
+    "Contract",
+    "RowStorageContract",
+    "SamplerContract",
+    "StorageContract",
+    "TransformContract",
+    "WriterContract",
+]

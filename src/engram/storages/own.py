@@ -1,0 +1,238 @@
+"""Storages of one's own: the four methods of a user's object, with the rest of what a buffer asks of a storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from engram.errors import IncompatibleCheckpoint
+from engram.persist.snapshot import RowsSnapshot
+from engram.state import copied
+from engram.storages._base import Storage
+from engram.storages._geometry import Geometry
+from engram.storages._structure import Structure
+from engram.storages.tensor import TensorStorage
+from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
+from engram.store import ForeignStore
+from engram.types import Extent, RowStorage, Traits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor
+
+    from engram.format.schema import Schema
+    from engram.limits import Rules
+    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
+    from engram.storages._port import Rows
+    from engram.types import RowsSource
+
+    #: What ``storage=`` of a buffer takes.
+    GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
+
+#: The methods that a storage of one's own has.
+METHODS = ("extent", "place", "write", "read")
+
+
+@runtime_checkable
+class _Declares(Protocol):
+    traits: Traits
+
+
+@runtime_checkable
+class _Empties(Protocol):
+    def empty(self) -> None: ...
+
+
+class OwnColumns:
+    """A user's object, field by field. Checks what it returns."""
+
+    def __init__(self, own: RowStorage) -> None:
+        self.own = own
+        self.name = type(own).__name__
+        declared = own.traits if isinstance(own, _Declares) else Traits()
+        if not isinstance(declared, Traits):
+            raise TypeError(f"{self.name}: traits: expected a Traits, got {type(declared).__name__}. Write Traits(…).")
+        if declared.empties and not isinstance(own, _Empties):
+            raise TypeError(f"{self.name}: expected the method empty, which Traits(empties=True) declares, got none.")
+        self.in_order, self._empties = declared.in_order, declared.empties
+        #: How rows are put together, once one was written.
+        self.structure: Structure | None = None
+        self.capacity = 0
+        self.capacity = self.extent().capacity
+
+    def _call(self, method: str) -> str:
+        return f"{self.name}.{method}"
+
+    def extent(self) -> Extent:
+        """Raises ``TypeError``, ``ValueError``: it is none, or none that a storage of one's own has."""
+        found = self.own.extent()
+        call = self._call("extent")
+        if not isinstance(found, Extent):
+            raise TypeError(
+                f"{call}: expected an Extent, got {type(found).__name__}. Return Extent(capacity, (filled,), (seam,))."
+            )
+        if len(found.filled) != 1 or len(found.seam) != 1 or found.holes is not None:
+            raise ValueError(
+                f"{call}: expected one lane without holes, Extent(capacity, (filled,), (seam,)), got {found}."
+            )
+        capacity, (filled,), (seam,), _ = found
+        if not (0 <= filled <= capacity and 0 <= seam < capacity and capacity == (self.capacity or capacity)):
+            expected = f"the capacity {self.capacity}" if self.capacity else "a capacity above 0"
+            raise ValueError(f"{call}: expected {expected}, rows up to it and a seam below it, got {found}.")
+        return found
+
+    def place(self, n: int) -> Tensor:
+        """Raises ``TypeError``: no rows."""
+        rows: object = self.own.place(n)
+        if not isinstance(rows, torch.Tensor) or rows.dtype is not torch.int64 or rows.shape != (n,):
+            got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise TypeError(f"{self._call('place')}: expected a tensor of int64 [{n}], got {got}.")
+        return rows
+
+    def write(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
+        assert self.structure is not None  # of the data that is written
+        self.own.write(rows.clone(), self.structure.unflatten(columns, rows.shape, torch.device("cpu")), append=append)
+
+    def read(self, rows: Tensor) -> list[Tensor]:
+        """Raises as ``Structure.flatten``: it returned something else than was written."""
+        assert self.structure is not None
+        return self.structure.flatten(self.own.read(rows.clone()), len(rows), self._call("read"))
+
+    def check_empties(self, call: str) -> None:
+        if not self._empties:
+            raise RuntimeError(
+                f"{call}: {self.name} does not declare that it can forget its rows. Give it a method empty() and "
+                "traits = Traits(empties=True)."
+            )
+
+    def empty(self, call: str) -> None:
+        self.check_empties(call)
+        if isinstance(self.own, _Empties):
+            self.own.empty()
+
+
+class OwnStorage(TensorStorage):
+    """What a buffer makes of an object with the methods of :class:`~engram.types.RowStorage`: ``rb.storage``.
+
+    Rows are as :attr:`own` keeps them. Tickets and indexes are in the memory of this process: one that makes a buffer of an object that
+    has rows gives them new tickets, in the order of the ring, and the default priority.
+    """
+
+    def __init__(self, own: RowStorage) -> None:
+        columns = OwnColumns(own)
+        self._configure(Geometry.checked(f"{columns.name}: capacity", columns.capacity), "cpu")
+        #: The user's object.
+        self.own = own
+        self._columns = columns
+        found = columns.extent()
+        if found.size:
+            row = own.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
+            structure = Structure.of(row, batched=True, call=f"{columns.name}.read")
+            self._make(self._geometry.schema(structure, ()), structure).take_extent(found)
+
+    def _make(self, schema: Schema, structure: Structure) -> ForeignStore:
+        store = ForeignStore(schema, self._columns)
+        self._columns.structure = structure
+        self._adopt(store, structure)
+        return store
+
+    def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
+        structure = Structure.of(data, batched=n is not None, call=call)
+        self._make(self._geometry.schema(structure, columns), structure)
+
+    def allocate_for(self, schema: Schema) -> None:
+        with self._lock:
+            if self.memory is None:
+                self._make(schema, Structure.from_schema(schema))
+
+    # ---- what needs rows in memory that engram knows -------------------------------------------------------------------
+
+    def _unsupported(self, call: str, remedy: str) -> NoReturn:
+        raise RuntimeError(f"{call}: the rows are in a {self._columns.name}, a storage of one's own. {remedy}")
+
+    def share(self, maker: str | None = None) -> None:
+        self._unsupported("share", "Share a LazyTensorStorage, or serve the buffer: rb.serve().")
+
+    def limit(self, rules: Rules, unconsumed: int) -> None:
+        if any(rules):
+            self._unsupported("limit", "Limit a LazyTensorStorage or LazyMemmapStorage.")
+
+    def __getstate__(self) -> dict[str, object]:
+        self.hand_over()
+        self._unsupported("copy", "Make a buffer around another one, and load rb.state_dict() there.")
+
+    def add_row(self, lane: object, data: object, ignored: object = ()) -> None:
+        """Rows take the long path."""
+        del lane, data, ignored
+
+    def append_of(self, data: object, lane: object) -> None:
+        """Rows take the long path."""
+        del data, lane
+
+    # ---- reading ---------------------------------------------------------------------------------------------------------
+
+    def locate(self, index: object) -> Rows:
+        return self.resolve(index)
+
+    def __getitem__(self, index: object) -> object:
+        """Live rows by number: a copy."""
+        self.store  # noqa: B018 - raises where there is none
+        return Storage.__getitem__(self, index)
+
+    @property
+    def _storage(self) -> None:
+        """There are no tensors that show all rows."""
+
+    # ---- what is saved and loaded ---------------------------------------------------------------------------------------------------
+
+    def _first_rows(self, n: int) -> list[Tensor]:
+        store = self.store
+        assert isinstance(store, ForeignStore)
+        return store.first_rows(n)
+
+    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> RowsLoad:
+        """As for every tensor storage. Raises, too: ``RuntimeError``: rows cannot be forgotten; ``IncompatibleCheckpoint``: holes."""
+        load = super().prepare_rows(state, source)
+        if load.schema is not None or self.memory is not None:
+            self._columns.check_empties("load")
+        if load.state is not None:
+            lanes, numbers = load.state.rows[:2]
+            live = int(lanes[0, 1])
+            if not bool((numbers[:live] > 0).all()):
+                raise IncompatibleCheckpoint(
+                    f"load: expected rows without holes, as a {self._columns.name} has none, got {int((numbers[:live] == 0).sum())} rows "
+                    'that hold nothing. Of a checkpoint, Checkpointer.restore(resume="exact") leaves none.'
+                )
+        return load
+
+    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
+        return _Preparation(self, without) if whole else SnapshotPreparation(self, without, whole=False)
+
+    def __repr__(self) -> str:
+        fields = "not written yet" if self.structure is None else f"{len(self.structure.fields)} fields"
+        return f"OwnStorage({self._columns.name}, size={len(self)}/{self._capacity}, {fields})"
+
+
+class _Preparation(NamedTuple):
+    """Rows are copied while writers wait."""
+
+    storage: OwnStorage
+    without: Collection[tuple[str, str]]
+
+    def take(self) -> StorageSnapshot:
+        storage, store = self.storage, self.storage.memory
+        if store is None:
+            return SnapshotPreparation(storage, self.without, whole=False).take()
+        state = storage.state_dict(without=self.without)
+        rows = copied(state.pop("rows"))
+        live = len(storage)
+        return RowsSnapshot("OwnStorage", store.held(), state, 0, live, live * store.schema.row_bytes, rows)
+
+
+def adapted(given: object) -> object:
+    """A storage around an object with the methods of one's own; anything else as it is."""
+    if isinstance(given, Storage | type) or not isinstance(given, RowStorage):
+        return given
+    return OwnStorage(given)

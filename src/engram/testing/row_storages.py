@@ -1,0 +1,185 @@
+"""The contract of storages of one's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram.buffer.replay_buffer import ReplayBuffer
+from engram.samplers import PrioritizedSampler
+from engram.storages import LazyTensorStorage
+from engram.storages._structure import Structure, leading_size
+from engram.storages.own import OwnColumns
+from engram.testing.contract import Contract, check, refuses, same, steps
+from engram.types import RowStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_CAPACITY = 12
+
+
+class RowStorageContract(Contract):
+    """What a buffer expects of a storage of one's own. Derive from it and override :meth:`make`."""
+
+    def make(self, capacity: int) -> RowStorage:
+        """A new, empty storage of that many rows."""
+        raise NotImplementedError
+
+    def reopened(self, storage: RowStorage) -> RowStorage | None:
+        """Another object of the same rows, as a new process makes it; None: rows end with the object. ``storage`` is not used again."""
+        del storage
+        return None
+
+    def rows(self, first: int, n: int) -> object:
+        """``n`` rows to write, each of which differs from all others."""
+        return steps(first, n)
+
+    def _columns_of(self, storage: RowStorage) -> OwnColumns:
+        """A storage, field by field."""
+        made = OwnColumns(storage)
+        made.structure = Structure.of(self.rows(0, 1), batched=True, call="rows")
+        return made
+
+    def _fields(self, first: int, n: int) -> list[Tensor]:
+        data = self.rows(first, n)
+        check(leading_size(data, "rows") == n, f"expected {n} rows of rows()")
+        structure = Structure.of(data, batched=True, call="rows")
+        return [column.clone() for column in structure.flatten(data, n, "rows")]
+
+    def _append(self, columns: OwnColumns, first: int, n: int) -> Tensor:
+        rows = columns.place(n)
+        columns.write(rows, self._fields(first, n), append=True)
+        return rows
+
+    def _check_read(self, columns: OwnColumns, rows: Sequence[int], steps_there: Sequence[int], when: str) -> None:
+        """Rows hold the steps with these numbers."""
+        found = columns.read(torch.tensor(rows, device="cpu"))
+        expected = [torch.cat(column) for column in zip(*(self._fields(step, 1) for step in steps_there), strict=True)]
+        check(same(found, expected), f"expected rows {list(rows)} to hold what was written last {when}")
+
+    # ---- what every one must do ----------------------------------------------------------------------------------------
+
+    def test_follows_the_protocol(self) -> None:
+        made = self.make(_CAPACITY)
+        check(isinstance(made, RowStorage), "expected the methods of engram.RowStorage: extent, place, write, read")
+        OwnColumns(made)  # raises for traits that are none
+
+    def test_begins_without_rows(self) -> None:
+        extent = self._columns_of(self.make(_CAPACITY)).extent()
+        check(extent.capacity == _CAPACITY, f"expected a capacity of {_CAPACITY}, got {extent.capacity}")
+        check(extent.filled == (0,), f"expected no rows at first, got {extent.filled[0]}")
+
+    def test_holds_what_was_written(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        held: dict[int, int] = {}
+        step = 0
+        for n in (1, 4, 5, 7, _CAPACITY, 3):
+            before = columns.extent()
+            rows = self._append(columns, step, n).tolist()
+            held.update(zip(rows, range(step, step + n), strict=True))
+            step += n
+            filled = columns.extent().filled[0]
+            check(filled == len(held), f"expected {len(held)} rows after write(), got {filled}")
+            check(
+                sorted(held) == list(range(len(held))), f"expected place() to leave no gap, got the rows {sorted(held)}"
+            )
+            self._check_read(columns, list(held), list(held.values()), "after write()")
+            if columns.in_order:
+                expected = [(before.seam[0] + i) % _CAPACITY for i in range(n)]
+                check(
+                    rows == expected,
+                    f"expected place() to go on at the seam, {expected}, as in_order declares, got {rows}",
+                )
+                seam = (rows[-1] + 1) % _CAPACITY
+                check(columns.extent().seam == (seam,), f"expected the seam {seam}, got {columns.extent().seam[0]}")
+
+    def test_place_has_no_side_effects(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        self._append(columns, 0, 5)
+        before, rows = columns.extent(), columns.place(4)
+        check(columns.extent() == before, "expected place() to have no side effects: the write may not take place")
+        check(torch.equal(columns.place(4), rows), "expected place() to return the same rows until they are written")
+
+    def test_rows_are_replaced_by_number(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        self._append(columns, 0, 6)
+        before = columns.extent()
+        columns.write(torch.tensor([4, 1], device="cpu"), self._fields(50, 2), append=False)
+        self._check_read(columns, range(6), [0, 51, 2, 3, 50, 5], "by number")
+        check(columns.extent() == before, "expected extent() to stay when live rows are replaced with append=False")
+        columns.write(torch.tensor([6, 7], device="cpu"), self._fields(60, 2), append=False)
+        self._check_read(columns, [6, 7, 0], [60, 61, 0], "by number")
+        after = columns.extent()
+        check(after.filled == (8,), f"expected 8 rows after two that followed the live ones, got {after.filled[0]}")
+        check(after.seam == before.seam or not columns.in_order, "expected the seam to stay with append=False")
+
+    def test_rows_are_read_in_any_order(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        self._append(columns, 0, 8)
+        self._check_read(columns, [7, 0, 0, 3, 7], [7, 0, 0, 3, 7], "in the order that was asked for")
+
+    def test_what_is_read_is_new_memory(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        self._append(columns, 0, 8)
+        for column in columns.read(torch.arange(8, device="cpu")):
+            column.zero_()
+        self._check_read(columns, range(8), range(8), "after what read() returned was changed: return new memory")
+
+    def test_what_is_written_is_copied(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        given = self._fields(0, 8)
+        columns.write(columns.place(8), given, append=True)
+        for column in given:
+            column.zero_()
+        self._check_read(columns, range(8), range(8), "after what write() was given was changed: copy it")
+
+    def test_empty_forgets_all(self) -> None:
+        columns = self._columns_of(self.make(_CAPACITY))
+        if refuses(lambda: columns.check_empties("empty")):
+            return
+        self._append(columns, 0, 8)
+        columns.empty("empty")
+        extent = columns.extent()
+        check(extent.filled == (0,), f"expected no rows after empty(), got {extent.filled[0]}")
+        check(extent.seam == (0,) or not columns.in_order, f"expected the seam 0 after empty(), got {extent.seam[0]}")
+        self._append(columns, 100, 3)
+        self._check_read(columns, range(3), range(100, 103), "after empty()")
+
+    def test_rows_are_there_when_it_is_opened_again(self) -> None:
+        for n in (5, 5 + _CAPACITY):
+            made = self.make(_CAPACITY)
+            columns = self._columns_of(made)
+            rows = [row for first in range(0, n, 5) for row in self._append(columns, first, min(5, n - first)).tolist()]
+            held = dict(zip(rows, range(n), strict=True))
+            before = columns.extent()
+            other = self.reopened(made)
+            if other is None:
+                return
+            again = self._columns_of(other)
+            check(again.extent() == before, f"expected {before} when it is opened again, got {again.extent()}")
+            self._check_read(again, list(held), list(held.values()), "when it is opened again")
+
+    def test_a_buffer_does_as_with_rows_in_memory(self) -> None:
+        """The same writes, edits, draws and priorities as in a LazyTensorStorage, from the same seed."""
+        if not self._columns_of(self.make(_CAPACITY)).in_order:
+            return
+        found = []
+        for storage in (self.make(_CAPACITY), LazyTensorStorage(_CAPACITY)):
+            sampler = PrioritizedSampler(_CAPACITY, alpha=0.7, beta=0.5)
+            generator = torch.Generator().manual_seed(7)
+            rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=8, generator=generator)
+            seen: list[object] = []
+            for first in range(0, 30, 5):
+                seen.append(rb.extend(self.rows(first, 5)))
+                batch, info = rb.sample(return_info=True)
+                seen.append((batch, info["index"]))
+                rb.update_priority(info["index"], torch.arange(8, device="cpu") + 0.5)
+                rb[1] = rb[0]
+                seen.append([len(rb), rb[0], rb[-1], copy.deepcopy(rb[:])])
+            found.append(seen)
+        check(same(*found), "expected rows and draws as with a LazyTensorStorage")

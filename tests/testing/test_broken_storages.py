@@ -1,0 +1,203 @@
+"""Storages of one's own that break one rule each: the contract finds every one of them."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import Extent, Traits
+from engram.testing import RowStorageContract
+from tests.testing.test_broken_components import failures
+
+
+class Ring:
+    """A storage that keeps all rules, for others to break one: a ring of TensorDicts, a row each."""
+
+    traits = Traits(in_order=True, empties=True)
+
+    def __init__(self, capacity):
+        self.capacity, self.rows, self.seam = capacity, {}, 0
+
+    def extent(self):
+        return Extent(self.capacity, (len(self.rows),), (self.seam,))
+
+    def place(self, n):
+        return (self.seam + torch.arange(n)) % self.capacity
+
+    def write(self, rows, data, *, append):
+        self.rows.update(zip(rows.tolist(), data.clone().unbind(0), strict=True))
+        if append:
+            self.seam = (int(rows[-1]) + 1) % self.capacity
+
+    def read(self, rows):
+        return TensorDict.stack([self.rows[row] for row in rows.tolist()])
+
+    def empty(self):
+        self.rows, self.seam = {}, 0
+
+
+class FreeSlots(Ring):
+    """Keeps all rules, too, and no order: it replaces the rows with the largest numbers."""
+
+    traits = Traits()
+
+    def place(self, n):
+        fresh = list(range(len(self.rows), self.capacity))[:n]
+        return torch.tensor([*fresh, *reversed(range(self.capacity - (n - len(fresh)), self.capacity))][:n])
+
+    def write(self, rows, data, *, append):
+        super().write(rows, data, append=False)
+
+
+class LacksAMethod:
+    extent, place, write = Ring.extent, Ring.place, Ring.write
+    __init__ = Ring.__init__
+
+
+class LeavesAGap(FreeSlots):
+    def place(self, n):
+        return torch.arange(len(self.rows) + 1, len(self.rows) + 1 + n) % self.capacity
+
+
+class Reserves(Ring):
+    def place(self, n):
+        rows = super().place(n)
+        self.seam = (self.seam + n) % self.capacity
+        return rows
+
+
+class PlacesBackwards(Ring):
+    def place(self, n):
+        return super().place(n).flip(0)
+
+
+class KeepsTheSeam(Ring):
+    def write(self, rows, data, *, append):
+        super().write(rows, data, append=False)
+
+
+class AlwaysAppends(Ring):
+    def write(self, rows, data, *, append):
+        super().write(rows, data, append=True)
+
+
+class KeepsWhatItIsGiven(Ring):
+    def write(self, rows, data, *, append):
+        self.rows.update(zip(rows.tolist(), data.unbind(0), strict=True))
+        if append:
+            self.seam = (int(rows[-1]) + 1) % self.capacity
+
+
+class HandsOutItsMemory(Ring):
+    """All rows lie in one TensorDict; a read of rows in order is a view of it."""
+
+    data = None
+
+    def write(self, rows, data, *, append):
+        if self.data is None:
+            self.data = data[:1].expand(self.capacity).clone()
+        self.data[rows] = data
+        super().write(rows, data, append=append)
+
+    def read(self, rows):
+        first, n = int(rows[0]), len(rows)
+        in_order = torch.equal(rows, torch.arange(first, first + n))
+        return self.data[first : first + n] if in_order else self.data[rows]
+
+
+class ReadsInRowOrder(Ring):
+    def read(self, rows):
+        return super().read(rows.sort().values)
+
+
+class ReadsEachRowOnce(Ring):
+    def read(self, rows):
+        return super().read(rows.unique())
+
+
+class LosesAField(Ring):
+    def read(self, rows):
+        return super().read(rows).exclude("step")
+
+
+class ChangesADtype(Ring):
+    def read(self, rows):
+        return super().read(rows).apply(lambda x: x.float())
+
+
+class KeepsRowsWhenEmptied(Ring):
+    def empty(self):
+        self.seam = 0
+
+
+class DeclaresWhatItHasNot(Ring):
+    empty = None
+
+
+class CountsCapacityAsRows(Ring):
+    def extent(self):
+        return Extent(self.capacity, (self.capacity,), (self.seam,))
+
+
+class WritesTheFirstRowOnly(Ring):
+    def write(self, rows, data, *, append):
+        super().write(rows, data[:1].expand(len(rows)), append=append)
+
+
+class TwoLanes(Ring):
+    def extent(self):
+        return Extent(self.capacity, (len(self.rows), 0), (self.seam, 0))
+
+
+class OpensEmpty(Ring):
+    """Its rows end with it."""
+
+
+class LosesTheSeam(Ring):
+    """Opened again, it begins at row 0."""
+
+
+@pytest.mark.parametrize("good", [Ring, FreeSlots])
+def test_good_ones_keep_all_rules(good):
+    assert not failures(RowStorageContract, good)
+
+
+@pytest.mark.parametrize(
+    ("storage", "test", "said"),
+    [
+        (LacksAMethod, "test_follows_the_protocol", "extent, place, write, read"),
+        (LeavesAGap, "test_holds_what_was_written", "gap"),
+        (Reserves, "test_place_has_no_side_effects", "no side effects"),
+        (PlacesBackwards, "test_holds_what_was_written", "in_order"),
+        (PlacesBackwards, "test_a_buffer_does_as_with_rows_in_memory", "in_order"),
+        (KeepsTheSeam, "test_holds_what_was_written", "seam"),
+        (AlwaysAppends, "test_rows_are_replaced_by_number", "append=False"),
+        (KeepsWhatItIsGiven, "test_what_is_written_is_copied", "copy it"),
+        (HandsOutItsMemory, "test_what_is_read_is_new_memory", "new memory"),
+        (ReadsInRowOrder, "test_rows_are_read_in_any_order", "order"),
+        (ReadsEachRowOnce, "test_rows_are_read_in_any_order", "read"),
+        (LosesAField, "test_holds_what_was_written", "missing ['step']"),
+        (ChangesADtype, "test_holds_what_was_written", "float32"),
+        (KeepsRowsWhenEmptied, "test_empty_forgets_all", "no rows after empty"),
+        (DeclaresWhatItHasNot, "test_follows_the_protocol", "empties=True"),
+        (CountsCapacityAsRows, "test_begins_without_rows", "no rows at first"),
+        (WritesTheFirstRowOnly, "test_holds_what_was_written", "hold what was written"),
+        (TwoLanes, "test_begins_without_rows", "one lane"),
+    ],
+)
+def test_broken_ones(storage, test, said):
+    assert said in failures(RowStorageContract, storage)[test]
+
+
+def opened_again(storage):
+    other = Ring(storage.capacity)
+    if type(storage) is not OpensEmpty:
+        other.rows = dict(storage.rows)
+    if type(storage) is Ring:
+        other.seam = storage.seam
+    return other
+
+
+@pytest.mark.parametrize(("storage", "fails"), [(Ring, False), (OpensEmpty, True), (LosesTheSeam, True)])
+def test_rows_that_are_not_there_when_it_is_opened_again(storage, fails):
+    found = failures(RowStorageContract, storage, reopened=lambda self, one: opened_again(one))
+    assert list(found) == (["test_rows_are_there_when_it_is_opened_again"] if fails else [])
