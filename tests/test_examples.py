@@ -120,6 +120,7 @@ CHECKS = {
     "r2d2.py": check_r2d2,
     "recurrent_slices.py": check_recurrent_slices,
     "resumable_training.py": check_resumable_training,
+    "own_storage.py": check_own_storage,
     "two_indexes.py": check_two_indexes,
 }
 #: Arguments of those that take longer to show all they can.

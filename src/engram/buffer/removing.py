@@ -26,6 +26,8 @@ def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
     if not isinstance(storage, storages.TensorStorage):
         where = "rows on a server" if storage.traits.is_remote else f"a {type(storage).__name__}"
         raise RuntimeError(f"{CALL}: expected a tensor storage, got {where}, which has no void rows.")
+    if isinstance(storage, storages.OwnStorage):
+        raise RuntimeError(f"{CALL}: expected rows in memory, got those of {storage!r}, which has no void rows.")
     index = index[0] if isinstance(index, tuple) and len(index) == storage.ndim == 1 else index
     rows = _ints("rows", wiring.rows_named(index))
     expected = None if generation is None else _ints("generation", generation)
