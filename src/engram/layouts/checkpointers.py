@@ -63,11 +63,40 @@ class StorageCheckpointerBase(abc.ABC):
         Args:
             hook: takes and returns a TensorDict. It gets ``[T, *columns]`` slots of the storage, as live views; before, its attributes
                 ``shift`` and ``is_full`` are set, if it has them: the slot behind the newest one, and whether all slots are live.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
+        >>> rb, other = (TensorDictReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
+        >>> _ = rb.extend(TensorDict({"obs": torch.arange(4.0)}, [4]))
+        >>> checkpointer, path = TensorStorageCheckpointer(), tempfile.mkdtemp() + "/rows"
+        >>> checkpointer.register_save_hook(lambda data, path=None: data.apply(lambda x: x * 2))
+        >>> checkpointer.register_load_hook(lambda data, out=None: data.apply(lambda x: x / 2))
+        >>> checkpointer.dumps(rb.storage, path)
+        >>> checkpointer.loads(other.storage, path)
+        >>> other.storage[:]["obs"].tolist()
+        [0.0, 1.0, 2.0, 3.0]
         """
         self._save_hooks.append(hook)
 
     def register_load_hook(self, hook: LoadHook) -> None:
-        """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks. It returns ``[T, *columns]`` slots again."""
+        """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks. It returns ``[T, *columns]`` slots again.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
+        >>> rb, other = (TensorDictReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
+        >>> _ = rb.extend(TensorDict({"obs": torch.arange(4.0)}, [4]))
+        >>> checkpointer, path = TensorStorageCheckpointer(), tempfile.mkdtemp() + "/rows"
+        >>> checkpointer.register_save_hook(lambda data, path=None: data.apply(lambda x: x * 2))
+        >>> checkpointer.dumps(rb.storage, path)
+        >>> checkpointer.register_load_hook(lambda data, out=None: data)  # leaves them as they were saved
+        >>> checkpointer.loads(other.storage, path)
+        >>> other.storage[:]["obs"].tolist()
+        [0.0, 2.0, 4.0, 6.0]
+        """
         self._load_hooks.append(hook)
 
     @property
@@ -76,7 +105,15 @@ class StorageCheckpointerBase(abc.ABC):
         return False
 
     def preparation(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
-        """What takes a snapshot for ``rb.dumps``; None: the storage's own."""
+        """What takes a snapshot for ``rb.dumps``; None: the storage's own.
+
+        Raises:
+            TypeError: a checkpointer of one's own, which ``rb.dumps`` does not take.
+
+        >>> from engram import LazyTensorStorage, TensorStorageCheckpointer
+        >>> TensorStorageCheckpointer().preparation(LazyTensorStorage(10), ()) is None
+        True
+        """
         del storage, without
         raise TypeError(
             f"dumps: expected one of engram's storage checkpointers, got a {type(self).__name__}, which saves a storage alone. Call "
@@ -84,7 +121,23 @@ class StorageCheckpointerBase(abc.ABC):
         )
 
     def prepare_load(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad | None:
-        """Check a part that is not of the storage's own form; None: it is."""
+        """Check a part that is not of the storage's own form; None: it is.
+
+        Raises: as :meth:`loads`; nothing is changed.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, TensorStorageCheckpointer
+        >>> from engram.format.parts import PartReader
+        >>> folder = Path(tempfile.mkdtemp()) / "rows"
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.dumps(folder)
+        >>> with PartReader.open(folder) as reader:  # of the storage's own form
+        ...     TensorStorageCheckpointer().prepare_load(rb.storage, reader, ()) is None
+        True
+        """
         if is_layout(reader):
             return prepare_layout(storage, reader, without)
         if is_hooked(reader):
@@ -98,11 +151,40 @@ class StorageCheckpointerBase(abc.ABC):
 
     @abc.abstractmethod
     def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        """Save the rows of a storage in a folder."""
+        """Save the rows of a storage in a folder.
+
+        >>> import os, tempfile
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, StorageCheckpointerBase
+        >>> class AsTorch(StorageCheckpointerBase):
+        ...     def dumps(self, storage, path):
+        ...         os.makedirs(path)
+        ...         torch.save(storage[:], f"{path}/rows.pt")
+        ...     def loads(self, storage, path):
+        ...         rows = torch.load(f"{path}/rows.pt", weights_only=True)
+        ...         storage.set(range(len(rows)), rows)
+        >>> rb, path = ReplayBuffer(storage=LazyTensorStorage(10)), tempfile.mkdtemp() + "/rows"
+        >>> _ = rb.extend(torch.arange(3))
+        >>> AsTorch().dumps(rb.storage, path)
+        >>> os.listdir(path)
+        ['rows.pt']
+        """
 
     @abc.abstractmethod
     def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        """Replace the rows of a storage by those of a folder."""
+        """Replace the rows of a storage by those of a folder.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, TensorStorageCheckpointer
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+        >>> path = tempfile.mkdtemp() + "/rows"
+        >>> _ = rb.extend(torch.arange(3))
+        >>> TensorStorageCheckpointer().dumps(rb.storage, path)
+        >>> TensorStorageCheckpointer().loads(other.storage, path)
+        >>> other[:].tolist()
+        [0, 1, 2]
+        """
 
 
 class TensorStorageCheckpointer(StorageCheckpointerBase):
@@ -138,7 +220,23 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return not self._save_hooks and not self._load_hooks and self._layout is None
 
     def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot | HookedSnapshot:
-        """What is saved, once writers wait. Raises as :meth:`dumps`."""
+        """What is saved, once writers wait. Raises as :meth:`dumps`.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import FlatStorageCheckpointer, LazyTensorStorage, TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+        >>> flag = torch.zeros(3, 1, dtype=torch.bool)
+        >>> after = TensorDict({"obs": torch.arange(1, 4), "reward": torch.ones(3, 1), "done": flag}, [3])
+        >>> _ = rb.extend(TensorDict({"obs": torch.arange(3), "done": flag, "next": after}, [3]))
+        >>> folder = Path(tempfile.mkdtemp()) / "rows"
+        >>> with rb.storage.paused:
+        ...     _ = FlatStorageCheckpointer().snapshot(rb.storage).save(folder)
+        >>> TensorDict.load_memmap(folder)["obs"][:4].tolist()
+        [0, 1, 2, 3]
+        """
         layout = self.layout
         if layout is not None:
             return LayoutSnapshot(storage, layout, without)
@@ -161,6 +259,17 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             IncompatibleCheckpoint: rows that the layout cannot hold; names the row. Nothing is left, what lay there stays.
 
         Cost: reads each row once, and the files once more for their sums.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, TensorStorageCheckpointer
+        >>> rb, path = ReplayBuffer(storage=LazyTensorStorage(10)), tempfile.mkdtemp() + "/rows"
+        >>> _ = rb.extend(torch.arange(3))
+        >>> TensorStorageCheckpointer().dumps(rb.storage, path)
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.loads(path)
+        >>> len(rb)
+        3
         """
         written_store(storage, type(self).__name__)
         if not self._save_hooks and self._layout is None:
@@ -177,6 +286,17 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         Raises:
             CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: other fields or another size than the storage has, or no
                 such folder. Nothing is changed. OSError: it is not there.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, TensorStorageCheckpointer
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+        >>> path = tempfile.mkdtemp() + "/rows"
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.dumps(path)
+        >>> TensorStorageCheckpointer().loads(other.storage, path)
+        >>> other[:].tolist()
+        [0, 1, 2]
         """
         folder = standing(Path(path))
         if is_part(folder):
@@ -230,7 +350,19 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
     """
 
     def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        """Save the items of a storage. Raises ``RuntimeError``: there are none. ``TypeError``: an item that is no tensor or TensorDict."""
+        """Save the items of a storage. Raises ``RuntimeError``: there are none. ``TypeError``: an item that is no tensor or TensorDict.
+
+        >>> import tempfile
+        >>> import torch
+        >>> from engram import ListStorage, ListStorageCheckpointer, ReplayBuffer
+        >>> rb, other = (ReplayBuffer(storage=ListStorage(10)) for _ in range(2))
+        >>> path = tempfile.mkdtemp() + "/items"
+        >>> _ = rb.extend([torch.zeros(2), torch.zeros(3)])
+        >>> ListStorageCheckpointer().dumps(rb.storage, path)
+        >>> ListStorageCheckpointer().loads(other.storage, path)
+        >>> [len(other[row]) for row in range(2)]
+        [2, 3]
+        """
         if not len(storage):
             raise RuntimeError(f"{type(self).__name__}: dumps: expected items, got a storage that was never written.")
         if self._save_hooks:
@@ -343,19 +475,30 @@ class H5StorageCheckpointer(TensorStorageCheckpointer):
         self._layout = Layout("hdf5", nested.keys, type(self).__name__, checkpoint_file, dict(h5_kwargs or {}))
 
     def register_save_hook(self, hook: SaveHook) -> None:
-        """Raises ``TypeError``: the file has its own form."""
+        """Raises ``TypeError``: the file has its own form.
+
+        >>> from engram import H5StorageCheckpointer
+        >>> H5StorageCheckpointer().register_save_hook(len)
+        Traceback (most recent call last):
+        TypeError: H5StorageCheckpointer: register_save_hook: expected no hooks, as the file has its own form, got <built-in function len>.
+        """
         raise TypeError(
             f"H5StorageCheckpointer: register_save_hook: expected no hooks, as the file has its own form, got {hook!r:.80}."
         )
 
     def register_load_hook(self, hook: LoadHook) -> None:
-        """Raises ``TypeError``: the file has its own form."""
+        """Raises ``TypeError``: the file has its own form.
+
+        >>> from engram import H5StorageCheckpointer
+        >>> H5StorageCheckpointer().register_load_hook(len)
+        Traceback (most recent call last):
+        TypeError: H5StorageCheckpointer: register_load_hook: expected no hooks, as the file has its own form, got <built-in function len>.
+        """
         raise TypeError(
             f"H5StorageCheckpointer: register_load_hook: expected no hooks, as the file has its own form, got {hook!r:.80}."
         )
 
     def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        """As :meth:`TensorStorageCheckpointer.dumps`; a ``path`` that ends with ``.h5`` becomes the file."""
         target = Path(path)
         if target.suffix != ".h5":
             super().dumps(storage, path)
@@ -379,7 +522,6 @@ class H5StorageCheckpointer(TensorStorageCheckpointer):
         disk.sync_folder(target.parent)
 
     def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        """As :meth:`TensorStorageCheckpointer.loads`; a ``path`` that ends with ``.h5`` is the file."""
         if Path(path).suffix != ".h5":
             super().loads(storage, path)
             return

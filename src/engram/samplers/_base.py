@@ -248,7 +248,12 @@ class DeclaredSampler(Component):
         return 0, 0
 
     def rows_together(self) -> tuple[int, int]:
-        """Steps of each window, and how many of a batch size it is; zeros: windows differ, or follow from the batch size."""
+        """Steps of each window, and how many of a batch size it is; zeros: windows differ, or follow from the batch size.
+
+        >>> from engram import RandomSampler, SliceSampler
+        >>> RandomSampler().rows_together(), SliceSampler(slice_len=4).rows_together()
+        ((1, 1), (4, 4))
+        """
         return 1, 1
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:

@@ -147,6 +147,15 @@ class StreamingSliceSampler(SliceSampler):
 
         ``next``: of each lane (with ``ndim > 1`` of each column) how many steps were appended before the first of its next window;
         empty where nothing was drawn yet.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, StreamingSliceSampler
+        >>> sampler = StreamingSliceSampler(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=2)
+        >>> _ = rb.extend({"episode": torch.zeros(4, dtype=torch.int64)})
+        >>> _ = rb.sample()
+        >>> sampler.state_dict()["next"].tolist()
+        [2]
         """
         with self._lock:
             clock, positions = self._position()
