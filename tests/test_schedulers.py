@@ -148,7 +148,8 @@ def test_one_of_ones_own():
 
 def test_names_of_torchrl_that_are_not_here_say_so():
     rl = pytest.importorskip("torchrl.data.replay_buffers")
-    names = {name for name in rl.__all__ if not name.startswith("_")}
+    data = pytest.importorskip("torchrl.data")
+    names = {name for name in (*rl.__all__, *data.__all__) if not name.startswith("_")}
     absent = sorted(name for name in names if name not in engram.__all__)
     assert absent
     for name in absent:

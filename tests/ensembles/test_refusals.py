@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import (
+    Checkpointer,
     ConsumingSampler,
     ImmutableDatasetWriter,
     LazyTensorStorage,
@@ -353,3 +354,13 @@ def test_after_the_end():
     with pytest.raises(RuntimeError, match="the ensemble was closed"):
         rb.sample(4)
     assert isinstance(one, ReplayBuffer)
+
+
+def test_a_checkpointer_is_of_a_member(tmp_path):
+    of_it = [TensorDictReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2)]
+    ensemble = ReplayBufferEnsemble(*of_it, batch_size=2)
+    with pytest.raises(TypeError, match="got ReplayBufferEnsemble.*for an ensemble, one for each member"):
+        Checkpointer(tmp_path / "series", ensemble)
+    assert not (tmp_path / "series").exists()
+    for one in of_it:
+        one.close()

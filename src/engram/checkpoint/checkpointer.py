@@ -155,10 +155,11 @@ class Checkpointer:
         options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **seldom)
         options.check()
         try:
-            is_closed = buffer.closed
+            is_closed, savers = buffer.closed, buffer.savers
         except AttributeError as error:
             raise TypeError(
-                f"Checkpointer: buffer: expected a buffer, got {type(buffer).__name__}. Write Checkpointer(root, buffer)."
+                f"Checkpointer: buffer: expected a buffer, got {type(buffer).__name__}. Write Checkpointer(root, buffer); "
+                "for an ensemble, one for each member."
             ) from error
         if is_closed:
             raise RuntimeError(
@@ -167,7 +168,7 @@ class Checkpointer:
         self.root = Path(root).absolute()
         _check_free(self.root)
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        savers = self._savers = buffer.savers
+        self._savers = savers
         if savers is not None:
             _check_no_ranks(ranks)
             savers.open(self.root, options)
