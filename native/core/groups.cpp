@@ -280,11 +280,13 @@ Groups::Id Groups::find_or_make(const std::byte* key) {
     intact(++passed <= rows_, kTree);
     id = next;
   }
-  Id id = header_->free;
+  Id id = copied(header_->free);
   if (id != 0) {
     header_->free = group(id).next;
   } else {
-    id = ++header_->fresh;
+    id = copied(header_->fresh) + 1;
+    intact(id > 0 && id <= rows_, kTree);
+    header_->fresh = id;
   }
   group(id) = {0, bucket};
   std::memcpy(keys_ + (id - 1) * key_stride_, key, key_stride_);
@@ -293,6 +295,7 @@ Groups::Id Groups::find_or_make(const std::byte* key) {
 }
 
 void Groups::remove_group(Id id) {
+  intact(id > 0 && id <= rows_, kTree);
   Id* at = &buckets_[bucket_of(keys_ + (id - 1) * key_stride_)];
   for (std::uint64_t passed = 0; *at != id; at = &group(*at).next) intact(*at != 0 && ++passed <= rows_, kTree);
   *at = group(id).next;
@@ -420,13 +423,14 @@ std::vector<Groups::Id> Groups::choose(const Random& random, std::uint64_t n, st
       out.insert(group(node(static_cast<Id>(row + 1)).group).root);
     }
   }
-  if (out.size() + n > size) out.clear();
+  const bool too_few = out.size() + n > size;
+  if (too_few) out.clear();
   Shuffled order(random, size, 0);
   while (roots.size() < n && !order.done()) {
     const Id root = static_cast<Id>(roots_.at(order.next()) + 1);
     if (!out.contains(root)) roots.push_back(root);
   }
-  repeated = roots.size() < n;
+  repeated = roots.size() < n || (too_few && !without.empty());
   for (std::uint64_t i = 0; roots.size() < n; ++i) roots.push_back(static_cast<Id>(roots_.at(random.below(size, i, 1)) + 1));
   return roots;
 }
