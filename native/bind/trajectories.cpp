@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../core/check.h"
+#include "../core/fragments.h"
 #include "../core/store.h"
 #include "../core/trajectories.h"
 #include "../core/windows.h"
@@ -269,6 +270,25 @@ nb::list sample(Trajectories& table, const Store& store, const Layout& layout, A
   return std::move(*sampled).tensors();
 }
 
+nb::list sample_fragments(Fragments& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
+                          const BoundSpec& bound, const Batched& batched, const Marks& marks) {
+  const std::uint64_t key = *at<const std::uint64_t>(key_at);
+  const WindowSpec spec = bound.in(store);
+  std::optional<Sampled> sampled;
+  {
+    const WithoutInterpreter running(n <= 128 && spec.length <= 1024 && store.reads_briefly(n * spec.length));
+    sampled.emplace(store, layout, [&](std::uint64_t count, std::uint64_t attempt) {
+      return table.draw(key_of(key, attempt), count, spec);
+    }, n, spec, batched);
+    sampled->add(marks);
+    if (batched.numbered) sampled->add_numbers();
+    if (OutputBlock* part = OutputBlock::current(); part != nullptr && part->is_part()) {
+      part->masses = {static_cast<double>(table.choices(spec)), 1.0, store.control().size()};
+    }
+  }
+  return std::move(*sampled).tensors();
+}
+
 // The ticket number of each row; -1 where it holds nothing, or is being written.
 void read_numbers(const Store& store, const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers) {
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -458,9 +478,71 @@ void bind_windows(nb::module_& m) {
 
 }  // namespace
 
+static void bind_completed(nb::class_<Trajectories, Index>& table) {
+  table
+      .def(
+          "positions_of",
+          [](Trajectories& self, Address next, std::uint64_t tracks, const BoundSpec& bound) {
+            std::vector<std::int64_t> positions;
+            {
+              const nb::gil_scoped_release running;
+              positions = self.positions_of({at<std::int64_t>(next), tracks}, bound.spec);
+            }
+            return array_of(std::move(positions));
+          },
+          "places"_a, "tracks"_a, "spec"_a,
+          "Of the places at which the next completed windows begin, int64 [tracks], how many steps were appended before; moves them on "
+          "over what gives no window any more.")
+      .def(
+          "places_of",
+          [](Trajectories& self, Address positions, std::uint64_t tracks) {
+            return array_of(self.places_of({at<const std::int64_t>(positions), tracks}));
+          },
+          "positions"_a, "tracks"_a, "The reverse of positions_of, for a store that holds the same rows.");
+}
+
+static void bind_fragments(nb::module_& m) {
+  nb::class_<Fragments, Index>(m, "Fragments", nb::is_weak_referenceable(), "Rows by trajectory and step, which lie anywhere.")
+      .def(
+          "__init__",
+          [](Fragments* self, const Store& store, Address trajectory, std::uint64_t trajectory_bytes, std::uint64_t trajectory_stride,
+             bool trajectory_signed, Address step, std::uint64_t step_bytes, std::uint64_t step_stride, bool step_signed,
+             std::uint64_t window, nb::handle) {
+            new (self) Fragments(store.control(), {{at<std::byte>(trajectory), trajectory_bytes, trajectory_stride}, trajectory_signed},
+                                 {{at<std::byte>(step), step_bytes, step_stride}, step_signed}, window);
+          },
+          "store"_a, "trajectory"_a, "trajectory_bytes"_a, "trajectory_stride"_a, "trajectory_signed"_a, "step"_a, "step_bytes"_a,
+          "step_stride"_a, "step_signed"_a, "window"_a, "owner"_a, nb::keep_alive<1, 12>(),
+          "Addresses of two fields of integers, bytes of one, bytes from row to row, and whether they are signed. `owner` holds their "
+          "memory and the store's.")
+      .def("catch_up", &Fragments::catch_up, nb::call_guard<nb::gil_scoped_release>(), "Looks at all rows that are new.")
+      .def("count", &Fragments::count, "window"_a, nb::call_guard<nb::gil_scoped_release>(), "Runs of so many steps are found at once.")
+      .def("after_fork", &Fragments::after_fork, "In a child that was forked off, before anything else.")
+      .def("sample", &sample_fragments, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a, "As Trajectories.sample.")
+      .def(
+          "windows", [](Fragments& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },
+          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
+      .def(
+          "choices", [](Fragments& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
+          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many runs give a window.")
+      .def(
+          "census",
+          [](Fragments& self) {
+            Census found;
+            {
+              const nb::gil_scoped_release running;
+              found = self.census();
+            }
+            return nb::make_tuple(found.trajectories, found.longest);
+          },
+          "Runs, and the length of the longest.");
+}
+
 void bind_trajectories(nb::module_& m) {
   bind_windows(m);
-  nb::class_<Trajectories, Index>(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.")
+  nb::class_<Trajectories, Index> table(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.");
+  bind_completed(table);
+  table
       .def(
           "__init__",
           [](Trajectories* self, const Store& store, bool by_id, const std::vector<std::uint64_t>& which,
@@ -495,25 +577,6 @@ void bind_trajectories(nb::module_& m) {
            "that moved), and which are no padding. If `learned` is not 0 also the numbers of windows, of steps, anchors, and which steps "
            "are the `learned` ones after the burn-in; if numbered the tickets of the anchors.")
       .def(
-          "positions_of",
-          [](Trajectories& self, Address next, std::uint64_t tracks, const BoundSpec& bound) {
-            std::vector<std::int64_t> positions;
-            {
-              const nb::gil_scoped_release running;
-              positions = self.positions_of({at<std::int64_t>(next), tracks}, bound.spec);
-            }
-            return array_of(std::move(positions));
-          },
-          "places"_a, "tracks"_a, "spec"_a,
-          "Of the places at which the next completed windows begin, int64 [tracks], how many steps were appended before; moves them on "
-          "over what gives no window any more.")
-      .def(
-          "places_of",
-          [](Trajectories& self, Address positions, std::uint64_t tracks) {
-            return array_of(self.places_of({at<const std::int64_t>(positions), tracks}));
-          },
-          "positions"_a, "tracks"_a, "The reverse of positions_of, for a store that holds the same rows.")
-      .def(
           "windows",
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },
           "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
@@ -544,6 +607,7 @@ void bind_trajectories(nb::module_& m) {
           },
           "(track, first place, length) of all, track by track, oldest first: an int64 array.")
       .def("row", &Trajectories::row, "track"_a, "place"_a);
+  bind_fragments(m);
 }
 
 }  // namespace engram

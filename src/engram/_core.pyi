@@ -165,6 +165,38 @@ class Trajectories(Index):
     def runs(self) -> NDArray[np.int64]: ...
     def row(self, track: int, place: int) -> int: ...
 
+class Fragments(Index):
+    def __init__(
+        self,
+        store: Store,
+        trajectory: int,
+        trajectory_bytes: int,
+        trajectory_stride: int,
+        trajectory_signed: bool,
+        step: int,
+        step_bytes: int,
+        step_stride: int,
+        step_signed: bool,
+        window: int,
+        owner: object,
+    ) -> None: ...
+    def catch_up(self) -> None: ...
+    def count(self, window: int) -> None: ...
+    def after_fork(self) -> None: ...
+    def sample(
+        self,
+        store: Store,
+        layout: Layout,
+        key_at: int,
+        n: int,
+        spec: WindowSpec,
+        batched: Batched,
+        marks: Marks,
+    ) -> list[Tensor]: ...
+    def windows(self, store: Store, spec: WindowSpec) -> int: ...
+    def choices(self, store: Store, spec: WindowSpec) -> int: ...
+    def census(self) -> tuple[int, int]: ...
+
 class BadPriority(ValueError): ...
 
 class Priorities(Index):

@@ -10,6 +10,7 @@ import torch
 from engram import _native
 from engram._words import warn
 from engram.errors import NoSampleable
+from engram.field_paths import FieldPath, as_path, plain
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.window_settings import Setting, WindowArguments, WindowSettings
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.samplers._base import NativeSampler
-    from engram.samplers.windows import Arguments
+    from engram.samplers.windows import Arguments, Table
     from engram.store import Masses
     from engram.types import Commit, SampledStorage
 
@@ -37,6 +38,8 @@ class SliceArguments(WindowArguments, total=False):
     span: object
     online: bool
     uniform_over: str
+    fragmented: bool
+    step_key: object
 
 
 class SliceSampler(WindowSampler):
@@ -92,20 +95,29 @@ class SliceSampler(WindowSampler):
             which other processes do not see; its state is saved, unless there are ``anchors``. It needs ``window``.
         anchors: draws the first steps of windows by priority, as in a :class:`PrioritizedSliceSampler`; with burn-in, the first
             steps to learn from.
+        fragmented: the steps of a trajectory may lie anywhere among those of others, as where several processes write into one lane:
+            it is put together from ``traj_key`` and ``step_key``. Steps that follow each other without a gap are a *run*; a step that
+            is missing, as it was overwritten or not written yet, ends one. First a run that is long enough is drawn, uniformly, then
+            where the window starts. End flags have no effect. It needs ``ndim=1``.
+        step_key: with ``fragmented``, the field of a step's number in its trajectory. Both keys are one integer per row.
         end_when: of end flags of which a step has several, ``[B, agents, 1]``: ``"any"``, the default, ends the trajectory where
             one of a field's is set, ``"all"`` where all of one field's are.
         index: the name of the store's trajectory table; samplers of the same name and boundaries share it.
         replacement: False constructs a :class:`SliceSamplerWithoutReplacement`.
 
     Raises:
+        NotImplementedError: ``fragmented`` with ``span`` or ``compile``.
         TypeError: not exactly one of ``num_slices``, ``slice_len`` and ``window`` is given; ``flat=False`` or ``online`` without
             ``window``, or ``span`` or ``pad_output`` with it; a key is not a key.
         RuntimeError: several kinds of boundaries are given, or static ones without ``cache_values``.
         ValueError: a number is out of range; ``pad_output`` with ``strict_length``; ``uniform_over`` or ``index`` is
-            invalid; ``anchors``, and a window of more padding than burn-in.
+            invalid; ``anchors``, and a window of more padding than burn-in; ``fragmented`` with ``step_key=None``, ``ends``,
+            ``trajectories``, ``anchors``, ``online`` or ``uniform_over="anchors"``.
 
     Raises (when drawing):
-        RuntimeError: the batch size is not divisible; a field is not stored; a row is one tensor without a name.
+        RuntimeError: the batch size is not divisible; a field is not stored; a row is one tensor without a name; with ``fragmented``,
+            two rows are the same step of a trajectory.
+        TypeError: with ``fragmented``, a key that is not one integer per row.
         NoSampleable: no trajectory is long enough; the message says how many there are, and how long.
         ValueError: the length of ``ends`` or ``trajectories`` is not the number of live rows; ``span`` is a whole
             window or more.
@@ -134,6 +146,8 @@ class SliceSampler(WindowSampler):
     span = Setting[tuple[bool | int, bool | int]]()
     uniform_over = Setting[str]()
     online = Setting[bool]()
+    fragmented = Setting[bool]()
+    step_key = Setting[FieldPath | None]()
 
     if not TYPE_CHECKING:  # for them it would hide the arguments of the constructor
 
@@ -149,6 +163,8 @@ class SliceSampler(WindowSampler):
         uniform_over: str = "trajectories",
         online: bool = False,
         anchors: PrioritizedSampler | None = None,
+        fragmented: bool = False,
+        step_key: object = "step_count",
         replacement: bool = True,
         **windows: Unpack[WindowArguments],
     ) -> None:
@@ -172,6 +188,13 @@ class SliceSampler(WindowSampler):
             left = False
         settings = replace(settings, pad_output=bool(pad_output), span=(left, right), uniform_over=uniform_over)
         settings = replace(settings, online=bool(online))
+        if fragmented:
+            unsupported: dict[str, object] = {
+                "anchors": anchors,
+                "online": online,
+                "uniform_over='anchors'": uniform_over == "anchors",
+            }
+            settings = _fragmented(name, settings, step_key, windows.get("compile"), unsupported)
         if settings.slice_len is not None:
             settings.native(settings.slice_len)  # raises for a span that is too large
         self.cache_values = bool(cache_values)
@@ -206,16 +229,16 @@ class SliceSampler(WindowSampler):
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, table: _native.Trajectories, arguments: Arguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
         anchors = self.anchors
-        if anchors is None:
+        if anchors is None or isinstance(table, _native.Fragments):
             return table.sample(*arguments)
         index = anchors.priorities()
         drawn = table.sample_anchored(*arguments, index.core, anchors.dtype is torch.float32)
         drawn[-2] = drawn[-2].to(anchors.dtype)
         return drawn
 
-    def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
+    def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
         trajectories, longest = table.census()
         if self.anchors is None or longest < (self.settings.needed(length) if self.strict_length else 1):
             super()._raise_without_windows(table, length)
@@ -338,7 +361,8 @@ class SliceSampler(WindowSampler):
 
     def config(self) -> dict[str, object]:
         anchors = {} if self.anchors is None else {"anchors": self.anchors.config()}
-        return {**super().config(), **({"online": True} if self.settings.online else {}), **anchors}
+        pieces = {"fragmented": True, "step_key": plain(self.settings.step_key)} if self.settings.fragmented else {}
+        return {**super().config(), **({"online": True} if self.settings.online else {}), **anchors, **pieces}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -371,6 +395,33 @@ def _check_window(name: str, settings: WindowSettings, given: dict[str, bool], *
             f"{name}: window: expected padding of at most burn_in={window.burn_in} with priorities, as the first step to learn from "
             f"is drawn by its own, got {window.padding}."
         )
+
+
+def _fragmented(
+    name: str, settings: WindowSettings, step_key: object, compiled: object, unsupported: dict[str, object]
+) -> WindowSettings:
+    """The settings of windows of interleaved trajectories. Raises for what does not go with them."""
+    for argument, given in {"span": any(settings.span), "compile": compiled}.items():
+        if given:
+            raise NotImplementedError(
+                f"{name}: fragmented=True: expected no {argument}, which is not supported with it."
+            )
+    if settings.static is not None:
+        raise ValueError(
+            f"{name}: fragmented=True: expected traj_key and step_key, got {settings.static[0]}, which says nothing of steps that lie "
+            "apart. Store a field of ids."
+        )
+    for argument, given in unsupported.items():
+        if given:
+            raise ValueError(
+                f"{name}: fragmented=True: expected no {argument}: runs of steps that lie apart are drawn uniformly. Leave it out."
+            )
+    key = as_path(step_key, f"{name}: step_key")
+    if key is None:
+        raise ValueError(
+            f"{name}: fragmented=True: expected a step_key, the field with the number of a step in its trajectory, got None."
+        )
+    return replace(settings, fragmented=True, step_key=key)
 
 
 def _as_span(span: object) -> tuple[bool | int, bool | int]:

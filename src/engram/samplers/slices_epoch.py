@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engram import _native
 from engram.errors import NoSampleable
 from engram.samplers.window_settings import WindowArguments, WindowSettings
 from engram.samplers.windows import WindowSampler
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram import _native
-    from engram.samplers.windows import Arguments
+    from engram.samplers.windows import Arguments, Table
     from engram.types import Commit, SampledStorage, Write
 
 #: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.
@@ -89,7 +89,8 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             with self._lock:
                 self._epoch = _NO_EPOCH
 
-    def _choose(self, table: _native.Trajectories, arguments: Arguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
+        assert isinstance(table, _native.Trajectories)  # it takes no other argument
         with self._lock:
             state, drawn = table.sample_epoch(*arguments, self._epoch, self.shuffle, self.drop_last)
             _, _, visited, found = state
@@ -116,7 +117,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             key, version, visited, count = self._epoch
         return key, count - visited if version == self._clock()[0] else 0
 
-    def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
+    def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
         trajectories, longest = table.census()
         if longest < self.settings.needed(length):
             super()._raise_without_windows(table, length)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from engram import _native
+from engram._unsupported import reject_unsupported
 from engram.samplers.slices import SliceSampler
 from engram.state import Change, check_keys, integer, tensor_in
 
 if TYPE_CHECKING:
-    from typing import Self
+    from collections.abc import Sequence
+    from typing import Self, Unpack
 
     from torch import Tensor
 
@@ -22,6 +24,21 @@ if TYPE_CHECKING:
 
 #: State of a queue of which nothing was drawn: no entry for any track.
 _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
+class StreamingArguments(TypedDict, total=False):
+    """The keywords of a :class:`StreamingSliceSampler` that all slice samplers take."""
+
+    end_key: object
+    end_keys: Sequence[object] | None
+    traj_key: object
+    truncated_key: object
+    init_key: object
+    strict_length: bool
+    index: str
+    end_when: str | None
+    compile: object
+    use_gpu: object
 
 
 class StreamingSliceSampler(SliceSampler):
@@ -79,39 +96,17 @@ class StreamingSliceSampler(SliceSampler):
         self,
         *,
         slice_len: int,
-        end_key: object = None,
-        end_keys: object = None,
-        traj_key: object = None,
         cache_values: bool = False,
-        truncated_key: object = ("next", "truncated"),
-        init_key: object = "is_init",
-        strict_length: bool = True,
         pad_output: bool = False,
-        compile: object = False,  # noqa: A002 - TorchRL's name
         span: object = False,
-        use_gpu: object = False,
-        index: str = "main",
-        end_when: str | None = None,
         replacement: bool = True,
+        **windows: Unpack[StreamingArguments],
     ) -> None:
         #: As loaded, until the first draw knows the store: the store's clock, and :meth:`state_dict`'s ``next``.
         self._loaded: tuple[int, Tensor] | None = None
-        super().__init__(
-            slice_len=slice_len,
-            end_key=end_key,
-            end_keys=end_keys,  # type: ignore[arg-type] # checked there
-            traj_key=traj_key,
-            cache_values=cache_values,
-            truncated_key=truncated_key,
-            init_key=init_key,
-            strict_length=strict_length,
-            pad_output=pad_output,
-            compile=compile,
-            span=span,
-            use_gpu=use_gpu,
-            index=index,
-            end_when=end_when,
-        )
+        name, known = type(self).__name__, StreamingArguments.__annotations__
+        reject_unsupported(name, {argument: v for argument, v in windows.items() if argument not in known}, {}, known)
+        super().__init__(slice_len=slice_len, cache_values=cache_values, pad_output=pad_output, span=span, **windows)
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
@@ -137,9 +132,6 @@ class StreamingSliceSampler(SliceSampler):
             self._taken = torch.full((table.tracks,), -1, dtype=torch.int64, device="cpu")
         return self._taken
 
-    def rows_together(self) -> tuple[int, int]:
-        return 0, 0
-
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
@@ -164,13 +156,21 @@ class StreamingSliceSampler(SliceSampler):
     def _position(self) -> tuple[int, Tensor]:
         if self._loaded is not None:
             return self._loaded
-        bound, (clock, base) = self._bound, self._clock()
-        if bound is None or self._taken is None:
+        table, taken, (clock, base) = self._table, self._taken, self._clock()
+        if not isinstance(table, _native.Trajectories) or taken is None:
             return clock - base, _NONE
-        taken, spec = self._taken, self.settings.native(self.settings.length)
-        return clock - base, torch.from_numpy(bound.table.positions_of(taken.data_ptr(), len(taken), spec))
+        spec = self.settings.native(self.settings.length)
+        return clock - base, torch.from_numpy(table.positions_of(taken.data_ptr(), len(taken), spec))
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        """Check a :meth:`state_dict`; the call that is returned takes it over.
+
+        Raises ``KeyError``, ``TypeError``, ``ValueError``: it is no such state.
+
+        >>> from engram import StreamingSliceSampler
+        >>> sampler = StreamingSliceSampler(slice_len=2)
+        >>> sampler.prepare_load(sampler.state_dict())()
+        """
         where = type(self).__name__
         check_keys(state_dict, ("clock", "next"), where)
         clock = integer(state_dict, "clock", 0, 1 << 62, where)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
 from engram import _native
 from engram._checks import as_numbers, check_count
-from engram._unsupported import Later, reject_unsupported
+from engram._unsupported import reject_unsupported
 from engram.field_paths import FieldPath, as_path, as_paths
 from engram.samplers.trajectory_tables import checked_end_when
 from engram.samplers.window_spec import WindowSpec
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.samplers.windows import WindowSampler
-
-_UNSUPPORTED = dict.fromkeys(("fragmented", "step_key"), Later("slices of interleaved trajectories"))
 
 _T = TypeVar("_T")
 
@@ -68,12 +66,14 @@ class WindowSettings:
     flat: bool = True
     online: bool = False
     end_when: str | None = None
+    fragmented: bool = False
+    step_key: FieldPath | None = None
 
     @classmethod
     def of(cls, who: str, arguments: WindowArguments) -> WindowSettings:
         """Check the arguments of a sampler. Raises as :class:`SliceSampler`; messages begin with ``who``."""
         known = WindowArguments.__annotations__
-        reject_unsupported(who, {name: v for name, v in arguments.items() if name not in known}, _UNSUPPORTED, known)
+        reject_unsupported(who, {name: v for name, v in arguments.items() if name not in known}, {}, known)
         num_slices, slice_len, window = (arguments.get(name) for name in ("num_slices", "slice_len", "window"))
         if (num_slices, slice_len, window).count(None) != 2:
             raise TypeError(

@@ -14,6 +14,7 @@ from engram.field_paths import FieldPath, as_path, plain, public
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler
 from engram.samplers.end_marks import EndMarks
+from engram.samplers.fragments import fragments_table
 from engram.samplers.trajectory_tables import StaticTable, TrajectoryKeys, numbers_by_path, shared_table
 from engram.samplers.window_settings import Setting, WindowSettings
 from engram.samplers.window_spec import WindowSpec
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
 
+    #: Where windows are found.
+    Table: TypeAlias = _native.Trajectories | _native.Fragments
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
     #: how they are laid out, marks.
     Arguments: TypeAlias = tuple[
@@ -50,7 +53,7 @@ class _Bound(NamedTuple):
     memory: Store
     schema: Schema
     layout: _native.Layout
-    table: _native.Trajectories
+    table: Table
     static: StaticTable | None
     marks: dict[Shown | Literal["apart"], EndMarks]
     """By what is shown of a batch; "apart": all, but the native core does not read the columns."""
@@ -120,7 +123,7 @@ class WindowSampler(NativeSampler):
             self._splits, self._bound = {}, None
 
     @property
-    def _table(self) -> _native.Trajectories | None:
+    def _table(self) -> Table | None:
         return None if self._bound is None else self._bound.table
 
     def bind(self, storage: SampledStorage) -> None:
@@ -188,20 +191,7 @@ class WindowSampler(NativeSampler):
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
         schema = memory.schema
-        static, id_key, rules, numbers = None, None, self.rules, numbers_by_path(memory)
-        counted = length if settings.window is None else settings.window.reach
-        if rules is not None:
-            boundaries = rules.boundaries(memory.schema.fields, numbers, "sample")
-            table = shared_table(memory, settings.index, boundaries, counted)
-            if boundaries.by_id:
-                id_key = next(path for path, number in numbers.items() if number == boundaries.which[0])
-        else:
-            if not numbers:
-                raise RuntimeError(f"{name}: expected rows with fields, such as dicts, got rows of one tensor each.")
-            assert settings.static is not None  # as there are no rules
-            kind, values = settings.static
-            static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=counted)
-            table = static.table
+        table, static, id_key = self._table_of(memory, length if settings.window is None else settings.window.reach)
         weighted = self.anchors is not None
         marks: dict[Shown | Literal["apart"], EndMarks] = {
             "nothing": EndMarks.none(),
@@ -209,7 +199,7 @@ class WindowSampler(NativeSampler):
             "within": EndMarks.of(memory, settings, weighted=weighted, within=True),
             "apart": EndMarks.of(memory, settings, weighted=weighted, apart=True),
         }
-        taken = self._taken_of(table)
+        taken = None if isinstance(table, _native.Fragments) else self._taken_of(table)
         queue = (0, 0) if taken is None else (taken.data_ptr(), len(taken))
         batched = {
             (shown, numbered): _native.Batched(
@@ -226,6 +216,26 @@ class WindowSampler(NativeSampler):
         layout = _native.Layout(dlpack_specs(schema.fields))
         return _Bound(memory, schema, layout, table, static, marks, batched, taken, id_key)
 
+    def _table_of(self, memory: Store, window: int) -> tuple[Table, StaticTable | None, FieldPath | None]:
+        """The table of windows of so many steps, the one of given boundaries, and the field that tells trajectories apart."""
+        settings, rules, numbers = self.settings, self.rules, numbers_by_path(memory)
+        if settings.fragmented:
+            fragments, found = fragments_table(memory, settings, window)
+            return fragments, None, found
+        if rules is not None:
+            boundaries = rules.boundaries(memory.schema.fields, numbers, "sample")
+            table = shared_table(memory, settings.index, boundaries, window)
+            told = (path for path, number in numbers.items() if boundaries.by_id and number == boundaries.which[0])
+            return table, None, next(told, None)
+        if not numbers:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected rows with fields, such as dicts, got rows of one tensor each."
+            )
+        assert settings.static is not None  # as there are no rules
+        kind, values = settings.static
+        static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=window)
+        return static.table, static, None
+
     def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
         del table
@@ -241,7 +251,7 @@ class WindowSampler(NativeSampler):
         self._splits[batch_size] = split = (count, length, self.settings.native(length))
         return split
 
-    def _choose(self, table: _native.Trajectories, arguments: Arguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
         """Let the native core draw: fields, rows, marks, weights of anchors, and tickets if asked for.
 
         ``arguments``: those that all of the table's ways to draw windows have in common.
@@ -398,7 +408,7 @@ class WindowSampler(NativeSampler):
         _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, shown="apart")
         return Draw(drawn[0], drawn[-1])
 
-    def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
+    def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
         """Raise ``NoSampleable``, and say why there was no window to draw."""
         trajectories, longest = table.census()
         if trajectories == 0:
@@ -423,7 +433,7 @@ class WindowSampler(NativeSampler):
     def rows_together(self) -> tuple[int, int]:
         settings = self.settings
         even = settings.strict_length or settings.pad_output or settings.window is not None
-        if not even or not settings.length or settings.static is not None or settings.online:
+        if not even or not settings.length or settings.static is not None or settings.online or self.streaming:
             return 0, 0
         return settings.length, settings.length if settings.flat else 1
 
@@ -441,7 +451,7 @@ class WindowSampler(NativeSampler):
                 bound = self._bound_to(storage, length)
                 if bound.static is not None:
                     bound.static.place(storage.extent())
-        except (RuntimeError, ValueError):
+        except (RuntimeError, TypeError, ValueError):
             return False
         return bound.table.windows(bound.memory.core, spec.finished(*finished) if finished is not None else spec) > 0
 

@@ -1,0 +1,268 @@
+"""Windows of trajectories whose steps are interleaved in the store."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    NoSampleable,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    WindowSpec,
+)
+from tests.samplers.slicing import seeded
+
+
+def sampler(length=3, **options):
+    return SliceSampler(**{"slice_len": length, "traj_key": "traj", "fragmented": True, "step_key": "step", **options})
+
+
+def buffer(length=3, *, capacity=64, lanes=1, storage=None, **options):
+    storage = LazyTensorStorage(capacity * lanes, lanes=lanes) if storage is None else storage
+    return ReplayBuffer(storage=storage, sampler=sampler(length, **options), generator=seeded())
+
+
+def rows(*pairs):
+    """Of (trajectory, step)."""
+    return {"traj": np.array([traj for traj, _ in pairs]), "step": np.array([step for _, step in pairs])}
+
+
+def runs_of(pairs):
+    """The oracle: steps without gaps, by sorting."""
+    runs = []
+    for traj, step in sorted(pairs):
+        if runs and runs[-1][-1] == (traj, step - 1):
+            runs[-1].append((traj, step))
+        else:
+            runs.append([(traj, step)])
+    return runs
+
+
+def windows(batch, length):
+    pairs = list(zip(batch["traj"].tolist(), batch["step"].tolist(), strict=True))
+    return [pairs[i : i + length] for i in range(0, len(pairs), length)]
+
+
+def check_table(rb, stored, length):
+    runs = runs_of(stored)
+    table = rb.sampler._bound_to(rb.storage, length).table
+    assert table.census() == (len(runs), max(map(len, runs), default=0))
+    spec = rb.sampler.settings.native(length)
+    long = [run for run in runs if len(run) >= length]
+    assert table.choices(rb.storage.memory.core, spec) == len(long)
+    assert table.windows(rb.storage.memory.core, spec) == sum(len(run) - length + 1 for run in long)
+    return long
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("write"), st.lists(st.tuples(st.integers(0, 3), st.integers(-6, 12)), min_size=1, max_size=8)
+            ),
+            st.tuples(
+                st.just("replace"), st.tuples(st.integers(0, 15), st.tuples(st.integers(0, 3), st.integers(0, 12)))
+            ),
+            st.tuples(st.just("empty"), st.none()),
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(1, 4),
+)
+def test_runs_are_those_of_a_sort(operations, length):
+    rb, stored, cursor = buffer(length, capacity=16), {}, 0
+    for operation, argument in operations:
+        if operation == "write":
+            new = [pair for i, pair in enumerate(argument) if pair not in stored.values() and pair not in argument[:i]]
+            if new:
+                rb.extend(rows(*new))
+            for pair in new:
+                stored[cursor % 16] = pair
+                cursor += 1
+        elif operation == "replace":
+            row, pair = argument
+            if row in stored and pair not in stored.values():
+                rb[row] = {"traj": pair[0], "step": pair[1]}
+                stored[row] = pair
+        elif stored:
+            rb.empty()
+            stored, cursor = {}, 0
+        if not stored:
+            continue
+        long = check_table(rb, stored.values(), length)
+        if not long:
+            assert not rb.can_sample(length)
+            continue
+        batch, info = rb.sample(length * 4, return_info=True)
+        for window in windows(batch, length):
+            assert any(window == run[i : i + length] for run in long for i in range(len(run)))
+        assert [stored[row] for row in info["index"][0].tolist()] == sum(windows(batch, length), [])
+
+
+def test_runs_are_equally_likely_and_then_their_windows():
+    rb = buffer(3)
+    pairs = [(0, s) for s in (*range(7), *range(9, 13))] + [(1, s) for s in range(6)] + [(2, 0), (2, 1)]
+    order = np.random.default_rng(3).permutation(len(pairs))
+    rb.extend(rows(*[pairs[i] for i in order]))
+    counts = {}
+    for window in windows(rb.sample(3 * 6_000), 3):
+        counts[window[0]] = counts.get(window[0], 0) + 1
+    expected = {(0, s): 400 for s in range(5)} | {(0, 9): 1000, (0, 10): 1000} | {(1, s): 500 for s in range(4)}
+    assert counts.keys() == expected.keys()
+    chi = sum((counts[start] - n) ** 2 / n for start, n in expected.items())
+    assert chi < 31.4  # 10 degrees of freedom, p = 0.0005
+
+
+def test_marks_short_windows_and_padding():
+    data = TensorDict(
+        {"traj": torch.tensor([0, 0, 1]), "step_count": torch.tensor([4, 3, 2]), "is_init": torch.zeros(3, 1).bool()},
+        [3],
+    )
+    for padded in (False, True):
+        made = SliceSampler(slice_len=3, traj_key="traj", fragmented=True, strict_length=False, pad_output=padded)
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=made, batch_size=6, generator=seeded())
+        rb.extend(data)
+        batch = rb.sample()
+        ends = batch["next", "truncated"].flatten()
+        assert set(batch["step_count"][ends].tolist()) <= {4, 2}
+        assert len(batch) == 6 if padded else len(batch) < 6
+        assert int(ends.sum()) == 2
+        if padded:
+            assert int(batch["collector", "mask"].sum()) < 6
+
+
+def test_windows_of_a_spec():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(64),
+        sampler=sampler(None, window=WindowSpec(length=2, burn_in=1, padding=1, dilation=2), flat=False),
+        generator=seeded(),
+    )
+    rb.extend(rows(*[(0, step) for step in np.random.default_rng(1).permutation(9)]))
+    batch, info = rb.sample(64, return_info=True)
+    for window, real in zip(batch["step"].tolist(), info["validity_mask"].tolist(), strict=True):
+        first = window[2] - 4
+        assert window == [max(first, 0), window[2] - 2, window[2]]
+        assert real == [first >= 0, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_integers_of_every_width(dtype):
+    rb = buffer(3)
+    rb.extend({"traj": torch.zeros(6, 1, dtype=dtype), "step": torch.tensor([102, 100, 101, 1, 0, 2], dtype=dtype)})
+    starts = {window[0][1] for window in windows({k: v.flatten() for k, v in rb.sample(60).items()}, 3)}
+    assert starts == {0, 100}
+
+
+def test_a_step_in_two_rows_is_an_error_until_one_goes():
+    rb = buffer(2, capacity=4)
+    rb.extend(rows((5, 0), (5, 1), (5, 1)))
+    with pytest.raises(RuntimeError, match="got step 1 of trajectory 5 in two"):
+        rb.sample(2)
+    rb[1] = {"traj": 5, "step": 2}
+    assert {window[0] for window in windows(rb.sample(40), 2)} == {(5, 0), (5, 1)}
+
+
+def test_states_copies_and_reopened_stores(tmp_path):
+    rb = buffer(storage=LazyMemmapStorage(64, scratch_dir=tmp_path / "store"))
+    rb.extend(rows(*[(traj, step) for step in range(5) for traj in range(3)]))
+    rb.dumps(tmp_path / "dump")
+    expected = rb.sample(30)["step"].tolist()
+    rb.close()
+    again = ReplayBuffer.open(tmp_path / "store")
+    assert again.sampler.fragmented
+    assert again.sampler.step_key == ("step",)
+    other = buffer()
+    other.loads(tmp_path / "dump")
+    for one in (again, other):
+        assert all(len(set(t for t, _ in w)) == 1 for w in windows(one.sample(30), 3))
+    assert other.sample(30)["step"].tolist() != [] and len(expected) == 30
+    again.close()
+
+
+def produce(path, rank, steps, begin):
+    """Write trajectories of one's own, step by step, into the only lane."""
+    rb = ReplayBuffer.open(path)
+    begin.wait(60)
+    for step in range(steps):
+        rb.extend(rows((rank * 100 + step // 20, step % 20)))
+    rb.close()
+
+
+def test_several_processes_write_into_one_lane(tmp_path):
+    rb = buffer(4, storage=LazyMemmapStorage(512, scratch_dir=tmp_path / "store"))
+    rb.extend(rows((9, 0), (9, 1), (9, 2), (9, 3)))
+    assert {traj for window in windows(rb.sample(40), 4) for traj, _ in window} == {9}
+    context = multiprocessing.get_context("spawn")
+    begin = context.Event()
+    producers = [context.Process(target=produce, args=(tmp_path / "store", rank, 200, begin)) for rank in range(1, 4)]
+    for producer in producers:
+        producer.start()
+    begin.set()
+    while any(producer.is_alive() for producer in producers):
+        for window in windows(rb.sample(32), 4):
+            assert window == [(window[0][0], window[0][1] + i) for i in range(4)]
+        producers[0].join(0.01)
+    for producer in producers:
+        producer.join(60)
+        assert producer.exitcode == 0
+    stored = rb[:]
+    pairs = list(zip(stored["traj"].tolist(), stored["step"].tolist(), strict=True))
+    assert len(pairs) == 512
+    check_table(rb, pairs, 4)
+    rb.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"span": True}, NotImplementedError, "expected no span"),
+        ({"compile": True}, NotImplementedError, "expected no compile"),
+        ({"step_key": None}, ValueError, "expected a step_key"),
+        ({"traj_key": None, "ends": torch.zeros(4).bool(), "cache_values": True}, ValueError, "got ends"),
+        ({"traj_key": None, "trajectories": torch.zeros(4), "cache_values": True}, ValueError, "got trajectories"),
+        ({"uniform_over": "anchors"}, ValueError, "expected no uniform_over"),
+        ({"slice_len": None, "window": WindowSpec(2), "online": True}, ValueError, "expected no online"),
+    ],
+)
+def test_what_does_not_go_with_it(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sampler(**{"slice_len": 3, **arguments} if "slice_len" not in arguments else {**arguments, "length": None})
+
+
+def test_other_samplers_do_not_take_it():
+    with pytest.raises(TypeError, match="fragmented"):
+        SliceSamplerWithoutReplacement(slice_len=3, fragmented=True)
+    with pytest.raises(ValueError, match="expected no anchors"):
+        PrioritizedSliceSampler(8, 0.5, 0.5, slice_len=3, traj_key="traj", fragmented=True)
+
+
+def test_fields_that_do_not_do():
+    rb = buffer(2)
+    rb.extend({"traj": torch.zeros(4), "step": torch.arange(4)})
+    with pytest.raises(TypeError, match="traj_key='traj': expected one integer per row, got float32"):
+        rb.sample(2)
+    assert not rb.can_sample(2)
+    rb = buffer(2)
+    rb.extend({"traj": torch.arange(4)})
+    with pytest.raises(RuntimeError, match="expected rows with the step_key"):
+        rb.sample(2)
+    rb = buffer(3)
+    rb.extend(rows((0, 0), (0, 1), (0, 5)))
+    with pytest.raises(NoSampleable, match="got 2 of at most 2"):
+        rb.sample(3)
+    made = TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=2), sampler=sampler(2))
+    made.extend(TensorDict({"traj": torch.zeros(2, 3).long(), "step": torch.arange(6).reshape(2, 3)}, [2, 3]))
+    with pytest.raises(RuntimeError, match="ndim=1"):
+        made.sample(2)
