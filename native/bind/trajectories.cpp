@@ -542,8 +542,7 @@ void bind_trajectories(nb::module_& m) {
   bind_windows(m);
   nb::class_<Trajectories, Index> table(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.");
   bind_completed(table);
-  table
-      .def(
+  table.def(
           "__init__",
           [](Trajectories* self, const Store& store, bool by_id, const std::vector<std::uint64_t>& which,
              const std::vector<std::uint64_t>& step_types, const std::vector<std::uint64_t>& whole, const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
