@@ -163,13 +163,13 @@ class StreamingSliceSampler(SliceSampler):
         return clock - base, torch.from_numpy(table.positions_of(taken.data_ptr(), len(taken), spec))
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        """Check a :meth:`state_dict`; the call that is returned takes it over.
+        """Check a :meth:`state_dict`; what is returned takes it over.
 
         Raises ``KeyError``, ``TypeError``, ``ValueError``: it is no such state.
 
         >>> from engram import StreamingSliceSampler
         >>> sampler = StreamingSliceSampler(slice_len=2)
-        >>> sampler.prepare_load(sampler.state_dict())()
+        >>> change = sampler.prepare_load(sampler.state_dict())
         """
         where = type(self).__name__
         check_keys(state_dict, ("clock", "next"), where)
