@@ -285,11 +285,11 @@ def test_unclean_is_one_of_two(folder):
     assert len(ReplayBuffer.open(folder, unclean="accept")) == 3
 
 
-@pytest.mark.parametrize("later", [{"checkpointer": 3}])
+@pytest.mark.parametrize("later", [{"transport": "distributed"}])
 def test_arguments_that_come_later(folder, later):
     written(folder)
     (name,) = later
-    with pytest.raises(TypeError, match=f"open.*'{name}'.*layouts for dumps"):
+    with pytest.raises(TypeError, match=f"open.*'{name}'.*service_backend='ray'"):
         ReplayBuffer.open(folder, **later)
     assert len(ReplayBuffer.open(folder, **dict.fromkeys(later))) == 3
 

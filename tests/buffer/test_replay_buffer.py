@@ -188,7 +188,6 @@ class TestGenerator:
 
 
 LATER = {
-    "checkpointer": (object(), "layouts for dumps"),
     "service_backend_options": ({}, "service_backend='ray'"),
     "transport": ("distributed", "service_backend='ray'"),
     "transport_options": ({}, "service_backend='ray'"),

@@ -300,25 +300,6 @@ def test_priorities_of_torchrl(tmp_path, torchrl):
     assert (priorities.max_priority, priorities.max_row) == (3.0, 2)
 
 
-@pytest.mark.parametrize("kind", ["FlatStorageCheckpointer", "NestedStorageCheckpointer", "H5StorageCheckpointer"])
-def test_other_layouts_of_torchrl_are_refused_by_name(tmp_path, torchrl, kind):
-    if kind.startswith("H5"):
-        pytest.importorskip("h5py")
-    from torchrl.data.replay_buffers import checkpointers
-
-    rb = torchrl.TensorDictReplayBuffer(
-        storage=torchrl.LazyTensorStorage(10), checkpointer=getattr(checkpointers, kind)(), batch_size=2
-    )
-    ends = torch.tensor([[False], [False], [False], [True]])
-    root = {"obs": torch.rand(4, 2), "done": torch.zeros(4, 1, dtype=torch.bool)}
-    root["terminated"] = root["done"].clone()
-    after = {"obs": torch.rand(4, 2), "reward": torch.rand(4, 1), "done": ends, "terminated": ends.clone()}
-    rb.extend(TensorDict({**root, "next": after}, [4]))
-    rb.dumps(tmp_path / "dump")
-    with pytest.raises(IncompatibleCheckpoint, match={"F": "flat", "N": "nested", "H": "HDF5"}[kind[0]]):
-        read(tmp_path / "dump")
-
-
 def test_ensembles_and_compressed_storages_of_torchrl_are_refused_by_name(tmp_path, torchrl):
     from torchrl.data.replay_buffers import samplers, writers
 

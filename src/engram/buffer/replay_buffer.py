@@ -1195,8 +1195,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
     dump = save = dumps
     load = loads
-    register_save_hook = alias("_wiring.storage.register_save_hook", "Change rows before ``dumps``: as of the storage.")
-    register_load_hook = alias("_wiring.storage.register_load_hook", "Change rows at ``loads``: as of the storage.")
+    register_save_hook, register_load_hook = (alias(f"_wiring.storage.register_{it}_hook") for it in ("save", "load"))
 
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
 

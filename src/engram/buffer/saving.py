@@ -19,6 +19,7 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import finish_dump, replacing, standing
+from engram.layouts.checkpointers import prepare_dumped, prepared_snapshot
 from engram.layouts.parts import for_torchrl, is_laid_out
 from engram.persist import parts as saved_parts
 from engram.persist.components import check_blocks
@@ -125,7 +126,7 @@ class Saving:
         self._settle()
 
         def prepare() -> StoragePreparation:
-            return self._wiring.storage.prepare_dump(self._own_indexes())  # type: ignore[no-any-return]
+            return prepared_snapshot(self._wiring.storage, self._own_indexes())  # type: ignore[return-value] # or a layout
 
         def parts() -> Parts:
             return self._parts((), drop_prefetched=prefetch == "drop")
@@ -309,7 +310,7 @@ class Saving:
             if resize and not is_laid_out(reader):
                 rows = self._prepare_conversion(reader, states)
             else:
-                rows = self._wiring.storage.prepare_dumped(reader, close_open=close_open, without=own)
+                rows = prepare_dumped(self._wiring.storage, reader, close_open=close_open, without=own)
             made = self._converted(states, found, where, convert=convert)
             return self._prepare(self._state_of_parts(made.states, where), rows, made, default_rng=default_rng)
 

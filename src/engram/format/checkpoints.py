@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from engram.errors import CorruptCheckpoint
-from engram.format import disk, strict
+from engram.format import beside, disk, strict
 from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import Level, PartReader
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, read_small
@@ -481,7 +481,7 @@ class Checkpoint:
         for name, is_folder in disk.entries(self._fd):
             if name.startswith(parts) or (LEFTOVER.fullmatch(name) and not is_folder):
                 continue
-            if name not in (folders if is_folder else known):
+            if name not in (folders if is_folder else known) and not (self.is_dump and name == beside.OF_DUMP):
                 yield Problem(self.folder / name, "expected nothing here: the checkpoint does not list it")
 
 

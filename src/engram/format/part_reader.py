@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engram.errors import CorruptCheckpoint
-from engram.format import description, disk, files, layout, sums, tables
+from engram.format import beside, description, disk, files, layout, sums, tables
 from engram.format.description import PART, Geometry
 from engram.format.listing import Listing, read_listing
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, wrong_block
@@ -225,6 +225,7 @@ class PartReader:
     def damage(self) -> Iterator[Problem]:
         """Files with a block that has another sum: the first such block of each. Reads everything."""
         chunk = memoryview(bytearray(4 * _CHUNK))
+        yield from self._damage_beside()
         for name, file in self.listing.files.items():
             its_sums = self.listing.sums_of(name)
             found: list[Problem] = []
@@ -244,12 +245,20 @@ class PartReader:
             elif found:
                 yield found[0]._replace(what=f"{found[0].what}; {len(found)} blocks of this file are damaged")
 
+    def _damage_beside(self) -> Iterator[Problem]:
+        """Files beside the part that are not as its state says."""
+        number = beside.sums_array(self.state)
+        if number is not None and 0 <= number < len(self.arrays):
+            raw = bytearray(math.prod(self.arrays[number].shape))
+            self.read(number, 0, memoryview(raw))
+            yield from beside.damage(self.folder, beside.listed(self.state), bytes(raw))
+
     def strangers(self) -> Iterator[Problem]:
         """What lies in the folder and is no file of the part."""
-        known = self.listing.sizes
+        known = self.listing.sizes | beside.listed(self.state)
         folders = {parent.as_posix() for name in known for parent in Path(name).parents}
         for name, is_folder in disk.entries(self.folder_fd):
-            if name not in (folders if is_folder else known):
+            if name not in (folders if is_folder else known) and (self.part, name) != ("writer", beside.OF_WRITER):
                 yield Problem(self.folder / name, "expected nothing here: the part does not list it")
 
     def problems(self, level: Level) -> Iterator[Problem]:

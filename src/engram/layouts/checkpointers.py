@@ -6,7 +6,7 @@ import abc
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from engram.layouts.reading import LayoutDump
     from engram.storages import Storage
     from engram.types import StorageLoad
+
+
+class _Named(TypedDict, total=False):
+    """What an HDF5 file may call its entries."""
+
+    done_key: str | tuple[str, ...]
+    shift_key: str
+    is_full_key: str
 
 
 class LayoutPreparation(NamedTuple):
@@ -243,6 +251,12 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return HookedSnapshot(storage, self._save_hooks, type(self).__name__, without)
 
     def preparation(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+        """As of the base class: there is one with hooks.
+
+        >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
+        >>> FlatStorageCheckpointer().preparation(LazyTensorStorage(10), ()) is None
+        False
+        """
         return LayoutPreparation(self, storage, without) if self._save_hooks or self._layout else None
 
     def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
@@ -328,6 +342,19 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             if len(self._load_hooks) == 1 and isinstance(hook, known) and type(hook).__call__ is known.__call__:
                 return Layout("flat", hook.keys, type(self).__name__)
         return None
+
+
+def prepared_snapshot(storage: Storage, without: Collection[tuple[str, str]]) -> object:
+    """What takes the snapshot of a storage for a dump of a buffer, in the form that its checkpointer saves."""
+    return storage.checkpointer.preparation(storage, without) or storage.prepare_snapshot(without=without, whole=True)
+
+
+def prepare_dumped(
+    storage: Storage, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+) -> StorageLoad:
+    """Check a part of a dump for a storage, in whichever form. Raises as ``storage.loads``; nothing is changed."""
+    known = storage.checkpointer.prepare_load(storage, reader, without)
+    return known or storage.prepare_part(reader, close_open=close_open, without=without)
 
 
 def prepare_dump(storage: LaidOut, dump: LayoutDump) -> StorageLoad:
@@ -418,10 +445,10 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
     def __init__(self, done_keys: Iterable[object] | None = None, reward_keys: Iterable[object] | None = None) -> None:
         super().__init__()
         keys = Keys.of(type(self).__name__, done_keys, reward_keys)
-        own: dict[str, Any] = {"done_keys": keys.flags, "reward_keys": keys.rewards}
         flat = self._kind == "flat"
-        self._save_hooks.append((TED2Flat if flat else TED2Nested)(**own))
-        self._load_hooks.append((Flat2TED if flat else Nested2TED)(**own))
+        save, load = (TED2Flat, Flat2TED) if flat else (TED2Nested, Nested2TED)
+        self._save_hooks.append(save(done_keys=keys.flags, reward_keys=keys.rewards))
+        self._load_hooks.append(load(done_keys=keys.flags, reward_keys=keys.rewards))
 
 
 class NestedStorageCheckpointer(FlatStorageCheckpointer):
@@ -458,20 +485,19 @@ class H5StorageCheckpointer(TensorStorageCheckpointer):
         checkpoint_file: str = "checkpoint.h5",
         done_keys: Iterable[object] | None = None,
         reward_keys: Iterable[object] | None = None,
-        h5_kwargs: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
-        **kwargs: Any,
+        h5_kwargs: Mapping[str, object] | Iterable[tuple[str, object]] | None = None,
+        **kwargs: Unpack[_Named],
     ) -> None:
         super().__init__()
         if "/" in checkpoint_file or not checkpoint_file.endswith(".h5"):
             raise ValueError(
                 f"H5StorageCheckpointer: checkpoint_file: expected the name of a file *.h5, got {checkpoint_file!r}."
             )
-        named = {"done_keys": done_keys, "reward_keys": reward_keys}
-        own: dict[str, Any] = {**kwargs, **{name: value for name, value in named.items() if value is not None}}
-        nested = TED2Nested(**own)
+        keys = Keys.of("H5StorageCheckpointer", done_keys, reward_keys)
+        nested = TED2Nested(done_keys=keys.flags, reward_keys=keys.rewards, **kwargs)
+        kwargs.pop("done_key", None)
         self._save_hooks += [nested, H5Split()]
-        own.pop("done_key", None)
-        self._load_hooks += [H5Combine(), Nested2TED(**own)]
+        self._load_hooks += [H5Combine(), Nested2TED(done_keys=keys.flags, reward_keys=keys.rewards, **kwargs)]
         self._layout = Layout("hdf5", nested.keys, type(self).__name__, checkpoint_file, dict(h5_kwargs or {}))
 
     def register_save_hook(self, hook: SaveHook) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -178,11 +178,11 @@ class FolderLeaves:
         self._reserved = {full, shift, SHAPE}
         description: _Description = folder.described(_Description, (*parts, METADATA))
         self.length = description.len
-        shape = self._noted(SHAPE, int | _Shape)
+        shape: int | tuple[int, ...] = convert(*self._noted(SHAPE, int | _Shape))
         shape = (shape,) if isinstance(shape, int) else shape
         if not shape or 0 in shape or math.prod(shape) >= _MAX_ROWS:
             raise CorruptCheckpoint(f"{self.name}: {SHAPE}: expected sizes of at least 1, got {list(shape)}.")
-        self.ring = Ring(shape[0], shape[1:], self._noted(shift, int), self._noted(full, bool))
+        self.ring = Ring(shape[0], shape[1:], convert(*self._noted(shift, int)), convert(*self._noted(full, bool)))
         if not 1 <= self.ring.shift <= shape[0]:
             raise CorruptCheckpoint(f"{self.name}: {shift}: expected 1 to {shape[0]}, got {self.ring.shift}.")
         self.leaves: dict[Key, Leaf] = {}
@@ -220,10 +220,10 @@ class FolderLeaves:
     def verify(self) -> None:
         """Sizes have said all."""
 
-    def _noted(self, name: str, kind: object) -> Any:
+    def _noted(self, name: str, kind: object) -> tuple[object, object, str]:
         parts = (*self._parts, layout.encode_key(name), "meta.json")
         meta = self._folder.json(parts)
-        return convert(meta.get("data"), kind, self._folder.name(parts))
+        return meta.get("data"), kind, self._folder.name(parts)
 
     def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
         name = self._folder.name((*parts, "meta.json"))

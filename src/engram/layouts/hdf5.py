@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from types import ModuleType
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.layouts.keys import Key, Keys
@@ -45,6 +46,33 @@ def h5py(who: str) -> ModuleType:
     return module
 
 
+class _Group(Protocol):
+    """A group of an HDF5 file."""
+
+    name: str
+
+    def __contains__(self, name: str) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, name: str) -> _DataSet: ...
+    def get(self, name: str, *, getlink: bool) -> object: ...
+
+
+class _DataSet(_Group, Protocol):
+    """A data set of an HDF5 file, or a group, before it is known which."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    ndim: int
+    size: int
+    is_virtual: bool
+    external: object
+
+    def __getitem__(self, index: object) -> _DataSet: ...
+    def __setitem__(self, index: object, values: object) -> None: ...
+    def read_direct(self, into: object, source: object, target: object) -> None: ...
+    def __int__(self) -> int: ...
+
+
 class HDF5Sink:
     """Writes a layout into a new file.
 
@@ -57,7 +85,7 @@ class HDF5Sink:
         ImportError: there is no h5py. OSError: no file can be made there.
     """
 
-    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], who: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, object], who: str) -> None:
         self._file = h5py(who).File(path, "x")
         self._options, self._who = options, who
 
@@ -104,7 +132,7 @@ class HDF5Sink:
 class _DataSets:
     """Those of one entry, one behind the other."""
 
-    def __init__(self, sets: list[Any], offsets: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def __init__(self, sets: list[_DataSet], offsets: NDArray[np.int64]) -> None:
         self._sets, self._offsets = sets, offsets
 
     def write(self, at: int, values: Tensor) -> None:
@@ -140,7 +168,7 @@ class HDF5Leaves:
         full, shift = names
         with self._damage():
             self.length = int(self._number(_LENGTH)[()])
-            shape = tuple(map(int, np.atleast_1d(self._number(SHAPE)[()])))
+            shape = tuple(map(int, np.array(self._number(SHAPE)[()], ndmin=1)))
             if not shape or min(shape) < 1 or math.prod(shape) > _MAX_ROWS or not 0 <= self.length <= math.prod(shape):
                 raise CorruptCheckpoint(
                     f"{self.name}: expected at most {_MAX_ROWS} rows, and not more live ones, got the shape {list(shape)} and "
@@ -161,7 +189,7 @@ class HDF5Leaves:
                 )
             self.leaves: dict[Key, Leaf] = {}
             self._describe(self._groups[0], ())
-        self._offsets: dict[Key, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._offsets: dict[Key, NDArray[np.int64]] = {}
         self._steps_offsets = np.concatenate([[0], np.cumsum(self._lengths)])
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
@@ -221,7 +249,7 @@ class HDF5Leaves:
                 f"{self.name}: not readable as such a file: {error}. Nothing was changed."
             ) from error
 
-    def _found(self, group: Any, name: str, kind: type) -> Any:
+    def _found(self, group: _Group, name: str, kind: type[object]) -> _DataSet:
         if name not in group or not isinstance(group.get(name, getlink=True), self._hard):
             raise CorruptCheckpoint(f"{self.name}: expected {name!r:.100} in {group.name}, in this file, found none.")
         found = group[name]
@@ -231,23 +259,23 @@ class HDF5Leaves:
             )
         return found
 
-    def _checked(self, found: Any) -> Any:
+    def _checked(self, found: _DataSet) -> _DataSet:
         if found.is_virtual or found.external:
             raise CorruptCheckpoint(f"{self.name}: {found.name}: expected numbers in this file, got a link to another.")
         return found
 
-    def _number(self, name: str) -> Any:
+    def _number(self, name: str) -> _DataSet:
         found = self._checked(self._found(self._file, name, self._set))
         if found.dtype.kind not in "biu" or found.size > 32:
             raise CorruptCheckpoint(f"{self.name}: {name}: expected a number, got {found.size} of {found.dtype}.")
         return found
 
-    def _of(self, group: Any, key: Key) -> Any:
+    def _of(self, group: _Group, key: Key) -> _DataSet:
         for part in key[:-1]:
             group = self._found(group, part, self._group)
         return self._checked(self._found(group, key[-1], self._set))
 
-    def _describe(self, group: Any, key: Key) -> None:
+    def _describe(self, group: _Group, key: Key) -> None:
         for name in group:
             own = (*key, name)
             try:
@@ -268,7 +296,7 @@ class HDF5Leaves:
             self.leaves[own] = Leaf(dtype, found.shape[1:], found.shape[0] != int(self._lengths[0]))
 
 
-def _dtype_of(dtype: np.dtype[Any]) -> str | None:
+def _dtype_of(dtype: np.dtype[np.generic]) -> str | None:
     if dtype.kind not in "biufc" or not dtype.isnative:
         return None
     try:
@@ -277,13 +305,11 @@ def _dtype_of(dtype: np.dtype[Any]) -> str | None:
         return None
 
 
-def _offsets(lengths: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _offsets(lengths: Tensor) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths.numpy())])
 
 
-def _overlapping(
-    offsets: np.ndarray[Any, np.dtype[np.int64]], first: int, n: int
-) -> Iterator[tuple[int, int, int, int]]:
+def _overlapping(offsets: NDArray[np.int64], first: int, n: int) -> Iterator[tuple[int, int, int, int]]:
     """The trajectories that values ``[first, first + n)`` lie in: ``(number, begin, end, from which value on)``."""
     number = int(np.searchsorted(offsets, first, side="right")) - 1
     at = first

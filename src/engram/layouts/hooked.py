@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
-from tensordict import TensorDict
 
 from engram._dtypes import DTYPE_NAMES
+from engram._tensordict import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, layout
+from engram.format import beside, disk, layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.files import Descriptor
@@ -22,19 +22,19 @@ from engram.layouts.parts import HOOKED, check_sums, fields_of, ring_of, summed,
 from engram.layouts.reading import rows_state
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
+from engram.state import typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
+    from tensordict import TensorDict
     from torch import Tensor
 
     from engram.format.parts import PartReader
     from engram.layouts.keys import Key
     from engram.layouts.parts import LaidOut
     from engram.types import RowsTarget, StorageLoad
-
-_ENTRY = "layout"
 
 
 class SaveHook(Protocol):
@@ -58,7 +58,7 @@ class _Timed(Protocol):
 
 
 class HookedSnapshot:
-    """A storage that hooks change when it is saved. Nobody may write to it until then.
+    """A storage that hooks change when it is saved. It must not change until then.
 
     Raises ``RuntimeError``: nothing was ever written.
     """
@@ -83,14 +83,14 @@ class HookedSnapshot:
         """
         ring = self._ring
         part = PartWriter(folder, "storage", HOOKED)
-        data = TensorDict(batch_size=(ring.slots, *ring.columns))
+        data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
         for key, tensor in fields_of(self._store, ring).items():
             data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
         for hook in self._hooks:
             if isinstance(hook, _Timed):
                 hook.shift, hook.is_full = ring.shift, ring.full
             data = hook(data, path=folder)
-            if not isinstance(data, TensorDict):
+            if not isinstance(data, tensordict_type()):
                 raise TypeError(
                     f"{self._who}: dumps: expected a TensorDict from {hook!r:.80}, got a {type(data).__name__}."
                 )
@@ -104,10 +104,12 @@ class HookedSnapshot:
             )
         for name in files:
             disk.finish(Descriptor.open(folder / name, os.O_RDWR))
-        info = part.finish(described_state(part, {**self.state, _ENTRY: summed(folder, files)}, "storage"))
+        info = part.finish(described_state(part, {**self.state, beside.ENTRY: summed(folder, files)}, "storage"))
         if progress is not None:
             progress(self.nbytes)
-        return SavedRows(info, ShardRows(Cut(self.state["clock"]), Totals(steps=live, episodes=0), NO_SCHEMA))
+        return SavedRows(
+            info, ShardRows(Cut(typed(self.state, "clock", int, "storage")), Totals(steps=live, episodes=0), NO_SCHEMA)
+        )
 
 
 def _files(folder: Path) -> list[str]:
@@ -137,10 +139,10 @@ def prepare_hooked(
         CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: other fields than in the storage, or pickles. Nothing
             is changed.
     """
-    state: dict[str, Any] | None = None
+    state: dict[str, object] | None = None
     if reader is not None:
         state = read_state(reader)
-        noted = state.pop(_ENTRY, None)
+        noted = state.pop(beside.ENTRY, None)
         if not isinstance(noted, dict):
             raise CorruptCheckpoint(f"{folder}: expected sums of the files, found none.")
         check_sums(folder, noted)
@@ -151,7 +153,7 @@ def prepare_hooked(
     length = Folder(folder).json((METADATA,)).get("len")
     if not isinstance(length, int) or length < 1:
         raise CorruptCheckpoint(f"{folder / METADATA}: expected the number of rows, got {length!r:.40}.")
-    data = TensorDict.load_memmap(folder)
+    data = tensordict_type().load_memmap(folder)
     for hook in hooks:
         data = hook(data, out=None)
     slots = tuple(data.batch_size)
@@ -168,8 +170,10 @@ def prepare_hooked(
         schema = _schema(fields, slots, like)
         state = rows_state(schema, length, length, length)
     else:
-        schema = schemas.decode(state["schema"].encode(), str(folder))
-        state["priorities"] = {name: it for name, it in state["priorities"].items() if name not in without}
+        schema = schemas.decode(typed(state, "schema", str, str(folder)).encode(), str(folder))
+        state["priorities"] = {
+            name: it for name, it in typed(state, "priorities", dict, str(folder)).items() if name not in without
+        }
     for field in schema.fields:
         found = fields.get(field.key)
         if found is None or DTYPE_NAMES.get(found.dtype) != field.dtype or tuple(found.shape[1:]) != field.shape:

@@ -7,9 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import NonTensorData, TensorDict
 
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
+from engram._tensordict import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.layouts.keys import FULL, SHAPE, SHIFT, Keys, as_key
 from engram.layouts.reading import LayoutDump, Leaf
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from tensordict import TensorDict
     from torch import Tensor
 
     from engram.layouts.keys import Key
@@ -144,7 +145,7 @@ class Flat2TED(_Hook):
         leaves = _TensorDictLeaves(data, self.keys, type(self).__name__)
         dump = LayoutDump(leaves, self.keys)
         ring = dump.ring
-        made = TensorDict(batch_size=(ring.slots, *ring.columns)) if out is None else out
+        made = tensordict_type()(batch_size=(ring.slots, *ring.columns)) if out is None else out
         for field in dump.fields:
             shape = (ring.slots, *ring.columns, *field.shape)
             if out is None:
@@ -176,7 +177,7 @@ class TED2Nested(TED2Flat):
     def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:
         flat, steps = self._flat(data, path)
         lengths, longer = steps.trajectories()
-        out = TensorDict(batch_size=[len(lengths)])
+        out = tensordict_type()(batch_size=[len(lengths)])
         out.update(dict(flat.non_tensor_items()))
         out.memmap_(path)
         for key, value in flat.items(True, True):
@@ -198,7 +199,7 @@ class Nested2TED(Flat2TED):
     """
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
-        flat = TensorDict(dict(data.non_tensor_items()))
+        flat = tensordict_type()(dict(data.non_tensor_items()))
         for key, value in data.items(True, True):
             flat.set(key, _flattened(value))
         return super().__call__(flat, out=out)
@@ -215,7 +216,7 @@ class H5Split(TED2Flat):
     def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:  # noqa: ARG002 - as TorchRL calls it
         n = data.batch_size[0]
         digits = math.ceil(math.log10(n))
-        split = TensorDict()
+        split = tensordict_type()()
         for key, value in data.items(True, True):
             parts = (key,) if isinstance(key, str) else key
             for number, one in enumerate(value.unbind(0)):
@@ -232,13 +233,15 @@ class H5Combine:
     """
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:  # noqa: ARG002 - as TorchRL calls it
-        names = sorted(name for name in data if name.startswith("traj"))
+        names = sorted(name for name in data.keys() if name.startswith("traj"))  # noqa: SIM118 - a TensorDict iterates over rows
         if not names:
             raise CorruptCheckpoint(
                 f"H5Combine: expected entries traj_0, traj_1 …, got {sorted(map(str, data.keys()))}."
             )
-        rest = {name: NonTensorData(data[name]) for name in data if not name.startswith("traj")}
-        made = TensorDict(rest)
+        made = tensordict_type()()
+        for key in data.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+            if not key.startswith("traj"):
+                made.set_non_tensor(key, data[key])
         made.memmap_()
         for key in data.get(names[0]).keys(True, True):
             parts = (key,) if isinstance(key, str) else key
@@ -263,7 +266,7 @@ class _TensorDictSink:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.out = TensorDict()
+        self.out = tensordict_type()()
 
     def begin(self, ring: Ring, steps: Steps, keys: Keys) -> None:
         self._ring, self._steps = ring, steps

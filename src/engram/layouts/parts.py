@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import torch
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
-from engram.format import disk, files, layout, sums
+from engram.format import beside, disk, files, layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.folder import Folder, convert
 from engram.format.parts import NO_SCHEMA, PartWriter
+from engram.format.problems import corrupt
 from engram.layouts.folders import FolderLeaves, FolderSink
 from engram.layouts.hdf5 import HDF5Leaves, HDF5Sink
 from engram.layouts.keys import Keys
@@ -24,6 +24,7 @@ from engram.layouts.steps import Ring
 from engram.layouts.writing import RowsWriter
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
+from engram.state import typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,10 +37,8 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import RowsSource, StorageLoad, Traits
 
-_READ = 4 << 20
 #: What a part that hooks have changed calls itself.
 HOOKED = "HookedLayout"
-_ENTRY = "layout"
 
 
 class LaidOut(Protocol):
@@ -51,7 +50,7 @@ class LaidOut(Protocol):
     @property
     def paused(self) -> AbstractContextManager[object]: ...
 
-    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]: ...
+    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 
     def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad: ...
 
@@ -66,7 +65,7 @@ class Layout(NamedTuple):
     """What messages begin with."""
     file: str = "checkpoint.h5"
     """Name of the HDF5 file."""
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, object] = {}
     """Of its data sets."""
 
     @property
@@ -178,7 +177,7 @@ def fields_of(store: Store, ring: Ring) -> dict[Key, Tensor]:
 
 
 class LayoutSnapshot:
-    """A storage that is saved in a layout. Nobody may write to it until then.
+    """A storage that is saved in a layout. It must not change until then.
 
     Args:
         storage: which; its writers are paused.
@@ -211,24 +210,27 @@ class LayoutSnapshot:
         part = PartWriter(folder, "storage", laid.part)
         written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
         if self._now() != self._moment:
-            raise RuntimeError(
-                f"{laid.who}: dumps: expected that nobody writes meanwhile, got rows that were written. Save it again."
-            )
+            raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
         keys = {"done_keys": sorted(map(list, laid.keys.flags)), "reward_keys": sorted(map(list, laid.keys.rewards))}
         noted = {"file": laid.file, **keys, **summed(folder, written)}
-        info = part.finish(described_state(part, {**self.state, _ENTRY: noted}, "storage"))
+        info = part.finish(described_state(part, {**self.state, beside.ENTRY: noted}, "storage"))
         for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
         if progress is not None:
             progress(self.nbytes)
         steps = self._ring.live * self._ring.width
-        return SavedRows(info, ShardRows(Cut(self.state["clock"]), Totals(steps=steps, episodes=0), NO_SCHEMA))
+        return SavedRows(
+            info, ShardRows(Cut(typed(self.state, "clock", int, "storage")), Totals(steps=steps, episodes=0), NO_SCHEMA)
+        )
 
     @property
     def cursor(self) -> dict[str, int]:
         """Where TorchRL's writer goes on, and how many slots were ever written."""
         ring = self._ring
-        return {"cursor": ring.shift % ring.slots, "write_count": int(self.state["write_count"]) // ring.width}
+        return {
+            "cursor": ring.shift % ring.slots,
+            "write_count": typed(self.state, "write_count", int, "storage") // ring.width,
+        }
 
     def _now(self) -> tuple[int, int]:
         return int(self._store.core.next_ticket), int(self._store.core.write_count)
@@ -237,8 +239,8 @@ class LayoutSnapshot:
 def for_torchrl(folder: Path, snapshot: object, batch_size: object) -> None:
     """Beside a storage in a layout, write what TorchRL's ``loads`` of a buffer with a uniform sampler reads, too."""
     if isinstance(snapshot, LayoutSnapshot):
-        disk.put(folder / "buffer_metadata.json", msgspec.json.encode({"batch_size": batch_size}))
-        disk.put(folder / "writer" / "metadata.json", msgspec.json.encode(snapshot.cursor))
+        disk.put(folder / beside.OF_DUMP, msgspec.json.encode({"batch_size": batch_size}))
+        disk.put(folder / "writer" / beside.OF_WRITER, msgspec.json.encode(snapshot.cursor))
 
 
 def written_store(storage: LaidOut, who: str) -> Store:
@@ -274,10 +276,11 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
     Raises:
         CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: another schema. Nothing is changed.
     """
-    state: dict[str, Any] = read_state(reader)
-    noted = state.pop(_ENTRY, None)
+    state = read_state(reader)
+    noted = state.pop(beside.ENTRY, None)
     root = str(reader.folder)
-    if not isinstance(noted, dict) or not isinstance(state.get("schema"), str):
+    text, priorities = state.get("schema"), state.get("priorities")
+    if not isinstance(noted, dict) or not isinstance(text, str) or not isinstance(priorities, dict):
         raise CorruptCheckpoint(f"{root}: expected what the layout notes, found nothing.")
     check_sums(reader.folder, noted)
     flags, rewards = (
@@ -286,52 +289,26 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
     keys = Keys()._replace(flags=flags, rewards=rewards)
     dump = Layout(_KIND_OF[reader.type], keys, "loads", convert(noted.get("file"), str, root)).open(reader.folder)
     try:
-        schema = schemas.decode(state["schema"].encode(), root)
+        schema = schemas.decode(text.encode(), root)
     except (ValueError, CorruptStore, IncompatibleStore) as error:
         raise CorruptCheckpoint(f"{root}: {error}") from error
     expected = [(field.key, field.dtype, field.shape) for field in schema.fields]
     found = {(field.key, field.dtype, field.shape) for field in dump.fields}
     if (schema.capacity, schema.columns) != (dump.capacity, dump.columns) or not found.issuperset(expected):
         raise CorruptCheckpoint(f"{root}: expected the rows of its schema, got others.")
-    kept = {name: it for name, it in state["priorities"].items() if name not in without}
+    kept = {name: it for name, it in priorities.items() if name not in without}
     return storage.prepare_rows({**state, "priorities": kept}, dump.source(schema))
 
 
 def summed(folder: Path, names: Sequence[str]) -> dict[str, object]:
     """Names, sizes and sums of files, as a state has them."""
-    described, packed = [], bytearray()
-    for name in names:
-        size, raw = _sums_of(Folder(folder), tuple(name.split("/")), None)
-        described.append([name, size])
-        packed += raw
+    described, packed = beside.summed(folder, names)
     return {"files": described, "sums": torch.frombuffer(packed, dtype=torch.uint8).clone()}
 
 
-def check_sums(folder: Path, noted: Mapping[str, Any]) -> None:
+def check_sums(folder: Path, noted: Mapping[str, object]) -> None:
     """Raise ``CorruptCheckpoint`` unless files are as they were; names the file."""
-    described = convert(noted.get("files"), list[tuple[str, int]], str(folder))
-    expected, at = noted.get("sums"), 0
+    expected = noted.get("sums")
     raw = expected.numpy().tobytes() if isinstance(expected, torch.Tensor) and expected.dtype is torch.uint8 else b""
-    for name, size in described:
-        found = _sums_of(Folder(folder), tuple(name.split("/")), size)[1]
-        if found != raw[at : at + len(found)]:
-            raise CorruptCheckpoint(
-                f"{folder / name}: expected the sum that it was saved with, got another. Nothing was changed."
-            )
-        at += len(found)
-
-
-def _sums_of(folder: Folder, parts: tuple[str, ...], size: int | None) -> tuple[int, bytes]:
-    """Bytes and sums of a file."""
-    summing = sums.Summing()
-    with folder.open(parts, size) as fd:
-        nbytes = os.fstat(fd).st_size
-        memory = memoryview(bytearray(min(_READ, nbytes)))
-        for at in itertools.count(0, _READ):
-            piece = memory[: max(0, min(_READ, nbytes - at))]
-            if not piece:
-                return nbytes, sums.pack(summing.done())
-            if disk.read(fd, piece, at) < len(piece):
-                raise CorruptCheckpoint(f"{folder.name(parts)}: it became shorter while it was read.")
-            summing.update(piece)
-    raise AssertionError  # the loop ends
+    for problem in beside.damage(folder, beside.listed({beside.ENTRY: noted}), raw):
+        raise corrupt(*problem)

@@ -46,7 +46,7 @@ class RowsWriter:
     """Writes the rows of a storage into a sink.
 
     Args:
-        fields: tensors ``[T, W, *shape]`` by key, each slot a row per column. Nobody writes to them meanwhile.
+        fields: tensors ``[T, W, *shape]`` by key, each slot a row per column. They do not change meanwhile.
         ring: which of them are live.
         keys: which are flags and rewards.
         where: what messages begin with.
@@ -114,7 +114,7 @@ class RowsWriter:
         most = self._most(tensor)
         for number in range(self._ring.width):
             for time, slot, n in self._ring.pieces(most):
-                column.write(number * self._ring.slots + time, tensor[slot : slot + n, number].cpu().contiguous())
+                column.write(number * self._ring.slots + time, _copied(tensor[slot : slot + n, number]))
 
     def _write_observations(self, entry: Entry, column: Column) -> None:
         assert entry.root is not None
@@ -123,8 +123,8 @@ class RowsWriter:
         most, ring = self._most(root), self._ring
         for number in range(ring.width):
             for time, slot, n in ring.pieces(most):
-                here = root[slot : slot + n, number].cpu().contiguous()
-                beyond = after[slot : slot + n, number].cpu().contiguous()
+                here = _copied(root[slot : slot + n, number])
+                beyond = _copied(after[slot : slot + n, number])
                 ends = self.steps.ends[number, time : time + n]
                 self._check_continued(entry, here, beyond, (number, time, n), ends)
                 places = self.steps.places(number, time, n)
@@ -145,7 +145,7 @@ class RowsWriter:
         follows = here[1:]
         if not bool(ends[-1]):  # the step after this piece is live, as the last live one is an end
             slot = self._ring.slot_of(time + n)
-            follows = torch.cat([follows, self._fields[entry.root][slot : slot + 1, number].cpu()])
+            follows = torch.cat([follows, _copied(self._fields[entry.root][slot : slot + 1, number])])
         m = len(follows)
         same = (_raw(follows) == _raw(beyond[:m])).all(1) | ends[:m]
         if not bool(same.all()):
@@ -157,6 +157,11 @@ class RowsWriter:
                 "not end its trajectory; got another value. Rows of multi-step returns, and trajectories without a done flag at their "
                 "end, cannot be saved in this layout."
             )
+
+
+def _copied(rows: Tensor) -> Tensor:
+    """A copy of rows whose strides are the usual ones, also of a single row, which torch calls contiguous whatever they are."""
+    return torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
 
 
 def _raw(values: Tensor) -> Tensor:

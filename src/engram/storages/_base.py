@@ -18,7 +18,7 @@ from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
 from engram.format.parts import PartReader
-from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
+from engram.layouts.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages._port import Count, Port, Rows
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.layouts.hooked import LoadHook, SaveHook
     from engram.limits import Rules
-    from engram.persist.components import Preparation
+    from engram.persist.components import Preparation, Snapshot
     from engram.store import Store
     from engram.types import Listener, RowsSource, StorageLoad, Write
 
@@ -738,7 +738,7 @@ class Storage(Declared, Dumpable, Port):
         """
         if self._checkpointer is None or self._checkpointer.is_plain:
             with PartReader.open(standing(Path(path))) as reader:
-                self.prepare_dumped(reader).commit()
+                prepare_dumped(self, reader).commit()
             self.notify(None, None)
         else:
             self._checkpointer.loads(self, path)
