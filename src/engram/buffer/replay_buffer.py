@@ -1193,8 +1193,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._following.refuse("loads")
         self._saving.loads(path, convert=convert, default_rng=default_rng, progress=progress)
 
-    dump = save = dumps
-    load = loads
+    dump, save, load = dumps, dumps, loads
     register_save_hook, register_load_hook = (alias(f"_wiring.storage.register_{it}_hook") for it in ("save", "load"))
 
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
