@@ -633,64 +633,13 @@ class Storage(Declared, Dumpable, Port):
         """
         self.checkpointer.register_load_hook(hook)
 
-    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> Preparation[Any]:
-        return super().prepare_snapshot()
+    if TYPE_CHECKING:
 
-    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """The state of a storage of tensors but for its rows. Raises ``TypeError``: it is another.
+        def prepare_snapshot(
+            self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
+        ) -> Preparation[Snapshot]: ...
 
-        As ``storage.state_dict()`` without the entry ``"rows"``.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> sorted(set(rb.storage.state_dict()) - set(rb.storage.state_without_rows()))
-        ['rows']
-        """
-        raise TypeError(f"expected a storage of tensors, got a {type(self).__name__}.")
-
-    def prepare_dump(self, without: Sequence[tuple[str, str]] = ()) -> Any:
-        """What takes the snapshot for a dump, in the form that the checkpointer saves.
-
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb, folder = ReplayBuffer(storage=LazyTensorStorage(10)), Path(tempfile.mkdtemp()) / "rows"
-        >>> _ = rb.extend(torch.arange(3))
-        >>> prepared = rb.storage.prepare_dump()
-        >>> with rb.storage.paused:
-        ...     snapshot = prepared.take()
-        >>> _ = snapshot.save(folder)
-        >>> rb.storage.loads(folder)
-        >>> len(rb)
-        3
-        """
-        known = None if self._checkpointer is None else self._checkpointer.preparation(self, without)
-        return known or self.prepare_snapshot(without=without, whole=True)
-
-    def prepare_dumped(
-        self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
-    ) -> StorageLoad:
-        """Check a part of a dump, in whichever form. Raises as :meth:`loads`; nothing is changed.
-
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> from engram.format.parts import PartReader
-        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
-        >>> folder = Path(tempfile.mkdtemp()) / "rows"
-        >>> _ = rb.extend(torch.arange(3))
-        >>> rb.storage.dumps(folder)
-        >>> with PartReader.open(folder) as reader:
-        ...     other.storage.prepare_dumped(reader).commit()
-        >>> other[:].tolist()
-        [0, 1, 2]
-        """
-        known = self.checkpointer.prepare_load(self, reader, without)
-        return known or self.prepare_part(reader, close_open=close_open, without=without)
+        def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 
     def dumps(self, path: str | Path) -> None:
         """Save the rows as a folder, which in one step replaces one that was saved there: as the :attr:`checkpointer` does.
