@@ -185,6 +185,27 @@ def test_other_flags_and_rewards(tmp_path, kind):
     assert not (tmp_path / "other").exists()
 
 
+def over(steps):
+    """Steps whose trajectories end with ``over``."""
+    steps["over"], steps["next", "over"] = steps["done"], steps["next", "done"]
+    return steps.exclude("done", ("next", "done"))
+
+
+def test_other_names_of_the_end_and_of_what_is_noted(tmp_path):
+    own = {"shift_key": "oldest", "is_full_key": "all"}
+    flags = ("over", "terminated", "truncated")
+    hooked = TensorStorageCheckpointer()
+    hooked.register_save_hook(TED2Flat(("next", "over"), done_keys=flags, **own))
+    h5 = checkpointer("H5", done_key=("next", "over"), done_keys=flags, **own)
+    for number, it in enumerate((hooked, h5)):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), checkpointer=it)
+        rb.extend(over(episodes([4, 3])))
+        rb.dumps(tmp_path / f"{number}")
+        other = buffer()
+        other.loads(tmp_path / f"{number}")
+        assert same(other[:], rb[:])
+
+
 # ---- what cannot be saved ----------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +247,24 @@ def test_what_would_be_lost_is_refused(tmp_path, kind, change, message):
     other.loads(tmp_path / "dump")  # what lay there before still does
     assert same(other[:], rb[:])
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "dump") == []
+
+
+NAMES = ["shape", "device", "_type", ("nested", "shape"), ("meta.json", "a"), ("storage_metadata.json", "a")]
+
+
+@pytest.mark.parametrize("key", [("shift", "a"), *NAMES, "observation.shape", "plain"], ids=str)
+def test_a_field_is_saved_or_refused_whatever_its_name(tmp_path, kind, key):
+    rb, other = buffer(10, kind), buffer(10)
+    rb.extend(episodes([4, 3]).set(key, torch.arange(7)))
+    kept = key == "plain" or (kind == "H5" and key != ("shift", "a")) or (kind, key) == ("Flat", "observation.shape")
+    if kept:
+        rb.dumps(tmp_path / "dump")
+        other.loads(tmp_path / "dump")
+        assert same(other[:], rb[:])
+    else:
+        with pytest.raises(IncompatibleCheckpoint, match="Rename"):
+            rb.dumps(tmp_path / "dump")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_storages_that_cannot_be_saved(tmp_path, kind):

@@ -39,6 +39,8 @@ _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
 #: What says how many rows there are.
 METADATA = "storage_metadata.json"
 _MAX_ROWS = 1 << 58
+#: What TensorDict's files say of a TensorDict, and what they are called: no parts of keys.
+_TAKEN = frozenset({"shape", "device", "_type", "meta.json", METADATA})
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_ROWS)]
 _Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -53,11 +55,12 @@ class FolderSink:
 
     Args:
         folder: which exists.
+        who: what messages begin with.
         nested: as nested tensors, of which each row is a trajectory; else flat.
     """
 
-    def __init__(self, folder: Path, *, nested: bool) -> None:
-        self._folder, self._nested = folder, nested
+    def __init__(self, folder: Path, who: str, *, nested: bool) -> None:
+        self._folder, self._who, self._nested = folder, who, nested
         self._tree: dict[str, object] = {}
         self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
@@ -75,13 +78,13 @@ class FolderSink:
     @contextlib.contextmanager
     def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[_File]:
         rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
-        name = layout.field_name(key)
+        name = self._name(key)
         described = _Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
         if self._nested:
             lengths = self._lengths[expanded]
             sizes = torch.cat([lengths[:, None], torch.tensor(shape, dtype=torch.int64).repeat(len(lengths), 1)], 1)
             described["shape"] = list(sizes.shape)
-            self._write(name.removesuffix(".memmap") + ".shape.memmap", bytes_of(sizes.contiguous()))
+            self._write(_shape_name(name), bytes_of(sizes.contiguous()))
         self._node(key[:-1])[key[-1]] = described
         row = shape.numel() * dtype.itemsize
         fd = disk.create(self._made(name), rows * row)
@@ -91,6 +94,19 @@ class FolderSink:
         except BaseException:
             fd.close()
             raise
+
+    def _name(self, key: Key) -> str:
+        """The name of an entry's file. Raises ``IncompatibleCheckpoint``: TensorDict's files need it."""
+        if taken := sorted(_TAKEN & {*key}):
+            raise IncompatibleCheckpoint(
+                f"{self._who}: field {key}: TensorDict's files need the names {taken} for themselves. Rename the field."
+            )
+        name = layout.field_name(key)
+        if not {name, _shape_name(name)}.isdisjoint(self.files):
+            raise IncompatibleCheckpoint(
+                f"{self._who}: field {key}: another field needs a file of the same name, {_shape_name(name)} or {name}. Rename one."
+            )
+        return name
 
     def finish(self, length: int) -> None:
         """Describe what was written. ``length``: live rows."""
@@ -135,6 +151,11 @@ class FolderSink:
         except BaseException:
             fd.close()
             raise
+
+
+def _shape_name(name: str) -> str:
+    """The file with the sizes of trajectories, beside an entry's file."""
+    return name.removesuffix(".memmap") + ".shape.memmap"
 
 
 class _File:

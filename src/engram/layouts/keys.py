@@ -91,7 +91,7 @@ def entries_of(fields: Collection[Key], keys: Keys, where: str) -> list[Entry]:
         )
     after = {key[1:] for key in fields if key[0] == "next" and len(key) > 1}
     root = {key for key in fields if key[0] != "next"}
-    if taken := sorted(name for name in keys.reserved if (name,) in root):
+    if taken := sorted({key[0] for key in root | after} & {*keys.reserved}):
         raise IncompatibleCheckpoint(f"{where}: the layout needs the names {taken} for itself. Rename these fields.")
     if lost := sorted(root & keys.rewards):
         raise IncompatibleCheckpoint(

@@ -80,7 +80,7 @@ class Layout(NamedTuple):
         if self.kind == "hdf5":
             self.write_file(folder / self.file, writer, length)
             return [self.file]
-        sink = FolderSink(folder, nested=self.kind == "nested")
+        sink = FolderSink(folder, f"{self.who}: dumps", nested=self.kind == "nested")
         writer.write(sink)
         sink.finish(length)
         return sink.files
@@ -211,8 +211,7 @@ class LayoutSnapshot:
         written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
         if self._now() != self._moment:
             raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
-        keys = {"done_keys": sorted(map(list, laid.keys.flags)), "reward_keys": sorted(map(list, laid.keys.rewards))}
-        noted = {"file": laid.file, **keys, **summed(folder, written)}
+        noted = {"file": laid.file, "keys": _noted(laid.keys), **summed(folder, written)}
         info = part.finish(described_state(part, {**self.state, beside.ENTRY: noted}, "storage"))
         for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
@@ -283,10 +282,7 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
     if not isinstance(noted, dict) or not isinstance(text, str) or not isinstance(priorities, dict):
         raise CorruptCheckpoint(f"{root}: expected what the layout notes, found nothing.")
     check_sums(reader.folder, noted)
-    flags, rewards = (
-        frozenset(map(tuple, convert(noted.get(name), list[list[str]], root))) for name in ("done_keys", "reward_keys")
-    )
-    keys = Keys()._replace(flags=flags, rewards=rewards)
+    keys = _keys_of(noted, root)
     dump = Layout(_KIND_OF[reader.type], keys, "loads", convert(noted.get("file"), str, root)).open(reader.folder)
     try:
         schema = schemas.decode(text.encode(), root)
@@ -298,6 +294,34 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
         raise CorruptCheckpoint(f"{root}: expected the rows of its schema, got others.")
     kept = {name: it for name, it in priorities.items() if name not in without}
     return storage.prepare_rows({**state, "priorities": kept}, dump.source(schema))
+
+
+class _NotedKeys(msgspec.Struct):
+    """What a state says of the entries."""
+
+    done: tuple[str, ...]
+    flags: list[tuple[str, ...]]
+    rewards: list[tuple[str, ...]]
+    shift: str
+    full: str
+
+
+def _noted(keys: Keys) -> dict[str, object]:
+    """Keys, as a state has them."""
+    lists = {
+        "done": list(keys.done),
+        "flags": sorted(map(list, keys.flags)),
+        "rewards": sorted(map(list, keys.rewards)),
+    }
+    return {**lists, "shift": keys.shift, "full": keys.full}
+
+
+def _keys_of(noted: Mapping[str, object], root: str) -> Keys:
+    """The keys that a state notes. Raises ``CorruptCheckpoint``: it notes none."""
+    found: _NotedKeys = convert(noted.get("keys"), _NotedKeys, root)
+    if not found.done:
+        raise CorruptCheckpoint(f"{root}: expected the key of the flag that ends trajectories, got none.")
+    return Keys(found.done, frozenset(found.flags), frozenset(found.rewards), found.shift, found.full)
 
 
 def summed(folder: Path, names: Sequence[str]) -> dict[str, object]:
