@@ -14,6 +14,7 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
     RowError,
+    SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -448,3 +449,16 @@ def test_lanes():
     rb.extend(torch.arange(4), lane=torch.tensor([3, 1, 3, 0]))
     assert leaves(rb).tolist() == [1, 0, 1, 0, 0, 0, 1, 1]
     assert set(rb.sample().tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("sampler", [PrioritizedSampler(10, 1.0, 1.0), PrioritizedSampler(alpha=1.0, beta=1.0)])
+def test_priorities_are_checked_for_a_buffer_only(sampler):
+    with pytest.raises(RuntimeError, match="expected a sampler of a buffer, got one that is bound to no storage"):
+        sampler.check_priority([1.0], 1)
+    windows = SliceSampler(slice_len=2, traj_key="episode", anchors=sampler)
+    with pytest.raises(RuntimeError, match="bound to no storage"):
+        windows.check_priority([1.0], 1)
+    ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+    sampler.check_priority([1.0], 1)
+    with pytest.raises(PriorityError):
+        sampler.check_priority([-1.0], 1)

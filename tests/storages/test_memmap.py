@@ -414,3 +414,14 @@ def test_samples_are_plain_tensors(tmp_path):
     for batch in (rb.sample(4), rb[[0, 1]], rb[2]):
         assert {type(value) for value in batch.values(include_nested=True, leaves_only=True)} == {torch.Tensor}
     rb.close()
+
+
+def test_a_folder_is_opened_by_any_path(tmp_path):
+    with ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "store")) as rb:
+        rb.extend(torch.arange(4))
+    for directory in (tmp_path / "store", str(tmp_path / "store"), os.fsencode(tmp_path / "store")):
+        storage = LazyMemmapStorage.open(directory)
+        assert len(storage) == 4
+        storage.close()
+    with pytest.raises(TypeError, match=r"LazyMemmapStorage\.open: directory: expected a path, got int\."):
+        LazyMemmapStorage.open(3)

@@ -350,6 +350,8 @@ class PrioritizedSampler(NativeSampler):
     def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet.
 
+        Raises ``RuntimeError``, too: no buffer has the sampler yet.
+
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, alpha=0.6, beta=0.4), batch_size=4)
@@ -359,7 +361,11 @@ class PrioritizedSampler(NativeSampler):
         engram.errors.PriorityError: ...
         """
         priorities = self._priorities_of(priority, n)
-        assert self._storage is not None  # the buffer bound it
+        if self._storage is None:
+            raise RuntimeError(
+                "check_priority: expected a sampler of a buffer, got one that is bound to no storage. Make the buffer first: "
+                "ReplayBuffer(storage=…, sampler=…)."
+            )
         own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
         own.update(torch.full((n,), -1, device="cpu"), priorities, None)
 

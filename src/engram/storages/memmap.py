@@ -135,7 +135,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     @classmethod
     def open(
         cls,
-        directory: Path,
+        directory: str | os.PathLike[str],
         *,
         unclean: str = "refuse",
         dtypes: Dtypes = NO_DTYPES,
@@ -144,17 +144,19 @@ class LazyMemmapStorage(LazyTensorStorage):
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way.
 
+        Raises ``TypeError``: ``directory`` is no path.
+
         >>> import torch
-        >>> from pathlib import Path
         >>> from engram import LazyMemmapStorage, ReplayBuffer
         >>> with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir="storage-open-example")) as rb:
         ...     _ = rb.extend(torch.arange(10))
-        >>> storage = LazyMemmapStorage.open(Path("storage-open-example"))
+        >>> storage = LazyMemmapStorage.open("storage-open-example")
         >>> len(storage)
         10
         >>> storage.close()
         """
-        store = (open_readonly if readonly else open_store)(directory, unclean=unclean)
+        path = check_path("LazyMemmapStorage.open: directory", directory)
+        store = (open_readonly if readonly else open_store)(path, unclean=unclean)
         schema = store.schema
         assert store.folder is not None  # it was opened there
         geometry = Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
