@@ -89,6 +89,13 @@ void bind_values(nb::class_<BoundPriorities, Index>& type) {
           },
           "out"_a, "n"_a, "signs"_a, "Copies the leaves of rows [0, n); `signs`: a priority of zero is -0.0.")
       .def(
+          "lowest",
+          [](const BoundPriorities& self, std::uint64_t n, Address rows) {
+            const WithoutInterpreter running(Priorities::brief(n));
+            return self.lowest(n, at<std::int64_t>(rows));
+          },
+          "n"_a, "rows"_a, "Up to n rows of the lowest priority above zero, in order: how many.")
+      .def(
           "leaves_of",
           [](const BoundPriorities& self, Address rows, std::uint64_t n, Address out) {
             const WithoutInterpreter running(Priorities::brief(n));

@@ -316,6 +316,11 @@ void Priorities::copy_leaves_of(const std::int64_t* rows, std::uint64_t n, doubl
   }
 }
 
+std::uint64_t Priorities::lowest(std::uint64_t n, std::int64_t* rows) const {
+  const Lock guard(*this);
+  return tree_.smallest(n, rows);
+}
+
 void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
   check(n <= tree_.leaves(), "more leaves than there are rows");

@@ -101,6 +101,8 @@ class Priorities : public Index {
   void copy_leaves(double* out, std::uint64_t n, bool signs) const;
   /// The leaves of rows, without signs. Throws std::out_of_range.
   void copy_leaves_of(const std::int64_t* rows, std::uint64_t n, double* out) const;
+  /// Up to n rows of the lowest priority above zero, the lowest first. Returns how many there are. O(n log rows).
+  std::uint64_t lowest(std::uint64_t n, std::int64_t* rows) const;
   /// Takes over leaves that are powers `alpha`, bit for bit, checked first (BadPriority). Rows that hold nothing get zero, and live
   /// ones that are not given, as they were written later, the default.
   void restore(const double* leaves, std::uint64_t n, double alpha);

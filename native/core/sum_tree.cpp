@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 
 #include "check.h"
 
@@ -158,6 +159,37 @@ void SumTree::find(const double* u, std::uint64_t n, std::int64_t* rows) const {
     }
     intact(sound, kSums);
   }
+}
+
+// The nodes that are open wait in order of their minimum. Each one that is taken leads to a leaf in as many steps as there are levels.
+std::uint64_t SumTree::smallest(std::uint64_t n, std::int64_t* rows) const {
+  struct Open {
+    double least;
+    std::uint64_t first, level;  // the first leaf below it
+    bool operator>(const Open& other) const { return least > other.least || (least == other.least && first > other.first); }
+  };
+  std::vector<Open> open;
+  std::uint64_t found = 0;
+  const auto push = [&](std::uint64_t level, std::uint64_t node) {
+    const double least = minima_[level][node];
+    if (!(least > 0)) return;
+    open.push_back({least, node << (3 * level), level});
+    std::push_heap(open.begin(), open.end(), std::greater<>());
+  };
+  push(sizes_.size() - 1, 0);
+  for (std::uint64_t left = (n + 1) * sizes_.size() * kFanout; found < n && !open.empty(); --left) {
+    intact(left > 0, kSums);
+    std::pop_heap(open.begin(), open.end(), std::greater<>());
+    const Open next = open.back();
+    open.pop_back();
+    if (next.level == 0) {
+      rows[found++] = static_cast<std::int64_t>(next.first);
+      continue;
+    }
+    const std::uint64_t child = (next.first >> (3 * next.level)) * kFanout, level = next.level - 1;
+    for (std::uint64_t c = child; c < std::min(child + kFanout, sizes_[level]); ++c) push(level, c);
+  }
+  return found;
 }
 
 void SumTree::clear() { std::memset(memory_.data(), 0, memory_.size()); }

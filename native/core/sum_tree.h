@@ -56,6 +56,10 @@ class SumTree {
   /// not all on the way to the first of them is what its children say.
   void find(const double* u, std::uint64_t n, std::int64_t* rows) const;
 
+  /// Up to n leaves above zero, the smallest first, of equal ones the one with the lower number. Returns how many there are. Cost:
+  /// O(n log leaves). Throws Damaged: minima are not what their children say.
+  std::uint64_t smallest(std::uint64_t n, std::int64_t* rows) const;
+
   /// Leaves [begin, end) become map(row, leaf), and all above them is recomputed, whatever it was. Nothing is written that
   /// stays what it is: pages of zeros stay untouched. Cost: O(end - begin + log leaves).
   template <class Map>

@@ -78,6 +78,13 @@ from engram.query.splitting import filter_trajectories as filter_trajectories
 from engram.query.splitting import iter_trajectories as iter_trajectories
 from engram.query.trajectory import Trajectory as Trajectory
 from engram.ranks import Ranks as Ranks
+from engram.removers import FifoRemover as FifoRemover
+from engram.removers import Lifo as Lifo
+from engram.removers import LowestPriority as LowestPriority
+from engram.removers import MaxTimesSampled as MaxTimesSampled
+from engram.removers import Removable as Removable
+from engram.removers import Remover as Remover
+from engram.removers import StalestFirst as StalestFirst
 from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler
 from engram.samplers import PrioritizedSliceSampler as PrioritizedSliceSampler
@@ -134,6 +141,7 @@ from engram.units import Sequence as Sequence
 from engram.units import Transition as Transition
 from engram.units import r2d2_priority as r2d2_priority
 from engram.writers import ImmutableDatasetWriter as ImmutableDatasetWriter
+from engram.writers import RemovingWriter as RemovingWriter
 from engram.writers import RoundRobinWriter as RoundRobinWriter
 from engram.writers import TensorDictMaxValueWriter as TensorDictMaxValueWriter
 from engram.writers import TensorDictRoundRobinWriter as TensorDictRoundRobinWriter

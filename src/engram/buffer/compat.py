@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engram.fleet.members import Missing
     from engram.layouts import StorageCheckpointerBase
     from engram.remote.streaming import Full
+    from engram.removers import Remover
     from engram.storages.own import GivenStorage
     from engram.types import Sampler, Writer
     from engram.units import SampleUnit
@@ -41,6 +42,7 @@ class TorchRLArguments(LaterArguments, total=False):
     compilable: bool | None
     checkpointer: StorageCheckpointerBase | Callable[[], StorageCheckpointerBase] | None
     sample_unit: SampleUnit | None
+    remover: Remover | None
     consume_after_n_samples: int | None
     delayed_init: bool | None
 

@@ -11,9 +11,11 @@ from engram.buffer.tracing import empty_of
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.pinning import pinning_for
+from engram.removers import FifoRemover
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.units import SampleUnit
+from engram.writers import RemovingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.compat import Arguments as TorchRL
     from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.removers import Remover
 
 #: Held while a buffer is made at its first use: other threads that use it wait.
 _MAKING = _fork.rlock()
@@ -43,6 +46,7 @@ class Arguments(NamedTuple):
     generator: torch.Generator | None
     batch_size: int | None
     sample_unit: SampleUnit | None
+    remover: Remover | None
     draws_of_a_row: int | None
     dim_extend: int | None
     shared: bool
@@ -94,18 +98,32 @@ class Arguments(NamedTuple):
         wiring.unit = self.sample_unit
         wiring.connect(
             sampler,
-            component(self.writer, Writer, "writer", self.default_writer),
+            component(self._writer(), Writer, "writer", self.default_writer),
             self.batch_size,
         )
         return wiring
 
+    def _writer(self) -> object:
+        """The writer, or what makes it."""
+        if self.remover is None or isinstance(self.remover, FifoRemover):
+            return self.writer
+        if self.writer is not None:
+            raise TypeError(
+                f"{self.call}: expected one of writer and remover, got both. Use writer=RemovingWriter(remover)."
+            )
+        return RemovingWriter(self.remover)
 
-def taken_from(torchrl: TorchRL) -> tuple[SampleUnit | None, int | None, int | None, bool, bool | None, object]:
+
+#: Sample unit, remover, draws of a row, ``dim_extend``, ``shared``, ``delayed_init`` and ``checkpointer``.
+Taken = tuple[SampleUnit | None, "Remover | None", int | None, int | None, bool, bool | None, object]
+
+
+def taken_from(torchrl: TorchRL) -> Taken:
     """Take out of TorchRL's keywords of a buffer those that :class:`Arguments` ends with."""
-    unit = torchrl.pop("sample_unit", None)
+    unit, remover = torchrl.pop("sample_unit", None), torchrl.pop("remover", None)
     draws, dim = torchrl.pop("consume_after_n_samples", None), torchrl.pop("dim_extend", None)
     shared, later = bool(torchrl.pop("shared", False)), torchrl.pop("delayed_init", None)
-    return unit, draws, dim, shared, later, torchrl.pop("checkpointer", None)
+    return unit, remover, draws, dim, shared, later, torchrl.pop("checkpointer", None)
 
 
 class Assembled(Protocol):

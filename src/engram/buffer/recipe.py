@@ -29,6 +29,7 @@ _WRITERS: dict[str, Any] = {
         writers.RoundRobinWriter,
         writers.TensorDictRoundRobinWriter,
         writers.TensorDictMaxValueWriter,
+        writers.RemovingWriter,
         writers.ImmutableDatasetWriter,
     )
 }

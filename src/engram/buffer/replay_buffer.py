@@ -92,6 +92,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
             that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
         compilable: for a buffer that a function under ``torch.compile`` uses: each :meth:`add`, :meth:`extend`, :meth:`sample` and update
             of priorities or fields is one graph break, runs as it does elsewhere, and is never recompiled.
+        remover: which rows go when the store is full: :class:`LowestPriority`, another :class:`Remover`. Default: the oldest.
         sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
             Default, as :class:`Transition`: itself.
         consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.

@@ -103,9 +103,20 @@ class Wiring:
         source = samplers.declared(sampler)
         if source.drop_last and batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
+        self._check_order(source, vars(self).get("placer"))
         reader = None if self.unit is None else self._reader_of(self.unit, source)
         source.bind(self.storage)
         self.sampler, self.source, self.of_sampler, self.unit_reader = sampler, source, source.traits, reader
+
+    def _check_order(self, source: DeclaredSampler | None, placer: NativeWriter | None) -> None:
+        """Raise ``ValueError``: the sampler needs rows in the order of time, and the writer chooses places."""
+        if source is None or placer is None or placer.keeps_order:
+            return
+        if source.traits.draws_windows or self.unit is not None or isinstance(source, Expander):
+            raise ValueError(
+                f"remover: expected a sampler of single rows, got {source!r}: the rows that a remover leaves are in no order of time. Use "
+                "FifoRemover(), the default."
+            )
 
     def _reader_of(self, unit: SampleUnit, source: DeclaredSampler) -> UnitReader | None:
         """What reads batches of the unit. Raises ``TypeError``: it does not go with the storage or the sampler."""
@@ -131,6 +142,7 @@ class Wiring:
         if self.storage.traits.is_remote:
             self.storage.admit(writer, "set_writer")
         placer = writers.declared(writer)
+        self._check_order(vars(self).get("source"), placer)
         placer.register_storage(self.storage)
         self.writer, self.placer, self.of_writer = writer, placer, placer.traits
 

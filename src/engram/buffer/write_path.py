@@ -226,6 +226,8 @@ class WritePath:
             return plan
 
         plan: WritePlan | None = None
+        if not placer.keeps_order:
+            self._wiring.bound_sampler()  # its priorities say who goes
         if not storage.initialized:  # a writer that refuses leaves no memory behind
             rows = rows_of(data, storage.ndim) if batched else 1
             plan = None if rows is None else place(rows)

@@ -3,10 +3,12 @@
 from engram.writers._base import declared
 from engram.writers.immutable import ImmutableDatasetWriter
 from engram.writers.max_value import TensorDictMaxValueWriter
+from engram.writers.removing import RemovingWriter
 from engram.writers.round_robin import RoundRobinWriter, TensorDictRoundRobinWriter
 
 __all__ = [
     "ImmutableDatasetWriter",
+    "RemovingWriter",
     "RoundRobinWriter",
     "TensorDictMaxValueWriter",
     "TensorDictRoundRobinWriter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from engram.types import Ranking, Write, Writer
 
 
@@ -20,6 +23,8 @@ class NativeWriter(Component):
 
     part = "writer"
     traits = Traits()
+    #: Whether rows lie in the order in which they came.
+    keeps_order = True
 
     def __init__(self) -> None:
         self._storage: Any = None
@@ -223,3 +228,16 @@ class _Adapted(NativeWriter):
 def declared(writer: Writer) -> NativeWriter:
     """The writer, or of one that follows the protocol only, one around it that answers all that buffers ask."""
     return cast("NativeWriter", writer) if isinstance(writer, Declared) else _Adapted(writer)
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def free_rows(extent: Extent, n: int) -> NDArray[np.int64]:
+    """The first rows that hold nothing, ``n`` at most, in order."""
+    filled = extent.filled[0]
+    if filled == extent.capacity and extent.holes is None:
+        return _NONE
+    holes = np.empty(0, np.int64) if extent.holes is None else extent.holes[:n].numpy()
+    behind = np.arange(filled, min(extent.capacity, filled + n - len(holes)))
+    return np.concatenate([holes, behind]) if len(holes) else behind

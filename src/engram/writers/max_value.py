@@ -18,7 +18,7 @@ from engram.field_paths import checked_path, public
 from engram.nested import find, has_entries
 from engram.state import Loads, check_keys
 from engram.types import Extent, Ranking, Traits, Write, WritePlan
-from engram.writers._base import NativeWriter
+from engram.writers._base import NativeWriter, free_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,7 +153,7 @@ class TensorDictMaxValueWriter(NativeWriter):
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         ranks = self._ranks_of(data, n)
-        free = _free_rows(extent, n)
+        free = free_rows(extent, n)
         if len(free) == n:
             return WritePlan(rows=torch.from_numpy(free))
         storage = self._registered()
@@ -380,16 +380,3 @@ class _Stored:
 def _or_least(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
     """A NaN that is stored ranks below all numbers."""
     return np.where(np.isnan(ranks), -np.inf, ranks)
-
-
-_NONE = np.empty(0, np.int64)
-
-
-def _free_rows(extent: Extent, n: int) -> NDArray[np.int64]:
-    """The first rows that hold nothing, ``n`` at most, in order."""
-    filled = extent.filled[0]
-    if filled == extent.capacity and extent.holes is None:
-        return _NONE
-    holes = np.empty(0, np.int64) if extent.holes is None else extent.holes[:n].numpy()
-    behind = np.arange(filled, min(extent.capacity, filled + n - len(holes)))
-    return np.concatenate([holes, behind]) if len(holes) else behind

@@ -1,0 +1,7 @@
+"""Who goes when the store is full: components that choose the rows which new ones replace."""
+
+from engram.removers._base import Removable, Remover
+from engram.removers.by_index import LowestPriority, MaxTimesSampled
+from engram.removers.ranked import FifoRemover, Lifo, StalestFirst
+
+__all__ = ["FifoRemover", "Lifo", "LowestPriority", "MaxTimesSampled", "Removable", "Remover", "StalestFirst"]
