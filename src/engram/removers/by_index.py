@@ -76,9 +76,10 @@ class LowestPriority:
 class MaxTimesSampled:
     """The rows that were sampled most often go; of equal ones the older.
 
-    Asks the counts of the store, of the samples of all processes: call :meth:`ReplayBuffer.count_usage` before the store is full. The
-    counts are looked at together for at least an eighth of the rows, which go one after another from then on: a row that was sampled
-    since goes when the next look finds it.
+    Asks the counts of the store, of the samples of all processes: call :meth:`ReplayBuffer.count_usage` before the store is full.
+
+    Exact at each look, not at each write: one look at the counts serves an eighth of the rows, which go one after another from then on. A
+    row that is sampled after a look goes where its count of then puts it, and at the next look where its count of that time does.
 
     Raises:
         RuntimeError: when the store is full: samples are not counted.

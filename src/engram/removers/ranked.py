@@ -33,7 +33,7 @@ class _Ranked:
         #: Rows that were chosen last: they are written next, if all goes well.
         self._chosen: NDArray[np.int64] = np.empty(0, np.int64)
 
-    def ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 ``[n]`` of rows that have these tickets; infinity for one that has another one by now."""
         raise NotImplementedError
 
@@ -68,14 +68,14 @@ class _Ranked:
             changed = np.arange(before, settled)
             if len(chosen) and np.array_equal(numbers, changed):
                 self._numbers[chosen] = numbers
-                self._ranking.set(chosen, self.ranks(storage, chosen, numbers))
+                self._ranking.set(chosen, self._ranks(storage, chosen, numbers))
                 self._settled = settled
                 return
         numbers = storage.tickets_of(torch.arange(len(self._numbers), device="cpu")).numpy()
         rows = np.flatnonzero(numbers != self._numbers)
         ranks = np.full(len(rows), np.inf)  # of a row that is just being written: it is not ours to replace
         live = np.flatnonzero(numbers[rows] >= 0)
-        ranks[live] = self.ranks(storage, rows[live], numbers[rows[live]])
+        ranks[live] = self._ranks(storage, rows[live], numbers[rows[live]])
         if len(rows):
             self._ranking.set(rows, ranks)
         self._numbers, self._settled = numbers, settled
@@ -109,7 +109,7 @@ class FifoRemover(_Ranked):
     [0, 1, 2, 0, 1]
     """
 
-    def ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         del storage, rows
         return numbers.astype(np.float64)
 
@@ -122,7 +122,8 @@ class Lifo(_Ranked):
 
     Rows of one call do not replace each other.
 
-    Cost: O(log rows) per row; after a write of another process, a removal or an edit, O(rows), a word each.
+    Cost: O(log rows) per row; after a write of another process, a removal or an edit the next choice reads the ticket of every row:
+    O(rows), a word each. With several writing processes that is each choice.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, Lifo, ReplayBuffer
@@ -132,7 +133,7 @@ class Lifo(_Ranked):
     ([2], [2, 1])
     """
 
-    def ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         del storage, rows
         return -numbers.astype(np.float64)
 
@@ -149,7 +150,8 @@ class StalestFirst(_Ranked):
     Raises:
         KeyError: when the store is full: no such field. ValueError: it holds several numbers per row.
 
-    Cost: O(log rows) per row; after a write of another process, a removal or an edit, O(rows), a word each.
+    Cost: O(log rows) per row; after a write of another process, a removal or an edit the next choice reads the ticket of every row:
+    O(rows), a word each. With several writing processes that is each choice.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, StalestFirst
@@ -170,7 +172,7 @@ class StalestFirst(_Ranked):
         """The field that holds the version."""
         return public(self._key)
 
-    def ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         values, moved = storage.field(self._key, torch.from_numpy(rows), torch.from_numpy(numbers))
         if values.numel() != len(rows):
             raise ValueError(

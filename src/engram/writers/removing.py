@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter, free_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
+    from engram.storages import Storage
+
 #: Removers that a store notes, and the attributes that are their arguments.
-_KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
+_KNOWN: dict[str, tuple[Callable[..., Remover], tuple[str, ...]]] = {
     "FifoRemover": (FifoRemover, ()),
     "Lifo": (Lifo, ()),
     "LowestPriority": (LowestPriority, ("index",)),
@@ -62,8 +65,14 @@ class RemovingWriter(NativeWriter):
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
 
-    def register_storage(self, storage: Any) -> None:
-        """As for every writer. Raises ``ValueError`` for a storage without fields, with ``ndim > 1`` or several lanes."""
+    def register_storage(self, storage: Storage) -> None:
+        """As for every writer. Raises ``ValueError`` for a storage without fields, with ``ndim > 1`` or several lanes.
+
+        >>> from engram import LazyTensorStorage, Lifo, RemovingWriter
+        >>> RemovingWriter(Lifo()).register_storage(LazyTensorStorage(10, lanes=2))
+        Traceback (most recent call last):
+        ValueError: remover: expected a tensor storage with ndim=1 and one lane, got ...
+        """
         if not storage.traits.has_fields or storage.ndim > 1 or storage.lanes > 1:
             raise ValueError(
                 f"remover: expected a tensor storage with ndim=1 and one lane, got {storage!r}: rows that are chosen are in no order."
@@ -77,19 +86,18 @@ class RemovingWriter(NativeWriter):
         return WritePlan(rows=rows, kept=None if kept == n else torch.arange(n - kept, n, device="cpu"))
 
     def _chosen(self, extent: Extent, n: int, free: Tensor) -> Tensor:
-        rows: Any = self.remover.choose(self._storage, n)
+        rows: object = self.remover.choose(self._storage, n)
         if not _are_rows(rows, n, extent.capacity) or (len(free) and bool(torch.isin(rows, free).any())):
             raise ValueError(
                 f"{type(self.remover).__name__}.choose: expected {n} rows in [0, {extent.capacity}), int64 on the CPU, each once and live, "
                 f"got {rows!r:.200}."
             )
-        chosen: Tensor = rows
-        return chosen
+        return rows
 
     @property
     def recordable(self) -> bool:
         """Whether the remover is one of engram's."""
-        return type(self.remover).__name__ in _KNOWN and type(self.remover) is _KNOWN[type(self.remover).__name__][0]
+        return type(self.remover).__module__.startswith("engram.")
 
     def config(self) -> dict[str, object]:
         name = type(self.remover).__name__
@@ -98,20 +106,26 @@ class RemovingWriter(NativeWriter):
         return {"remover": {"type": name, **arguments}, **tracks}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Make the writer that a store noted."""
-        arguments = dict(config["remover"])
-        made, _ = _KNOWN[arguments.pop("type")]
-        return cls(
-            made(**{key: tuple(it) if isinstance(it, list) else it for key, it in arguments.items()}),
-            **{k: v for k, v in config.items() if k != "remover"},
-        )
+    def from_config(cls, config: dict[str, object]) -> Self:
+        """Make the writer that a store noted.
+
+        >>> from engram import RemovingWriter, StalestFirst
+        >>> RemovingWriter.from_config(RemovingWriter(StalestFirst("version")).config())
+        RemovingWriter(StalestFirst('version'))
+        """
+        noted = config["remover"]
+        if not isinstance(noted, dict):
+            raise TypeError(f"remover: expected a table with its type, got {noted!r:.80}.")
+        made, names = _KNOWN[noted["type"]]
+        arguments = {name: noted[name] for name in names}
+        remover = made(**{name: tuple(it) if isinstance(it, list) else it for name, it in arguments.items()})
+        return cls(remover, track_generations=bool(config.get("track_generations")))
 
     def __repr__(self) -> str:
         return f"RemovingWriter({self.remover!r}{', track_generations=True' if self.traits.tracks_tickets else ''})"
 
 
-def _are_rows(rows: object, n: int, capacity: int) -> bool:
+def _are_rows(rows: object, n: int, capacity: int) -> TypeGuard[Tensor]:
     """Whether they are ``n`` rows, each once."""
     if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or tuple(rows.shape) != (n,) or not rows.is_cpu:
         return False
