@@ -359,7 +359,7 @@ def test_after_the_end():
 def test_a_checkpointer_is_of_a_member(tmp_path):
     of_it = [TensorDictReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2)]
     ensemble = ReplayBufferEnsemble(*of_it, batch_size=2)
-    with pytest.raises(TypeError, match="got ReplayBufferEnsemble.*for an ensemble, one for each member"):
+    with pytest.raises(TypeError, match="got ReplayBufferEnsemble.*An ensemble has one for each member"):
         Checkpointer(tmp_path / "series", ensemble)
     assert not (tmp_path / "series").exists()
     for one in of_it:

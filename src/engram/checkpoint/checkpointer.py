@@ -155,11 +155,12 @@ class Checkpointer:
         options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **seldom)
         options.check()
         try:
-            is_closed, savers = buffer.closed, buffer.savers
+            is_closed = buffer.closed
+            savers = None if is_closed else buffer.savers
         except AttributeError as error:
             raise TypeError(
-                f"Checkpointer: buffer: expected a buffer, got {type(buffer).__name__}. Write Checkpointer(root, buffer); "
-                "for an ensemble, one for each member."
+                f"Checkpointer: buffer: expected a buffer, got {type(buffer).__name__}. Write Checkpointer(root, buffer). "
+                "An ensemble has one for each member."
             ) from error
         if is_closed:
             raise RuntimeError(

@@ -59,8 +59,10 @@ def gauges(storage: Storage, sampler: object) -> dict[str, float]:
 def effective_size(storage: Storage) -> float | None:
     """Of a store in a folder that is only read: the effective sample size of its priorities now, whatever the sampler of the buffer.
 
-    None: it has no priorities, or several. Raises as reading their file. Cost: copies them.
+    None: it has no priorities, or several, or its rows are elsewhere. Raises as reading their file. Cost: copies them.
     """
+    if storage.traits.is_remote:
+        return None
     store = storage.memory
     folder = None if store is None else store.folder
     if store is None or folder is None:

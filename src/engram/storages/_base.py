@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.layouts.hooked import LoadHook, SaveHook
     from engram.limits import Rules
-    from engram.persist.components import Preparation
+    from engram.persist.components import Preparation, Snapshot
     from engram.store import Store
     from engram.types import Listener, RowsSource, StorageLoad, Write
 
