@@ -162,20 +162,21 @@ class StorageCheckpointerBase(abc.ABC):
         """Save the rows of a storage in a folder.
 
         >>> import os, tempfile
+        >>> import numpy as np
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, StorageCheckpointerBase
-        >>> class AsTorch(StorageCheckpointerBase):
+        >>> class AsArray(StorageCheckpointerBase):
         ...     def dumps(self, storage, path):
         ...         os.makedirs(path)
-        ...         torch.save(storage[:], f"{path}/rows.pt")
+        ...         np.save(f"{path}/rows.npy", storage[:])
         ...     def loads(self, storage, path):
-        ...         rows = torch.load(f"{path}/rows.pt", weights_only=True)
+        ...         rows = torch.from_numpy(np.load(f"{path}/rows.npy"))
         ...         storage.set(range(len(rows)), rows)
         >>> rb, path = ReplayBuffer(storage=LazyTensorStorage(10)), tempfile.mkdtemp() + "/rows"
         >>> _ = rb.extend(torch.arange(3))
-        >>> AsTorch().dumps(rb.storage, path)
+        >>> AsArray().dumps(rb.storage, path)
         >>> os.listdir(path)
-        ['rows.pt']
+        ['rows.npy']
         """
 
     @abc.abstractmethod
