@@ -1,4 +1,4 @@
-"""The only importer of the extension."""
+"""The importer of the extension; `_sizes`, and `doctor`, which load no torch, import it, too."""
 
 from __future__ import annotations
 
