@@ -62,7 +62,7 @@ class Groups : public Index {
   enum class Order { any, newest };
   struct Drawn {
     bool any;       // false: there is no group
-    bool repeated;  // there were too few groups, or too few rows in one of them
+    bool repeated;  // there were too few groups beside those left out, or too few rows in one of them
   };
   /// Draws n groups, each once and all equally likely, and `each` rows of every one: each once and all equally likely; or the newest,
   /// the oldest of them first. Where there are too few, all come, and after them some again. `without`: rows whose groups are to be

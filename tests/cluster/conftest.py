@@ -15,6 +15,7 @@ def nodes():
 
     replay_buffer._PATIENCE_S = members.SKIP_S = 240.0  # machines that run tests are busy
     each = {"num_cpus": 4, "object_store_memory": 80_000_000}
+    ray.shutdown()  # examples of a page may have begun one in this process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Ray's own start
         cluster = Cluster(
