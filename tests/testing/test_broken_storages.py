@@ -48,6 +48,13 @@ class FreeSlots(Ring):
         super().write(rows, data, append=False)
 
 
+class CountsWhatIsWritten(Ring):
+    def write(self, rows, data, *, append):
+        seam = self.seam
+        super().write(rows, data, append=False)
+        self.seam = (seam + len(rows)) % self.capacity if append else seam
+
+
 class LacksAMethod:
     extent, place, write = Ring.extent, Ring.place, Ring.write
     __init__ = Ring.__init__
@@ -169,6 +176,7 @@ def test_good_ones_keep_all_rules(good):
         (Reserves, "test_place_has_no_side_effects", "no side effects"),
         (PlacesBackwards, "test_holds_what_was_written", "in_order"),
         (PlacesBackwards, "test_a_buffer_does_as_with_rows_in_memory", "in_order"),
+        (CountsWhatIsWritten, "test_a_buffer_does_as_with_rows_in_memory", "the next one at"),
         (KeepsTheSeam, "test_holds_what_was_written", "seam"),
         (AlwaysAppends, "test_rows_are_replaced_by_number", "append=False"),
         (KeepsWhatItIsGiven, "test_what_is_written_is_copied", "copy it"),

@@ -174,8 +174,8 @@ class RowStorageContract(Contract):
             generator = torch.Generator().manual_seed(7)
             rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=8, generator=generator)
             seen: list[object] = []
-            for first in range(0, 30, 5):
-                seen.append(rb.extend(self.rows(first, 5)))
+            for first, n in ((0, 5), (5, 5), (10, 5), (15, 20), (35, 5), (40, 5)):  # once more rows than it holds
+                seen.append(rb.extend(self.rows(first, n)))
                 batch, info = rb.sample(return_info=True)
                 seen.append((batch, info["index"]))
                 rb.update_priority(info["index"], torch.arange(8, device="cpu") + 0.5)
