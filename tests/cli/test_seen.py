@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import metadata
 from pathlib import Path
 
 import numpy as np
@@ -367,6 +368,16 @@ def test_the_doctor_in_json():
         "open files",
     }
     assert all(it["status"] in ("ok", "note") and (it["advice"] or it["status"] == "ok") for it in told["checks"])
+
+
+def test_the_doctor_knows_every_extra_of_users():
+    made = {"demo", "bench", "docs", "dev"}  # of the Makefile; each consists of others and tools
+    declared = set(metadata("engram-replay").get_all("Provides-Extra")) - made
+    if sys.version_info >= (3, 14):
+        declared.discard("zstd")  # part of Python
+    assert {it["name"] for it in found("doctor")["checks"] if it["name"].startswith("extra ")} == {
+        f"extra {extra}" for extra in declared
+    }
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ _EXTRAS = {
     "serve": ("pyarrow", "serving a store to other machines"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),
+    "hdf5": ("h5py", "dumps in HDF5 files"),
+    **({} if sys.version_info >= (3, 14) else {"zstd": ("backports.zstd", "compressed rows")}),
 }
 _LEAST_TORCH = (2, 11)
 _LEAST_SHARED = 1 << 30
