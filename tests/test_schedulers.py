@@ -1,5 +1,7 @@
 """Schedulers of a sampler's settings, beside TorchRL's, and their refusals."""
 
+import importlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from engram import (
     ReplayBuffer,
     SchedulerList,
     StepScheduler,
+    _absent,
 )
 
 NUMBERS = st.floats(0, 4, allow_nan=False)
@@ -157,6 +160,12 @@ def test_names_of_torchrl_that_are_not_here_say_so():
             AttributeError, match=rf"no attribute '{name}'\. It is a name of TorchRL's that engram does not have\. \w"
         ):
             getattr(engram, name)
+    for name, module in _absent._MODULES.items():
+        with pytest.raises(AttributeError, match=rf"Import it from {module}\.$"):
+            getattr(engram, name)
+        assert module == "torchrl.objectives.llm" or hasattr(
+            importlib.import_module(module), name
+        )  # which needs more than TorchRL
     with pytest.raises(AttributeError, match="no attribute 'Foo'$"):
         engram.Foo  # noqa: B018
     with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
