@@ -29,9 +29,7 @@ def stochastic(**more):
     net = TensorDictModule(
         nn.Sequential(nn.Linear(3, 2), NormalParamExtractor()), in_keys=["observation"], out_keys=["loc", "scale"]
     )
-    return ProbabilisticActor(
-        net, in_keys=["loc", "scale"], distribution_class=TanhNormal, spec=continuous(), **more
-    )
+    return ProbabilisticActor(net, in_keys=["loc", "scale"], distribution_class=TanhNormal, spec=continuous(), **more)
 
 
 def deterministic():

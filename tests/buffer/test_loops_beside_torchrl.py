@@ -4,13 +4,12 @@ Where the order of the rows is fixed, every loss is the same. Where it is drawn,
 written. The buffers draw from generators of their own, so what is collected depends on the losses alone.
 """
 
-import copy
 import warnings
 
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import engram
@@ -30,19 +29,19 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL's own
 
 
-def theirs(size, **arguments):
+def theirs(size, ndim=1, **arguments):
     """TorchRL's buffer."""
-    return made(rl, rl.LazyTensorStorage(size), **arguments)
+    return made(rl, rl.LazyTensorStorage(size, ndim=ndim), **arguments)
 
 
 @pytest.fixture(params=["RAM", "shared", "directory"])
 def ours(request, tmp_path):
     """Makes engram's buffers: in RAM, shared, and in a directory."""
 
-    def make(size, **arguments):
+    def make(size, ndim=1, **arguments):
         if request.param == "directory":
-            return made(engram, engram.LazyMemmapStorage(size, scratch_dir=tmp_path / "store"), **arguments)
-        return made(engram, engram.LazyTensorStorage(size), shared=request.param == "shared", **arguments)
+            return made(engram, engram.LazyMemmapStorage(size, scratch_dir=tmp_path / "store", ndim=ndim), **arguments)
+        return made(engram, engram.LazyTensorStorage(size, ndim=ndim), shared=request.param == "shared", **arguments)
 
     return make
 
@@ -205,3 +204,232 @@ def test_each_row_comes_once_in_a_shuffled_epoch(name, ours):
     orders = [tuple(number % 20 for number in order) for order in orders]
     assert len(set(orders)) == len(orders) > 1
     assert tuple(range(20)) not in orders
+
+
+def test_another_order_gives_other_losses():
+    """That the comparison sees a difference."""
+    _, losses = run_on_policy("a2c", theirs, shuffle=False)
+    _, others = run_on_policy("a2c", theirs, shuffle=True)
+    with pytest.raises(AssertionError):
+        check_same(others, losses, 9)
+
+
+# ---- Offline data: decision transformer ----------------------------------------------------------------------------
+
+EPISODES, LENGTH, STACKED = 9, 12, 4
+
+
+def episodes():
+    """Offline data in rows that are whole episodes, as data sets with ``split_trajs=True`` are."""
+    noise = torch.Generator().manual_seed(3)
+    done = (torch.arange(LENGTH) == LENGTH - 1).expand(EPISODES, LENGTH).unsqueeze(-1)
+    return TensorDict(
+        {
+            "observation": torch.randn(EPISODES, LENGTH, 3, generator=noise),
+            "action": torch.randn(EPISODES, LENGTH, 1, generator=noise),
+            "number": torch.arange(EPISODES * LENGTH).reshape(EPISODES, LENGTH),
+            "next": {
+                "reward": torch.randint(-3, 9, (EPISODES, LENGTH, 1), generator=noise).float(),
+                "done": done,
+                "terminated": done,
+            },
+        },
+        [EPISODES, LENGTH],
+    )
+
+
+def returns_to_go():
+    """The sum of the rewards from each step on, by a loop over plain numbers."""
+    found = []
+    for rewards in episodes()["next", "reward"].squeeze(-1).tolist():
+        found += [sum(rewards[at:]) for at in range(LENGTH)]
+    return torch.tensor(found)
+
+
+def decision_maker():
+    torch.manual_seed(4)
+
+    class Causal(nn.Module):
+        """An action from each step's own and earlier ones."""
+
+        def __init__(self):
+            super().__init__()
+            self.cells, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, observation, to_go):
+            return self.head(self.cells(torch.cat([observation, to_go], -1))[0])
+
+    actor = TensorDictModule(Causal(), in_keys=["observation", "return_to_go"], out_keys=["action"])
+    return Learner(objectives.DTLoss(actor))
+
+
+def check_windows(batch):
+    """Steps that follow one another in one episode, with their returns."""
+    numbers = batch["number"]
+    assert (numbers == numbers[:, :1] + torch.arange(numbers.shape[1])).all()
+    assert (numbers // LENGTH == numbers[:, :1] // LENGTH).all()
+    torch.testing.assert_close(batch["return_to_go"].squeeze(-1), returns_to_go()[numbers])
+    torch.testing.assert_close(
+        batch["observation"].flatten(0, 1), episodes().reshape(-1)["observation"][numbers.flatten()]
+    )
+
+
+def decision_transformer(library, make):
+    """As in TorchRL's recipe: returns are written for all episodes at once; a step is a piece of each episode drawn."""
+    learner, numbers = decision_maker(), []
+    rb = make(EPISODES, sampler="SamplerWithoutReplacement", more={"shuffle": False, "drop_last": True}, batch_size=4)
+    rb.extend(episodes())
+    to_go = transforms.Reward2GoTransform(gamma=1.0, out_keys=["return_to_go"])
+    whole = to_go.inv(rb[:].clone())
+    rb._storage = library.TensorStorage(whole)
+    rb.append_transform(to_go)
+    rb.append_transform(transforms.RandomCropTensorDict(sub_seq_len=STACKED, sample_dim=-1))
+    for _ in range(8):
+        batch = rb.sample()
+        assert batch.shape == (4, STACKED)
+        check_windows(batch)
+        numbers.append(batch["number"].tolist())
+        learner.learn(batch)
+    return learner.losses, numbers
+
+
+def test_decision_transformer_of_whole_episodes(ours):
+    losses, numbers = decision_transformer(engram, ours)
+    expected_losses, expected = decision_transformer(rl, theirs)
+    assert numbers == expected
+    check_same(losses, expected_losses, 8)
+
+
+def decision_transformer_of_slices(make, sampler, more):
+    """Episodes one after the other, of which windows of steps are drawn; returns are computed as they are written."""
+    learner, numbers = decision_maker(), []
+    length = more["slice_len"]
+    rb = make(EPISODES * LENGTH, sampler=sampler, more={"traj_key": "episode", **more}, batch_size=3 * length)
+    rb.append_transform(transforms.Reward2GoTransform(gamma=1.0, out_keys=["return_to_go"]))
+    data = episodes()
+    data["episode"] = torch.arange(EPISODES).unsqueeze(-1).expand(EPISODES, LENGTH)
+    rb.extend(data.reshape(-1))
+    for _ in range(10):
+        batch = rb.sample().reshape(-1, length)
+        check_windows(batch)
+        numbers.append(batch["number"].tolist())
+        learner.learn(batch)
+    return learner.losses, numbers
+
+
+def test_decision_transformer_of_slices_in_order(ours):
+    more = {"slice_len": LENGTH, "shuffle": False}
+    losses, numbers = decision_transformer_of_slices(ours, "SliceSamplerWithoutReplacement", more)
+    expected_losses, expected = decision_transformer_of_slices(theirs, "SliceSamplerWithoutReplacement", more)
+    assert numbers == expected
+    check_same(losses, expected_losses, 10)
+
+
+@pytest.mark.parametrize("sampler", ["SliceSampler", "SliceSamplerWithoutReplacement"])
+def test_decision_transformer_of_slices_that_are_drawn(ours, sampler):
+    losses, numbers = decision_transformer_of_slices(ours, sampler, {"slice_len": STACKED})
+    assert torch.tensor(losses).isfinite().all()
+    drawn = [window[0] // LENGTH for batch in numbers for window in batch]
+    assert len(drawn) == 30
+    if sampler == "SliceSampler":
+        return
+    for first in range(0, 27, EPISODES):  # each episode once
+        assert sorted(drawn[first : first + EPISODES]) == list(range(EPISODES))
+
+
+# ---- Windows for a world model: Dreamer ----------------------------------------------------------------------------
+
+
+def world_model():
+    torch.manual_seed(6)
+
+    class Latent(nn.Module):
+        """A state from the actions and observations so far, and from it the reward and the next observation."""
+
+        def __init__(self):
+            super().__init__()
+            self.cells, self.decoder, self.reward = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, batch):
+            state, _ = self.cells(torch.cat([batch["observation"], batch["action"]], -1))
+            real = batch.get("real", torch.ones(batch.shape, dtype=torch.bool))
+            return {
+                "loss_observation": (self.decoder(state) - batch["next", "observation"])[real].square().mean(),
+                "loss_reward": (self.reward(state) - batch["next", "reward"])[real].square().mean(),
+            }
+
+    return Learner(Latent())
+
+
+def check_world(windows):
+    """Steps that follow one another in one episode of the counting environment, of one of its copies."""
+    steps = windows["observation"][..., 0]
+    assert (steps == steps[:, :1] + torch.arange(steps.shape[1])).all()
+    assert (windows["next", "observation"][..., 0] == steps + 1).all()
+    trajectories = windows["collector", "traj_ids"]
+    assert (trajectories == trajectories[:, :1]).all()
+
+
+def dreamer(make, sampler, more, *, size):
+    """As in TorchRL's recipe: a collector of several environments, rows by columns and time, windows that are cut from them."""
+    learner, drawn = world_model(), []
+    torch.manual_seed(7)
+    actor = stochastic()
+    length = more["slice_len"]
+    traj_key = ("collector", "traj_ids")
+    rb = make(size, ndim=2, sampler=sampler, more={"traj_key": traj_key, **more}, batch_size=4 * length)
+    for data in Collector(SerialEnv(2, lambda: Counting(continuous())), actor, frames_per_batch=20, total_frames=100):
+        rb.extend(data)
+        for _ in range(2):
+            windows = rb.sample().reshape(-1, length)
+            check_world(windows)
+            drawn.append(windows["collector", "traj_ids"][:, 0].tolist())
+            learner.learn(windows)
+    return learner.losses, drawn
+
+
+def test_dreamers_windows_in_order(ours):
+    more = {"slice_len": 5, "shuffle": False}
+    # Until the ring is full: from then on the order is engram's, oldest first.
+    losses, drawn = dreamer(ours, "SliceSamplerWithoutReplacement", more, size=100)
+    expected_losses, expected = dreamer(theirs, "SliceSamplerWithoutReplacement", more, size=100)
+    assert drawn == expected
+    check_same(losses, expected_losses, 10)
+
+
+@pytest.mark.parametrize(("size", "more"), [(24, {}), (100, {"strict_length": False, "cache_values": False})], ids=str)
+def test_dreamers_windows_that_are_drawn(ours, size, more):
+    losses, drawn = dreamer(ours, "SliceSampler", {"slice_len": 4, **more}, size=size)
+    assert torch.tensor(losses).isfinite().all()
+    assert len(losses) == 10
+    assert {len(each) for each in drawn} == {4}
+
+
+def dreamer_by_sequences(library, make):
+    """Windows around the rows of a sampler, padded where an episode ends."""
+    learner, drawn = world_model(), []
+    torch.manual_seed(7)
+    actor = stochastic()
+    unit = library.Sequence(length=3, burn_in=1, bootstrap=1)
+    rb = make(30, sampler="SamplerWithoutReplacement", more={"shuffle": False}, batch_size=6, sample_unit=unit)
+    for data in Collector(Counting(continuous()), actor, frames_per_batch=10, total_frames=50):
+        rb.extend(data)
+        for _ in range(2):
+            rows, info = rb.sample(return_info=True)
+            windows = rows.reshape(-1, 5)
+            windows["real"] = info["validity_mask"].reshape(-1, 5)
+            for window in windows:
+                check_world(window[window["real"]].unsqueeze(0))
+            drawn.append(
+                (windows["observation"][..., 0].tolist(), windows["real"].tolist(), info["learning_mask"].tolist())
+            )
+            learner.learn(windows)
+    return learner.losses, drawn
+
+
+def test_dreamers_windows_around_the_rows_of_a_sampler(ours):
+    losses, drawn = dreamer_by_sequences(engram, ours)
+    expected_losses, expected = dreamer_by_sequences(rl, theirs)
+    assert drawn == expected
+    assert not all(all(real) for _, windows, _ in drawn for real in windows)
+    check_same(losses, expected_losses, 10)
