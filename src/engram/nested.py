@@ -165,8 +165,13 @@ def first_leaf(data: object) -> Any:
 
 
 def find(data: Any, path: Path) -> Any:
-    """The entry of nested dicts and TensorDicts under a path of names; None if there is none."""
+    """The entry of nested dicts and TensorDicts under a path of names; None if there is none.
+
+    An entry whose key is an int is called by its digits.
+    """
     for name in path:
+        if isinstance(data, dict) and name not in data:
+            data = {str(key): value for key, value in data.items() if type(key) is int}
         if not has_entries(data) or name not in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             return None
         data = data[name] if isinstance(data, dict) else data.get(name)
@@ -185,8 +190,9 @@ def find_field(data: object, path: Path) -> object:
 
 
 def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    """The entries of nested dicts and TensorDicts, with their paths."""
-    for name, value in data.items():
+    """The entries of nested dicts and TensorDicts, with their paths: in these an int is its digits."""
+    for key, value in data.items():
+        name = str(key) if type(key) is int else key
         if has_entries(value) and not is_non_tensor(value):
             yield from flatten(value, (*path, name))
         else:
@@ -196,9 +202,9 @@ def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, object]]:
 # ---- named tuples ------------------------------------------------------------------------------------------------------
 
 
-def can_be_attribute(name: str) -> bool:
+def can_be_attribute(name: object) -> bool:
     """Whether a named tuple can have a field of this name."""
-    return name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
 
 
 def batch_of(names: tuple[str, ...], values: Iterable[object]) -> object:

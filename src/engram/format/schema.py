@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -29,6 +30,8 @@ _dumped = functools.partial(json.dumps, ensure_ascii=False, separators=(",", ":"
 GROUPED_VERSION = (2, 1)
 #: Of a description with fields that were added to a store which held rows.
 ADDED_VERSION = (2, 2)
+#: Of a description of rows with dicts whose keys are ints.
+INTEGERS_VERSION = (2, 3)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
@@ -37,6 +40,8 @@ MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
 #: Of nodes.
 Kind: TypeAlias = Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
+#: Of an int of 64 bits, or somewhat more.
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 #: Of a kind, that a message names.
 _MOST_NAMED = 3
 
@@ -118,6 +123,17 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """tensorclass and namedtuple: ``module:qualname``. Looked up among classes the program has, never imported."""
     batch: tuple[int, ...] = ()
     """tensordict and tensorclass: batch dimensions of one row."""
+    integers: tuple[str, ...] = ()
+    """dict: the children, in order, whose key in a row is an int. Here and in paths of fields they are called by its digits."""
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether a key is an int, here or below."""
+        return bool(self.integers) or any(child.has_integers for child in self.children.values())
+
+    def key_of(self, name: str) -> str | int:
+        """The key that a child has in a row."""
+        return int(name) if name in self.integers else name
 
 
 class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -252,7 +268,8 @@ def _without_leaves(node: Node, first: int) -> Node:
         kept = child if child.kind == "leaf" else _without_leaves(child, first)
         if kept.field < first and (kept.children or not child.children):
             children[name] = kept
-    return msgspec.structs.replace(node, children=children)
+    integers = tuple(name for name in node.integers if name in children)
+    return msgspec.structs.replace(node, children=children, integers=integers)
 
 
 #: Made once: msgspec takes its time to read annotations.
@@ -268,6 +285,12 @@ def _validate_node(node: Node, path: tuple[str, ...]) -> None:
         raise ValueError(f"the structure has a {node.kind} of type {node.type!r} at {path}")
     if node.batch and (node.kind not in ("tensordict", "tensorclass") or min(node.batch) < 0):
         raise ValueError(f"the structure has a {node.kind} of batch size {list(node.batch)} at {path}")
+    if node.integers and (
+        node.kind != "dict"
+        or not all(map(INTEGER.fullmatch, node.integers))
+        or node.integers != tuple(name for name in node.children if name in node.integers)
+    ):
+        raise ValueError(f"the structure has a {node.kind} with the integers {list(node.integers)!s:.100} at {path}")
 
 
 def validate_geometry(capacity: int, lanes: int, columns: tuple[int, ...]) -> None:
@@ -370,7 +393,7 @@ def _order_differences(ours: Collection[object], theirs: Collection[object], wha
 def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[str]:
     """The first node that differs, in a structure of the same fields."""
     where = f"field {_name(path)}" if path else "data"
-    for entry in ("kind", "type", "batch"):
+    for entry in ("kind", "type", "batch", "integers"):
         expected, got = getattr(ours, entry), getattr(theirs, entry)
         if expected != got:
             return [f"{where}: {entry}: expected {_listed(expected)!s:.100}, got {_listed(got)!s:.100}"]
@@ -409,9 +432,8 @@ def encode(value: msgspec.Struct) -> bytes:
     entries = msgspec.to_builtins(value)
     if isinstance(value, Schema):
         del entries["grouped"]
-        if value.added:
-            entries["version"] = ADDED_VERSION
-        else:
+        entries["version"] = _version_of(value)
+        if not value.added:
             del entries["added"]
     return _dumped(entries).encode()
 
@@ -420,7 +442,7 @@ def encode_store(schema: Schema) -> bytes:
     """``store.json``: as :func:`encode`, and in later versions which fields lie together, and the checksum of fields that were added."""
     if not schema.grouped and not schema.added:
         return encode(schema)
-    entries = msgspec.to_builtins(schema) | {"version": ADDED_VERSION if schema.added else GROUPED_VERSION}
+    entries = msgspec.to_builtins(schema) | {"version": _version_of(schema, GROUPED_VERSION)}
     if not schema.grouped:
         del entries["grouped"]
     if schema.added:
@@ -428,6 +450,13 @@ def encode_store(schema: Schema) -> bytes:
     else:
         del entries["added"]
     return _dumped(entries).encode()
+
+
+def _version_of(schema: Schema, otherwise: tuple[int, int] = VERSION) -> tuple[int, int]:
+    """The oldest version that can say it."""
+    if schema.structure.has_integers:
+        return INTEGERS_VERSION
+    return ADDED_VERSION if schema.added else otherwise
 
 
 def _sum_of(entries: dict[str, object]) -> str:
@@ -475,8 +504,8 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         and all(type(v) is int and v >= 0 for v in version)
     ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    newest = ADDED_VERSION if of_store else VERSION
-    if tuple(version) not in ((VERSION, GROUPED_VERSION, ADDED_VERSION) if of_store else (VERSION, ADDED_VERSION)):
+    newest = INTEGERS_VERSION if of_store else VERSION
+    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, *((GROUPED_VERSION,) if of_store else ())):
         newer = tuple(version) > newest
         raise IncompatibleStore(
             f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
@@ -493,6 +522,10 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
             raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
         schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
         schema.validate()
+        if schema.structure.has_integers != (tuple(version) == INTEGERS_VERSION):
+            raise ValueError(
+                f"structure: expected keys that are ints in version 2.3, and in no other, got version {version[0]}.{version[1]}"
+            )
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
     return schema
@@ -500,17 +533,19 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
 
 def _check_version(tree: dict[str, object], version: tuple[int, ...], *, of_store: bool) -> None:
     """Raise ``ValueError`` for entries that a description of this version does not have."""
+    has_added = version == ADDED_VERSION or (version == INTEGERS_VERSION and "added" in tree)
+    may_group = version in (ADDED_VERSION, INTEGERS_VERSION)
     expected = {
-        "grouped": of_store and (version == GROUPED_VERSION or (version == ADDED_VERSION and "grouped" in tree)),
-        "added": version == ADDED_VERSION,
-        "sum": of_store and version == ADDED_VERSION,
+        "grouped": of_store and (version == GROUPED_VERSION or (may_group and "grouped" in tree)),
+        "added": has_added,
+        "sum": of_store and has_added,
     }
     for entry, wanted in expected.items():
         if (entry in tree) != wanted:
             only = {
-                "grouped": "version 2.1 or 2.2 of a store",
-                "added": "version 2.2",
-                "sum": "version 2.2 of a store",
+                "grouped": "version 2.1, 2.2 or 2.3 of a store",
+                "added": "version 2.2 or 2.3",
+                "sum": "version 2.2 or 2.3 of a store, with added fields",
             }[entry]
             raise ValueError(
                 f"{entry}: expected in {only}, and in no other, got {'it' if entry in tree else 'none'} in version "

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from engram.storages._dtypes import Dtypes
 
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."
 _FLOATS = tuple(dtype for dtype in DTYPE_NAMES if dtype.is_floating_point or dtype.is_complex)
@@ -79,6 +80,7 @@ class Structure:
         self._flat = (
             tuple(root.children)
             if root.kind in ("tensordict", "dict")
+            and not root.integers
             and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
             else None
         )
@@ -98,14 +100,16 @@ class Structure:
         return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree, self.casts)
 
     def _tree(self, node: Node) -> object:
-        """A structure as the core takes it; None if it holds a tensorclass."""
+        """A structure as the core takes it; None if it holds a tensorclass, or a dict with a key that is an int: that 1 is no True,
+        only Python sees.
+        """
         if node.kind == "leaf":
             return node.field
         trees = [self._tree(child) for child in node.children.values()]
         kind = _BUILTIN.get(node.kind) or self._types.get(node.type)
         if node.kind == "tensordict":
             kind = transparent_type()
-        if node.kind == "tensorclass" or kind is None or None in trees:
+        if node.kind == "tensorclass" or node.integers or kind is None or None in trees:
             return None
         return ("object" if is_dataclass_type(kind) else node.kind, kind, list(node.children), trees)
 
@@ -296,8 +300,10 @@ class Structure:
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
-        children = self.added.without(node.children, source) if self.added.fills else node.children
-        differs = key_differences(children, (key for key in source if key in node.children or key not in ignored))
+        named = _by_name(source, path, call) if node.integers else source
+        children = self.added.without(node.children, named) if self.added.fills else node.children
+        expected_keys: Iterable[object] = map(node.key_of, children) if node.integers else children
+        differs = key_differences(expected_keys, (key for key in source if key in node.children or key not in ignored))
         if differs:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
@@ -305,7 +311,7 @@ class Structure:
                 f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row."
             )
         for key, child in children.items():
-            self._walk(child, source[key], batch, found, call, (*path, key), frozenset())
+            self._walk(child, named[key], batch, found, call, (*path, key), frozenset())
         if len(children) < len(node.children):
             for number in self.added.missing(node.children, children):
                 found[number] = self.added.fills[number].expand((*batch, *self._specs[number][1])).contiguous()
@@ -352,6 +358,10 @@ class Structure:
             key: columns[child.field] if child.kind == "leaf" else self._build(child, columns, batch, device)
             for key, child in node.children.items()
         }
+        if node.integers:
+            keyed: dict[str | int, object] = {node.key_of(name): value for name, value in source.items()}
+            keyed.update(extra or {})
+            return keyed
         if extra:
             source.update(extra)
         match node.kind:
@@ -394,9 +404,7 @@ class _Builder:
             return self._leaf(value, path)
         kind, source = _contained(value, path, self.call)
         children = {}
-        for key, child in source.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{self.call}: {at(path)}: expected keys that are strings, got {key!r}.")
+        for key, child in _by_name(source, path, self.call).items():
             validate_key((*path, key))
             children[key] = self.node(child, (*path, key))
         batch: tuple[int, ...] = ()
@@ -406,7 +414,8 @@ class _Builder:
         if kind in ("tensorclass", "namedtuple"):
             name = type_name(type(value))
             self.types[name] = type(value)
-        return Node(kind=kind, children=children, type=name, batch=batch)
+        integers = tuple(str(key) for key in map(_untyped, source) if not isinstance(key, str))
+        return Node(kind=kind, children=children, type=name, batch=batch, integers=integers)
 
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
         key = path or (SINGLE,)
@@ -442,10 +451,10 @@ _BUILTIN: dict[str, type[object]] = {"dict": dict, "tuple": tuple, "list": list}
 
 
 def _leaves_of_plain(node: Node) -> list[int]:
-    """Numbers of the fields below a node, as met; -1 for whatever is not a TensorDict, dict or leaf."""
+    """Numbers of the fields below a node, as met; -1 for whatever is not a TensorDict, dict of names or leaf."""
     if node.kind == "leaf":
         return [node.field]
-    if node.kind not in _PLAIN:
+    if node.kind not in _PLAIN or node.integers:
         return [-1]
     return [field for child in node.children.values() for field in _leaves_of_plain(child)]
 
@@ -496,6 +505,35 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
     if kind is None or (listed and not any(_is_leaf(item) or _opened(item)[0] for item in entries.values())):
         raise _no_tensor(value, path, call)
     return kind, entries
+
+
+def _untyped(key: object) -> object:
+    return key
+
+
+def _by_name(
+    entries: Mapping[object, object] | Mapping[str, object], path: tuple[str, ...], call: str
+) -> Mapping[str, object]:
+    """Entries of a container by the names that they have in paths: those whose key is an int by its digits.
+
+    Raises:
+        TypeError: a key that is neither a string nor an int of 64 bits, or two keys of one name, such as ``0`` and ``"0"``.
+    """
+    named: dict[str, object] = {}
+    for key, value in entries.items():
+        if not isinstance(key, str) and (type(key) is not int or not _LEAST <= key <= _MOST):
+            raise TypeError(
+                f"{call}: {at(path)}: expected keys that are strings or ints of 64 bits, got "
+                f"{f'one of {key.bit_length()} bits' if type(key) is int else f'{key!r:.60}, a {type(key).__name__}'}. Rename it."
+            )
+        name = str(key)
+        if name in named:
+            raise TypeError(
+                f"{call}: {at(path)}: expected either {name!r} or {name} as a key, got both: their fields would have one name. "
+                "Rename one of them."
+            )
+        named[name] = value
+    return named
 
 
 def _is_leaf(value: object) -> bool:

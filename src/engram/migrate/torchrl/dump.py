@@ -25,7 +25,7 @@ from engram._dtypes import DTYPE_OF
 from engram._words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import Folder, convert
-from engram.format.schema import DTYPES, Field, Node, Schema
+from engram.format.schema import DTYPES, INTEGER, Field, Node, Schema
 from engram.layouts.reading import rows_state
 from engram.migrate.torchrl.storage import MAX_ROWS, Count, Leaf, Shape, Storage
 from engram.persist.foreign import DumpedPriorities
@@ -134,9 +134,10 @@ class TorchRLDump:
         if like is not None and _fits(structure, like.structure):
             fields = [fields[numbers[field.key]] for field in like.fields]
             structure = like.structure
-        elif _has_lists(structure):
+        elif _is_open(structure):
             raise IncompatibleCheckpoint(
-                f"{self.path}: a dump does not say whether {[field.name for field in fields]} are in lists or in tuples. "
+                f"{self.path}: a dump does not say whether {[field.name for field in fields]} are in lists, in tuples or in dicts "
+                "whose keys are ints. "
                 "Write one such row to the buffer first: its structure is taken."
             )
         schema = Schema(self.capacity, 1, self.columns, tuple(fields), structure)
@@ -310,8 +311,10 @@ def _validate(schema: Schema, path: Path) -> None:
         raise CorruptCheckpoint(f"{path}: {str(error).removesuffix('.')}.") from error
 
 
-def _has_lists(node: Node) -> bool:
-    return node.kind == "list" or any(_has_lists(child) for child in node.children.values())
+def _is_open(node: Node) -> bool:
+    """Whether rows of several structures would have been dumped as this one."""
+    digits = any(map(INTEGER.fullmatch, node.children))
+    return node.kind == "list" or (node.kind == "dict" and digits) or any(map(_is_open, node.children.values()))
 
 
 def _fits(dumped: Node, like: Node) -> bool:
@@ -334,7 +337,7 @@ def _renumbered(node: Node, numbers: Sequence[int | None]) -> Node:
         for key, child in node.children.items()
         if child.kind != "leaf" or numbers[child.field] is not None
     }
-    return Node(node.kind, children=children, type=node.type, batch=node.batch)
+    return msgspec.structs.replace(node, children=children)
 
 
 def _bytes(values: Tensor) -> memoryview:
