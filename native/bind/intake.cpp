@@ -152,6 +152,15 @@ bool put_numbers(PyObject* list, const std::int64_t* shape, std::size_t dims, co
   return true;
 }
 
+// Whether all keys of a dict are strings and ints: 1 is equal to True and to 1.0, too.
+bool are_strings_and_ints(PyObject* dict) {
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);) {
+    if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return false;
+  }
+  return true;
+}
+
 // An attribute of a TensorDict; null if this version has none of that name.
 nb::object attribute(PyObject* object, const char* name) {
   PyObject* found = PyObject_GetAttrString(object, name);
@@ -185,7 +194,10 @@ Intake::Node Intake::node_of(nb::handle tree, std::size_t fields) {
               : kind == "object"     ? Node::attributes
                                      : Node::sequence;
   node.type = nb::borrow(tree[1]);
-  for (nb::handle key : tree[2]) node.keys.push_back(nb::borrow(key));
+  for (nb::handle key : tree[2]) {
+    node.keys.push_back(nb::borrow(key));
+    node.has_ints |= PyLong_CheckExact(key.ptr());
+  }
   for (nb::handle child : tree[3]) node.children.push_back(node_of(child, fields));
   if (node.keys.size() != node.children.size()) throw std::invalid_argument("a key for each tree");
   return node;
@@ -240,6 +252,7 @@ bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
     data = entries.ptr();
   }
   if (PyDict_Size(data) != static_cast<Py_ssize_t>(node.children.size())) return false;
+  if (node.has_ints && !are_strings_and_ints(data)) return false;
   for (std::size_t i = 0; i < node.children.size(); ++i) {
     PyObject* child = PyDict_GetItemWithError(data, node.keys[i].ptr());
     if (child == nullptr) return PyErr_Clear(), false;

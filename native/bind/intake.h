@@ -62,6 +62,7 @@ class Intake {
     std::size_t field = 0;
     nanobind::object type;
     std::vector<nanobind::object> keys;
+    bool has_ints = false;  // among the keys
     std::vector<Node> children;
   };
 

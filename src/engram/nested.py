@@ -171,7 +171,7 @@ def find(data: Any, path: Path) -> Any:
     """
     for name in path:
         if isinstance(data, dict) and name not in data:
-            data = {str(key): value for key, value in data.items() if type(key) is int}
+            data = {name_of(key): value for key, value in data.items()}
         if not has_entries(data) or name not in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             return None
         data = data[name] if isinstance(data, dict) else data.get(name)
@@ -189,10 +189,15 @@ def find_field(data: object, path: Path) -> object:
     return data
 
 
+def name_of(key: object) -> str:
+    """What paths call an entry of a dict: an int by its digits. Other keys that are no strings stay, and are no field's."""
+    return str(key) if isinstance(key, int) and not isinstance(key, bool) else key  # type: ignore[return-value]
+
+
 def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """The entries of nested dicts and TensorDicts, with their paths: in these an int is its digits."""
     for key, value in data.items():
-        name = str(key) if type(key) is int else key
+        name = name_of(key)
         if has_entries(value) and not is_non_tensor(value):
             yield from flatten(value, (*path, name))
         else:

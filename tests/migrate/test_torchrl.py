@@ -1,6 +1,7 @@
 """Folders that TorchRL's ``dumps`` wrote. Where TorchRL is not installed, folders made by hand in its layout remain."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -139,7 +140,8 @@ def test_trees(tmp_path, torchrl, tree, storage):
             dump.schema()
         structure = Structure.of(data, batched=True, call="test")
         like = Schema(3, 1, (), structure.fields, structure.root)
-    rows = rows_of(dump, like)
+    with pytest.warns(UserWarning, match="digits are read as strings") if tree == "digits" else nullcontext():
+        rows = rows_of(dump, like)
     assert same(rows, data)
     assert (dump.capacity, dump.length, dump.position) == (10, 6, 6)
 

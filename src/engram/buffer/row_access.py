@@ -16,7 +16,7 @@ from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
 from engram.buffer.write_path import new_containers
 from engram.field_paths import checked_path
-from engram.nested import find, flatten, has_entries
+from engram.nested import find, flatten, has_entries, name_of
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -252,8 +252,7 @@ def _is_key(index: object) -> bool:
 
 def _entry(data: Any, key: Any) -> object:
     for part in (key,) if isinstance(key, str) else key:
-        known = list(data.keys()) if has_entries(data) else []
-        known = [str(name) if type(name) is int else name for name in known]
+        known = list(map(name_of, data.keys())) if has_entries(data) else []
         if part not in known:
             raise KeyError(f"rb[key]: expected one of {known}, got {part!r}{'' if part == key else f' in {key!r}'}.")
         data = find(data, (part,))

@@ -111,7 +111,7 @@ class PartField(msgspec.Struct, frozen=True):
 Column: TypeAlias = Field | PartField
 
 
-class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """One node of the structure of a row: a leaf names a field, any other kind has children."""
 
     kind: Kind
@@ -130,6 +130,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     def has_integers(self) -> bool:
         """Whether a key is an int, here or below."""
         return bool(self.integers) or any(child.has_integers for child in self.children.values())
+
+    @functools.cached_property
+    def keys(self) -> tuple[str | int, ...]:
+        """The keys of the children in a row, in order."""
+        return tuple(map(self.key_of, self.children)) if self.integers else tuple(self.children)
 
     def key_of(self, name: str) -> str | int:
         """The key that a child has in a row."""
@@ -432,17 +437,25 @@ def encode(value: msgspec.Struct) -> bytes:
     entries = msgspec.to_builtins(value)
     if isinstance(value, Schema):
         del entries["grouped"]
-        entries["version"] = _version_of(value)
-        if not value.added:
+        if value.added:
+            entries["version"] = ADDED_VERSION
+        else:
             del entries["added"]
-    return _dumped(entries).encode()
+    text = _dumped(entries)
+    # Hardly any has such keys: the text says so sooner than its nodes.
+    if '"integers"' in text and isinstance(value, Schema) and value.structure.has_integers:
+        entries["version"] = INTEGERS_VERSION
+        text = _dumped(entries)
+    return text.encode()
 
 
 def encode_store(schema: Schema) -> bytes:
     """``store.json``: as :func:`encode`, and in later versions which fields lie together, and the checksum of fields that were added."""
     if not schema.grouped and not schema.added:
         return encode(schema)
-    entries = msgspec.to_builtins(schema) | {"version": _version_of(schema, GROUPED_VERSION)}
+    version = ADDED_VERSION if schema.added else GROUPED_VERSION
+    version = INTEGERS_VERSION if schema.structure.has_integers else version
+    entries = msgspec.to_builtins(schema) | {"version": version}
     if not schema.grouped:
         del entries["grouped"]
     if schema.added:
@@ -450,13 +463,6 @@ def encode_store(schema: Schema) -> bytes:
     else:
         del entries["added"]
     return _dumped(entries).encode()
-
-
-def _version_of(schema: Schema, otherwise: tuple[int, int] = VERSION) -> tuple[int, int]:
-    """The oldest version that can say it."""
-    if schema.structure.has_integers:
-        return INTEGERS_VERSION
-    return ADDED_VERSION if schema.added else otherwise
 
 
 def _sum_of(entries: dict[str, object]) -> str:

@@ -32,6 +32,7 @@ from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differen
 from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored
+from engram.storages._keys import at, by_name, taken_by_key
 from engram.storages._row_types import find_types, of_users, type_name
 from engram.store import dlpack_specs
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from engram.storages._dtypes import Dtypes
 
-_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."
 _FLOATS = tuple(dtype for dtype in DTYPE_NAMES if dtype.is_floating_point or dtype.is_complex)
@@ -100,18 +100,16 @@ class Structure:
         return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree, self.casts)
 
     def _tree(self, node: Node) -> object:
-        """A structure as the core takes it; None if it holds a tensorclass, or a dict with a key that is an int: that 1 is no True,
-        only Python sees.
-        """
+        """A structure as the core takes it; None if it holds a tensorclass."""
         if node.kind == "leaf":
             return node.field
         trees = [self._tree(child) for child in node.children.values()]
         kind = _BUILTIN.get(node.kind) or self._types.get(node.type)
         if node.kind == "tensordict":
             kind = transparent_type()
-        if node.kind == "tensorclass" or node.integers or kind is None or None in trees:
+        if node.kind == "tensorclass" or kind is None or None in trees:
             return None
-        return ("object" if is_dataclass_type(kind) else node.kind, kind, list(node.children), trees)
+        return ("object" if is_dataclass_type(kind) else node.kind, kind, list(node.keys), trees)
 
     def __getstate__(self) -> dict[str, object]:
         state = {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
@@ -300,10 +298,10 @@ class Structure:
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
-        named = _by_name(source, path, call) if node.integers else source
+        named = by_name(source.items(), path, call) if node.integers else source
         children = self.added.without(node.children, named) if self.added.fills else node.children
-        expected_keys: Iterable[object] = map(node.key_of, children) if node.integers else children
-        differs = key_differences(expected_keys, (key for key in source if key in node.children or key not in ignored))
+        keys: Iterable[object] = map(node.key_of, children) if node.integers else children
+        differs = key_differences(keys, (key for key in source if key in node.children or key not in ignored))
         if differs:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
@@ -359,7 +357,7 @@ class Structure:
             for key, child in node.children.items()
         }
         if node.integers:
-            keyed: dict[str | int, object] = {node.key_of(name): value for name, value in source.items()}
+            keyed: dict[str | int, object] = dict(zip(node.keys, source.values(), strict=True))
             keyed.update(extra or {})
             return keyed
         if extra:
@@ -404,7 +402,7 @@ class _Builder:
             return self._leaf(value, path)
         kind, source = _contained(value, path, self.call)
         children = {}
-        for key, child in _by_name(source, path, self.call).items():
+        for key, child in by_name(source.items(), path, self.call).items():
             validate_key((*path, key))
             children[key] = self.node(child, (*path, key))
         batch: tuple[int, ...] = ()
@@ -414,7 +412,7 @@ class _Builder:
         if kind in ("tensorclass", "namedtuple"):
             name = type_name(type(value))
             self.types[name] = type(value)
-        integers = tuple(str(key) for key in map(_untyped, source) if not isinstance(key, str))
+        integers = tuple(name for name, key in zip(children, source, strict=True) if name != key)
         return Node(kind=kind, children=children, type=name, batch=batch, integers=integers)
 
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
@@ -451,10 +449,10 @@ _BUILTIN: dict[str, type[object]] = {"dict": dict, "tuple": tuple, "list": list}
 
 
 def _leaves_of_plain(node: Node) -> list[int]:
-    """Numbers of the fields below a node, as met; -1 for whatever is not a TensorDict, dict of names or leaf."""
+    """Numbers of the fields below a node, as met; -1 for whatever is not a TensorDict, dict or leaf."""
     if node.kind == "leaf":
         return [node.field]
-    if node.kind not in _PLAIN or node.integers:
+    if node.kind not in _PLAIN:
         return [-1]
     return [field for child in node.children.values() for field in _leaves_of_plain(child)]
 
@@ -466,6 +464,8 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
     entries: Mapping[str, object] = children(data, whole=True) if node.kind == "tensordict" else data
     if len(entries) != len(node.children):
         return False
+    if node.integers:
+        entries = taken_by_key(node, data)
     for name, child in node.children.items():
         value = entries.get(name)
         if child.kind == "leaf":
@@ -505,35 +505,6 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
     if kind is None or (listed and not any(_is_leaf(item) or _opened(item)[0] for item in entries.values())):
         raise _no_tensor(value, path, call)
     return kind, entries
-
-
-def _untyped(key: object) -> object:
-    return key
-
-
-def _by_name(
-    entries: Mapping[object, object] | Mapping[str, object], path: tuple[str, ...], call: str
-) -> Mapping[str, object]:
-    """Entries of a container by the names that they have in paths: those whose key is an int by its digits.
-
-    Raises:
-        TypeError: a key that is neither a string nor an int of 64 bits, or two keys of one name, such as ``0`` and ``"0"``.
-    """
-    named: dict[str, object] = {}
-    for key, value in entries.items():
-        if not isinstance(key, str) and (type(key) is not int or not _LEAST <= key <= _MOST):
-            raise TypeError(
-                f"{call}: {at(path)}: expected keys that are strings or ints of 64 bits, got "
-                f"{f'one of {key.bit_length()} bits' if type(key) is int else f'{key!r:.60}, a {type(key).__name__}'}. Rename it."
-            )
-        name = str(key)
-        if name in named:
-            raise TypeError(
-                f"{call}: {at(path)}: expected either {name!r} or {name} as a key, got both: their fields would have one name. "
-                "Rename one of them."
-            )
-        named[name] = value
-    return named
 
 
 def _is_leaf(value: object) -> bool:
@@ -601,12 +572,6 @@ def _no_tensor(value: object, key: tuple[str, ...], call: str) -> TypeError:
         f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. "
         "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
     )
-
-
-def at(path: tuple[str, ...]) -> str:
-    if not path or path == (SINGLE,):
-        return "data"
-    return f"field {path[0]!r}" if len(path) == 1 else f"field {path}"
 
 
 def describe(value: object) -> str:

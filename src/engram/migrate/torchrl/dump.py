@@ -31,7 +31,7 @@ from engram.migrate.torchrl.storage import MAX_ROWS, Count, Leaf, Shape, Storage
 from engram.persist.foreign import DumpedPriorities
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from engram.layouts.reading import LayoutDump
     from engram.types import RowsSource, RowsTarget
@@ -97,7 +97,7 @@ class TorchRLDump:
     """Rows ever written, as far as TorchRL knew."""
     fields: tuple[Field, ...]
     structure: Node
-    """How a row is put together. A list in it may have been a tuple: dumps do not say."""
+    """How a row is put together. A list in it may have been a tuple or a dict, and a key of digits an int: dumps do not say."""
     batch_size: int | None
     priorities: DumpedPriorities | None
     """None without a prioritized sampler."""
@@ -116,8 +116,8 @@ class TorchRLDump:
         """The schema of a store with these rows.
 
         Args:
-            like: a schema whose structure is taken if it has the same keys, fields in its order. It decides between lists and
-                tuples.
+            like: a schema whose structure is taken if it has the same keys, fields in its order. It decides between lists,
+                tuples and dicts, and between ints and strings as their keys.
             without: entries at the root to leave out, those that the target makes up itself, such as ``"index"``. An entry
                 that ``like`` has stays.
 
@@ -134,12 +134,8 @@ class TorchRLDump:
         if like is not None and _fits(structure, like.structure):
             fields = [fields[numbers[field.key]] for field in like.fields]
             structure = like.structure
-        elif _is_open(structure):
-            raise IncompatibleCheckpoint(
-                f"{self.path}: a dump does not say whether {[field.name for field in fields]} are in lists, in tuples or in dicts "
-                "whose keys are ints. "
-                "Write one such row to the buffer first: its structure is taken."
-            )
+        else:
+            _check_containers(structure, [field.name for field in fields], self.path)
         schema = Schema(self.capacity, 1, self.columns, tuple(fields), structure)
         _validate(schema, self.path)
         return schema
@@ -311,10 +307,31 @@ def _validate(schema: Schema, path: Path) -> None:
         raise CorruptCheckpoint(f"{path}: {str(error).removesuffix('.')}.") from error
 
 
-def _is_open(node: Node) -> bool:
-    """Whether rows of several structures would have been dumped as this one."""
-    digits = any(map(INTEGER.fullmatch, node.children))
-    return node.kind == "list" or (node.kind == "dict" and digits) or any(map(_is_open, node.children.values()))
+def _check_containers(structure: Node, names: Sequence[str], path: Path) -> None:
+    """A dump names the places of lists and tuples, ints and strings in one way: ``0``.
+
+    Raises:
+        IncompatibleCheckpoint: entries that may be of a list, a tuple or a dict.
+    """
+    kinds = set(_kinds_of_numbered(structure))
+    if "list" in kinds:
+        raise IncompatibleCheckpoint(
+            f"{path}: a dump does not say whether {names} are in lists or in tuples, or in dicts whose keys are ints. "
+            "Write one such row to the buffer first: its structure is taken."
+        )
+    if kinds:
+        warn(
+            f"{path}: a dump does not say which keys of dicts were ints: of {names}, all that are digits are read as strings. "
+            "If they were ints, write one such row to the buffer first: its structure is taken."
+        )
+
+
+def _kinds_of_numbered(node: Node) -> Iterator[str]:
+    """The kinds of containers whose entries have numbers for names; TensorDicts and tensorclasses name theirs by strings."""
+    if node.kind == "list" or (node.kind == "dict" and any(map(INTEGER.fullmatch, node.children))):
+        yield node.kind
+    for child in node.children.values():
+        yield from _kinds_of_numbered(child)
 
 
 def _fits(dumped: Node, like: Node) -> bool:
