@@ -402,11 +402,7 @@ FIRST = {
         TypeError,
         r"'a': expected a dense tensor, got a torch\.sparse_coo one",
     ),
-    "number as a key": (
-        {"a": {1.5: torch.zeros(3)}},
-        TypeError,
-        "field 'a': expected keys that are strings or ints.*got 1.5",
-    ),
+    "number as a key": ({"a": {1.5: torch.zeros(3)}}, TypeError, "'a': expected keys that are .* ints .*, got 1.5"),
     ".engram": ({"a": {".engram": torch.zeros(3)}}, ValueError, r"'\.engram' is reserved.*Rename the key"),
     "a key that is too long": ({"a" * 256: torch.zeros(3)}, ValueError, "a key of 256 bytes, at most 255"),
 }
