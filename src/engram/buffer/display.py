@@ -13,6 +13,7 @@ from engram.inspect import gauges
 from engram.limits import limit_stats
 from engram.plotting.rows import Scan
 from engram.query.buffers import Query
+from engram.remote.served import ServedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,7 +190,8 @@ class Display:
         stats.update(storage.counters())
         if storage.memory is not None:
             stats.update(limit_stats(storage.memory))
-        stats.update(gauges(storage, self._wiring.source))
+        served = isinstance(storage, ServedStorage)
+        stats.update(storage.gauges() if served else gauges(storage, self._wiring.source))
         return stats
 
     def _facts(self) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from engram._unsupported import refusing
 from engram.errors import RowError
 from engram.fleet import plans
 from engram.fleet.draws import Draws
+from engram.fleet.gauges import combined
 from engram.fleet.ledger import Ledger
 from engram.fleet.members import Members
 from engram.remote.commands import State
@@ -119,6 +120,19 @@ class FleetStorage(ServedStorage):
         }
         sizes = sum(state.size for state in found), sum(state.write_count for state in found)
         return State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
+
+    def gauges(self) -> dict[str, float]:
+        return combined(
+            [(state, gauges) for shard, state in self._asked() if (gauges := self._gauges_of(shard)) is not None]
+        )
+
+    def _gauges_of(self, shard: Shard) -> dict[str, float] | None:
+        """None: it is gone."""
+        try:
+            return shard.storage.gauges()
+        except ConnectionError as error:
+            self.members.lose(shard, error)
+            return None
 
     def consumer_version(self, at_least: int | None = None) -> int:
         """The largest of all stores, which those learn that are there now; and those that are gone, when they are back."""

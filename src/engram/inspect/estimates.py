@@ -33,7 +33,7 @@ def gauges(storage: Storage, sampler: object) -> dict[str, float]:
     """What ``ReplayBuffer.stats`` says beyond sizes and counters. What is not known is not there.
 
     Args:
-        storage: whose rows are looked at; of one whose rows are on a server, nothing.
+        storage: whose rows are looked at; of one whose rows are on a server, which knows them, nothing.
         sampler: of the buffer.
 
     Cost: looks at 4,096 rows at most, a word or two each, however many there are.

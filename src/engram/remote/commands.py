@@ -86,6 +86,13 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers of the store: :class:`State`."""
 
 
+class Gauges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``stats()`` says of the store beyond :class:`State`, by its names: estimates, and what all processes have counted.
+
+    A server of an older engram refuses it, as it knows no such command.
+    """
+
+
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the server answers: ``{}``."""
 
@@ -140,6 +147,7 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
     "stats": Stats,
+    "gauges": Gauges,
     "health": Health,
     "can_sample": CanSample,
     "empty": Empty,

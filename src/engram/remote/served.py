@@ -134,6 +134,10 @@ class ServedStorage(Storage):
     def counters(self) -> dict[str, float]:
         return self.state().counters
 
+    def gauges(self) -> dict[str, float]:
+        """What ``stats()`` says beyond the state, where the servers know it: see :class:`engram.remote.commands.Gauges`."""
+        raise NotImplementedError
+
     def admit(self, component: object, call: str) -> None:
         """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
         if not isinstance(component, OfServer):

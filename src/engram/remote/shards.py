@@ -351,6 +351,10 @@ class AwaitedStorage(ServedStorage):
         there = self.there
         return {} if there is None else there.counters()
 
+    def gauges(self) -> dict[str, float]:
+        there = self.there
+        return {} if there is None else there.gauges()
+
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def batches_in_message(self, rows: int) -> int:

@@ -22,6 +22,7 @@ from engram.remote.commands import (
     CanSample,
     Empty,
     EndTrajectory,
+    Gauges,
     Limit,
     NotOnce,
     Prioritize,
@@ -163,6 +164,12 @@ class RemoteStorage(ServedStorage):
         if self._under_way is not None:
             self._under_way.wait()
         return self._limits.state()
+
+    def gauges(self) -> dict[str, float]:
+        try:
+            return self.connection.ask("gauges", Gauges(), dict[str, float])
+        except ValueError:  # a server of an older engram knows no such command
+            return {}
 
     def consumer_version(self, at_least: int | None = None) -> int:
         return self.connection.ask("version", Version(at_least), int)

@@ -20,6 +20,7 @@ from engram.expanders import Expander
 from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
+from engram.inspect import gauges
 from engram.limits import Rules
 from engram.remote import wire
 from engram.remote.commands import (
@@ -32,6 +33,7 @@ from engram.remote.commands import (
     Describe,
     Empty,
     EndTrajectory,
+    Gauges,
     Health,
     Limit,
     Mass,
@@ -118,6 +120,7 @@ class Service:
         self._actions: Mapping[str, Callable[..., object]] = {
             "describe": self._describe,
             "stats": self._stats,
+            "gauges": self._gauges,
             "health": self._health,
             "can_sample": self._can_sample,
             "empty": self._empty,
@@ -155,6 +158,9 @@ class Service:
             self.writers,
             core.fleet_limit,
         )
+
+    def _gauges(self, _: Gauges) -> dict[str, float]:
+        return gauges(self._wiring.storage, self._wiring.source)
 
     def _mass(self) -> Mass | None:
         """Of the next draw."""
