@@ -13,6 +13,7 @@ namespace {
 constexpr std::uint64_t kFanout = SumTree::kFanout;
 constexpr std::uint64_t kMostLeaves = std::uint64_t{1} << 40;
 constexpr char kSums[] = "priorities: expected finite leaves, and sums that are theirs";
+constexpr char kMinima[] = "priorities: expected minima that are those of the leaves";
 constexpr std::uint64_t kBatch = 64;  // descents that advance together
 
 std::uint64_t padded(std::uint64_t nodes) { return (nodes + kFanout - 1) / kFanout * kFanout; }
@@ -172,13 +173,12 @@ std::uint64_t SumTree::smallest(std::uint64_t n, std::int64_t* rows) const {
   std::uint64_t found = 0;
   const auto push = [&](std::uint64_t level, std::uint64_t node) {
     const double least = minima_[level][node];
-    if (!(least > 0)) return;
+    if (!(least > 0)) return intact(!(sums_[level][node] > 0), kMinima);
     open.push_back({least, node << (3 * level), level});
     std::push_heap(open.begin(), open.end(), std::greater<>());
   };
   push(sizes_.size() - 1, 0);
-  for (std::uint64_t left = (n + 1) * sizes_.size() * kFanout; found < n && !open.empty(); --left) {
-    intact(left > 0, kSums);
+  while (found < n && !open.empty()) {
     std::pop_heap(open.begin(), open.end(), std::greater<>());
     const Open next = open.back();
     open.pop_back();
@@ -187,6 +187,7 @@ std::uint64_t SumTree::smallest(std::uint64_t n, std::int64_t* rows) const {
       continue;
     }
     const std::uint64_t child = (next.first >> (3 * next.level)) * kFanout, level = next.level - 1;
+    intact(min_of(minima_[level] + child) == next.least, kMinima);  // so one of the children leads on, and this ends
     for (std::uint64_t c = child; c < std::min(child + kFanout, sizes_[level]); ++c) push(level, c);
   }
   return found;

@@ -1,4 +1,5 @@
 // Priorities beside a store: what writes, updates and emptyings leave in the leaves, alone and with many threads.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -300,6 +301,93 @@ TEST(a_scan_in_pieces_is_a_scan) {
   Index index(4, nullptr);
   EXPECT_THROWS(std::out_of_range, index.priorities->scan(0, 5));
   EXPECT_THROWS(std::out_of_range, index.priorities->scan(3, 2));
+}
+
+std::vector<std::int64_t> lowest(const Index& index, std::uint64_t n) {
+  std::vector<std::int64_t> rows(n, -1);
+  rows.resize(index.priorities->lowest(n, rows.data()));
+  return rows;
+}
+
+using Numbers = std::vector<std::int64_t>;
+
+TEST(the_lowest_priorities_are_those_of_live_rows) {
+  const Heap heap(geometry(1, 6), {16});
+  Store store = heap.open();
+  Index index(6, &store.control());
+  store.attach(*index.priorities);
+  EXPECT(lowest(index, 6).empty());
+  Rows rows(heap.fields, 5);
+  for (std::uint64_t i = 0; i < 5; ++i) rows.describe(i, i + 1);
+  store.append(0, 5, rows.in, nullptr);
+  EXPECT(lowest(index, 2) == (Numbers{0, 1}));  // all have the same one
+  const std::int64_t all[] = {0, 1, 2, 3, 4};
+  const double values[] = {3, 0, 5, 0.5, 3};
+  index.priorities->update(all, values, 5, nullptr);
+  EXPECT(lowest(index, 9) == (Numbers{3, 0, 4, 2}));  // a row that was given zero has no place in the order
+  const std::int64_t gone[] = {3};
+  EXPECT_EQ(store.remove(gone, 1, nullptr), 1u);
+  EXPECT(lowest(index, 2) == (Numbers{0, 4}));
+  const std::uint64_t which[] = {0};
+  store.scatter(gone, 1, which, Columns(rows.in), true);  // written again, with the highest priority
+  EXPECT(lowest(index, 9) == (Numbers{0, 4, 2, 3}));
+  store.empty(true);
+  EXPECT(lowest(index, 9).empty());
+}
+
+TEST(a_holder_who_dies_leaves_minima_to_the_next_one_who_asks) {
+  Index index(1000, nullptr);
+  Dice dice(31);
+  Numbers rows(1000);
+  Leaves values(1000);
+  std::iota(rows.begin(), rows.end(), 0);
+  for (double& value : values) value = static_cast<double>(1 + dice.below(100));
+  index.priorities->update(rows.data(), values.data(), 1000, nullptr);
+  const Numbers before = lowest(index, 100);
+  reinterpret_cast<double*>(index.memory.get() + kPage)[before[0]] = 1000;  // as somebody who died half-way leaves it
+  reinterpret_cast<PriorityHeader*>(index.memory.get())->redo = 1;
+  EXPECT(!index.tree().consistent());
+  index.priorities->put_in_order();
+  EXPECT(lowest(index, 99) == Numbers(before.begin() + 1, before.end()));
+}
+
+TEST(the_lowest_beside_updates_and_writes) {
+  const Heap heap(geometry(1, 512), {16});
+  Store store = heap.open();
+  Index index(512, &store.control());
+  store.attach(*index.priorities);
+  Rows rows(heap.fields, 16);
+  for (std::uint64_t i = 0; i < 16; ++i) rows.describe(i, i + 1);
+  for (int i = 0; i < 32; ++i) store.append(0, 16, rows.in, nullptr);
+  constexpr int kRounds = 300;
+  std::thread writer([&] {
+    for (int i = 0; i < kRounds; ++i) store.append(0, 16, rows.in, nullptr);
+  });
+  std::thread updater([&] {
+    Dice dice(32);
+    for (int i = 0; i < kRounds; ++i) {
+      Numbers at(16);
+      Leaves values(16);
+      for (std::size_t k = 0; k < 16; ++k) at[k] = static_cast<std::int64_t>(dice.below(512)), values[k] = static_cast<double>(1 + dice.below(50));
+      index.priorities->update(at.data(), values.data(), 16, nullptr);
+    }
+  });
+  for (int i = 0; i < kRounds; ++i) {
+    Numbers found = lowest(index, 32);
+    EXPECT_EQ(found.size(), 32u);
+    std::sort(found.begin(), found.end());
+    EXPECT(std::adjacent_find(found.begin(), found.end()) == found.end());
+    EXPECT(found.front() >= 0 && found.back() < 512);
+  }
+  writer.join();
+  updater.join();
+  Numbers expected(512);
+  std::iota(expected.begin(), expected.end(), 0);
+  const Leaves leaves = index.leaves();
+  std::stable_sort(expected.begin(), expected.end(), [&](std::int64_t a, std::int64_t b) {
+    return leaves[static_cast<std::size_t>(a)] < leaves[static_cast<std::size_t>(b)];
+  });
+  EXPECT(lowest(index, 512) == expected);
 }
 
 TEST(draws_beside_writers_scans_updates_and_emptyings) {

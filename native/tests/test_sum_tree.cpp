@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "core/check.h"
 #include "core/sum_tree.h"
 #include "expect.h"
 
@@ -220,6 +222,78 @@ TEST(leaves_are_found_in_proportion) {
   }
   const double z = (chi - (kinds - 1)) / std::sqrt(2 * (kinds - 1));  // normal for so many kinds
   EXPECT(std::abs(z) < 5);
+}
+
+std::vector<std::int64_t> smallest(const SumTree& tree, std::uint64_t n) {
+  std::vector<std::int64_t> rows(n, -1);
+  rows.resize(tree.smallest(n, rows.data()));
+  return rows;
+}
+
+// By a sort of all leaves above zero: of equal ones the one with the lower number comes first.
+std::vector<std::int64_t> smallest(const std::vector<double>& leaf, std::uint64_t n) {
+  std::vector<std::int64_t> rows;
+  for (std::size_t i = 0; i < leaf.size(); ++i) {
+    if (leaf[i] > 0) rows.push_back(static_cast<std::int64_t>(i));
+  }
+  const auto at = [&leaf](std::int64_t row) { return leaf[static_cast<std::size_t>(row)]; };
+  std::stable_sort(rows.begin(), rows.end(), [&](std::int64_t a, std::int64_t b) { return at(a) < at(b); });
+  if (rows.size() > n) rows.resize(n);
+  return rows;
+}
+
+TEST(the_smallest_leaves_are_those_of_a_sort) {
+  Dice dice(7);
+  for (const std::uint64_t size : kSizes) {
+    for (const bool with_max : {false, true}) {
+      Model model(size, with_max);
+      EXPECT(smallest(model.tree, size).empty());  // none is above zero
+      for (int round = 0; round < 25; ++round) {
+        std::vector<std::int64_t> rows(1 + dice.below(round == 0 ? 2 * size : 60));
+        std::vector<double> values(rows.size());
+        const bool few = dice.below(2) == 0;  // hardly another value, so that numbers decide
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+          rows[i] = static_cast<std::int64_t>(dice.below(size));
+          values[i] = few ? static_cast<double>(dice.below(3)) : some_value(dice);
+          if (values[i] == 0 && dice.below(2) == 0) values[i] = -0.0;  // of a row that was given priority zero
+        }
+        model.set(rows, values);
+        for (const std::uint64_t n : {std::uint64_t{0}, std::uint64_t{1}, dice.below(size + 1), size, size + 9}) {
+          EXPECT(smallest(model.tree, n) == smallest(model.leaf, n));
+        }
+      }
+    }
+  }
+}
+
+TEST(the_smallest_of_a_million_leaves) {
+  Dice dice(8);
+  Model model(1000000);
+  std::vector<std::int64_t> rows(1000000);
+  std::vector<double> values(rows.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  for (double& value : values) value = some_value(dice);
+  model.set(rows, values);
+  for (const std::uint64_t n : {1, 256, 50000}) EXPECT(smallest(model.tree, n) == smallest(model.leaf, n));
+}
+
+// Whatever shared memory says, the search ends and names rows of the tree.
+TEST(minima_that_are_not_those_of_the_leaves_are_noticed) {
+  constexpr std::uint64_t kLeaves = 100, kFirstMinimum = 104 + 16 + 8 + 8;  // behind the leaves and three levels of sums
+  for (const double wrong : {0.0, -0.0, -1.0, 0.25, 1e9, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    for (const std::uint64_t at : {kFirstMinimum, kFirstMinimum + 12, kFirstMinimum + 16, kFirstMinimum + 24}) {
+      Model model(kLeaves, false);
+      for (std::int64_t row = 0; row < 100; ++row) model.set({row}, {static_cast<double>(1 + row % 7)});
+      double& minimum = reinterpret_cast<double*>(model.memory.get())[at];
+      EXPECT(minimum == 1);
+      minimum = wrong;
+      EXPECT_THROWS(engram::Damaged, smallest(model.tree, kLeaves));
+    }
+  }
+  Model model(kLeaves, false);
+  model.set({3}, {2});
+  reinterpret_cast<double*>(model.memory.get())[3] = 0;  // a leaf that its parents know
+  EXPECT_THROWS(engram::Damaged, smallest(model.tree, 1));
 }
 
 TEST(memory_and_sizes_are_checked) {
