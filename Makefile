@@ -248,7 +248,7 @@ test-wheel: $(if $(WHEEL),,$(WHEELS)/.made)
 	$$python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >>$$place/constraints.txt; \
 	for version in $(TENSORDICTS); do \
 	  echo "==> Testing with tensordict $$version"; \
-	  $$pip install -c $$place/constraints.txt "$$wheel[gym,serve,metrics]" tensordict==$$version $(WHEEL_NEEDS); \
+	  $$pip install -c $$place/constraints.txt "$$wheel[demo,serve,metrics]" tensordict==$$version $(WHEEL_NEEDS); \
 	  $$pip check; \
 	  (cd $$place && venv/bin/python -m pytest $(WORKING) $(WHEEL_TESTS) $(ARGS)); \
 	done
