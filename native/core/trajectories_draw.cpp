@@ -294,21 +294,23 @@ Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const
 }
 
 // The oldest whole window of a track from the place `next` on, which is moved to where that window begins; where there is none, to where
-// one will begin. A trajectory that lost its first steps keeps the beginnings of its windows.
+// one will begin, or to a place before it. A trajectory that lost its first steps keeps the beginnings of its windows, and the next one
+// begins with its own first step, however many are lost.
 bool Trajectories::find_completed(const View& v, std::int64_t& next, const WindowSpec& spec, Window* window) const {
   const std::uint64_t length = spec.length;
   auto from = static_cast<std::uint64_t>(std::max<std::int64_t>(next, 0));
   if (from >= v.next) return false;
+  std::uint64_t begin = from;
   bool found = false;
   for (std::uint64_t run = from > v.low ? v.find(from) : 0; !found; ++run) {
     from = std::max(from, v.start(run));
-    if (from < v.low) from += (v.low - from + length - 1) / length * length;
+    begin = from < v.low ? from + (v.low - from + length - 1) / length * length : from;
     const std::uint64_t end = v.first(run) + usable(v, run, spec);
-    found = !v.dead(run) && from < end && end - from >= length;
+    found = !v.dead(run) && begin < end && end - begin >= length;
     if (!found && run + 1 == v.count) break;
   }
-  next = static_cast<std::int64_t>(from);
-  *window = {v.track, from, length};
+  next = static_cast<std::int64_t>(found ? begin : from);
+  *window = {v.track, begin, length};
   return found;
 }
 
