@@ -30,7 +30,9 @@ from engram import (
     StalestFirst,
     TensorDictReplayBuffer,
 )
+from tests.ranks.jobs import checkpointer, done, job
 from tests.store.processes import Child
+from tests.testing.test_broken_storages import FreeSlots, Ring
 
 SIZE = 6
 REMOVERS = {
@@ -358,3 +360,78 @@ def test_a_remover_of_ones_own_in_a_directory(tmp_path):
         ReplayBuffer.open(tmp_path / "store")
     rb = ReplayBuffer.open(tmp_path / "store", writer=RemovingWriter(First()))
     assert rb.extend(torch.arange(2)).tolist() == [0, 1]
+
+
+# ---- other ranks, and storages of one's own ------------------------------------------------------------------------------------
+
+
+def _by_id(rb):
+    rows = rb[:]
+    values = zip(rows["version"].tolist(), leaves_of(rb)[:].tolist(), strict=True)
+    return dict(zip(rows["id"].tolist(), values, strict=True))
+
+
+def leaves_of(rb):
+    index = rb.sampler.priorities()
+    every = index.leaves(index.core.rows)
+    return every[every > 0]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpointer:UserWarning")  # no field ends trajectories, and rows keep their ids
+@pytest.mark.parametrize("kind", REMOVERS)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_on_other_ranks(kind, ranks, tmp_path):
+    """Of three ranks: each row comes to one of the others, as it was, and who goes there next follows from what is there."""
+    size = 24
+
+    def saved(job, rank):
+        rb = made(REMOVERS[kind](), capacity=size)
+        rb.extend(steps(1000 * rank, size - 1))
+        rb.extend(steps(1000 * rank + 500, 7))  # in the places of others
+        rows = torch.arange(size)
+        rb.update_priority(rows, 1.0 + rb[:]["id"].double() % 97)
+        checkpointer(tmp_path, rb, job).save(1)
+        return rb
+
+    def loaded(job, rank):
+        del rank
+        rb = made(REMOVERS[kind](), capacity=80)
+        checkpointer(tmp_path, rb, job).restore()
+        return rb
+
+    before = [_by_id(rb) for rb in done(job(3, saved))]
+    after = done(job(ranks, loaded))
+    assert {key: value for one in before for key, value in one.items()} == {
+        key: pytest.approx(value) for rb in after for key, value in _by_id(rb).items()
+    }
+    assert sum(map(len, after)) == 3 * size
+    for rb in after:
+        rb.extend(steps(5000, 80 - len(rb)))
+        assert (len(rb), rb.stats()["void_rows"]) == (80, 0)
+        order = {
+            "lifo": lambda row, rb=rb: -int(rb.storage.tickets_of(torch.tensor([row]))),
+            "priority": lambda row, rb=rb: float(leaves_of(rb)[row]),
+            "stale": lambda row, rb=rb: int(rb[row]["version"]),
+        }.get(kind)
+        if kind == "sampled":
+            rb.count_usage()
+        expected = None if order is None else sorted(range(80), key=lambda row: (order(row), row))[:5]
+        rows = rb.extend(steps(6000, 5)).tolist()
+        assert expected is None or rows == expected
+        assert rb[rows]["id"].tolist() == list(range(6000, 6005))
+
+
+@pytest.mark.parametrize("kind", REMOVERS)
+@pytest.mark.parametrize("storage", [Ring, FreeSlots])
+def test_a_storage_of_ones_own(kind, storage):
+    """As with rows in memory."""
+    twins = [made(REMOVERS[kind](), storage=each) for each in (storage(SIZE), None)]
+    for rb in twins:
+        rb.extend(steps(1, SIZE - 1))
+        rb.update_priority(torch.arange(SIZE), torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]))
+    for first in range(100, 200, 10):
+        rows, expected = (rb.extend(steps(first, 1 + first % 4)).tolist() for rb in twins)
+        assert rows == expected
+        for rb in twins:
+            rb.update_priority(torch.tensor(rows), 0.5 + torch.tensor(rows).double())
+        assert twins[0][:]["id"].tolist() == twins[1][:]["id"].tolist()
