@@ -242,8 +242,10 @@ def test_other_versions_refuse_it_by_name(tmp_path):
         assert wrong != text
         with pytest.raises(CorruptStore, match="grouped"):
             schema.decode_store(wrong, "store.json")
-    with pytest.raises(IncompatibleStore, match=r"expected format 2\.2, got 2\.3"):
+    with pytest.raises(CorruptStore, match=r"version 2\.3 has keys that are ints, got none"):
         schema.decode_store(text.replace(b"[2,1]", b"[2,3]"), "store.json")
+    with pytest.raises(IncompatibleStore, match=r"expected format 2\.3, got 2\.4"):
+        schema.decode_store(text.replace(b"[2,1]", b"[2,4]"), "store.json")
 
 
 @pytest.mark.parametrize("wrong", [-1, "64", True, 1.5, None])

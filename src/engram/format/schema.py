@@ -530,7 +530,9 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         schema.validate()
         if schema.structure.has_integers != (tuple(version) == INTEGERS_VERSION):
             raise ValueError(
-                f"structure: expected keys that are ints in version 2.3, and in no other, got version {version[0]}.{version[1]}"
+                "structure: a description of version 2.3 has keys that are ints, got none"
+                if tuple(version) == INTEGERS_VERSION
+                else f"structure: only version 2.3 has keys that are ints, got them in version {version[0]}.{version[1]}"
             )
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
