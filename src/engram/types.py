@@ -646,8 +646,8 @@ class Form(NamedTuple):
     ndim: int
     takes_rows: bool
     """Rows are tensors, so that a plan can place them one by one."""
-    ranking: Ranking | None = None
-    """How the writer ranks rows, if it keeps the best: then rows are no steps of trajectories."""
+    ranking: Ranking | Literal["newest"] | None = None
+    """Which rows stay, if rows are no steps of trajectories: the best, or the newest."""
     lineage: object = None
     """Equal to that of an older checkpoint as long as its tickets mean the rows that are stored now; None: unknown."""
 

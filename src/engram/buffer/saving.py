@@ -31,6 +31,7 @@ from engram.reshard.reports import said_counts
 from engram.reshard.shards import open_shard
 from engram.state import Loads, check_keys, prepare_load, read_from, saved, tensor_in, typed
 from engram.storages import announcing
+from engram.types import Ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -413,8 +414,8 @@ class Saving:
         dropped = [f"{said_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
         if dropped:
             warn(
-                f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The {'best' if self.form.ranking else 'newest'} were "
-                "taken: a larger storage takes more."
+                f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The "
+                f"{'best' if isinstance(self.form.ranking, Ranking) else 'newest'} were taken: a larger storage takes more."
             )
         if len(storage):
             check_blocks(reader)

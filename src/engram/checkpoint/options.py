@@ -148,6 +148,6 @@ class RestoreOptions(NamedTuple):
             )
         checked_incomplete(self.incomplete)
 
-    def policy(self, ranking: Ranking | None) -> Policy:
+    def policy(self, ranking: Ranking | Literal["newest"] | None) -> Policy:
         """What a reshard is told."""
         return Policy(checked_incomplete(self.incomplete), self.overflow, ranking)

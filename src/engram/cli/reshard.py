@@ -95,9 +95,11 @@ def _check_rows(made: Reshard) -> None:
             progress(sum(one.reader.files.values()))
 
 
-def _ranking(checkpoint: Checkpoint) -> Ranking | None:
-    """How the writer that was saved ranks rows, if it does."""
+def _ranking(checkpoint: Checkpoint) -> Ranking | Literal["newest"] | None:
+    """Which rows stay, if the writer that was saved puts them in no order."""
     state: dict[str, Any] = next(read_state(reader) for reader in checkpoint.parts(0) if reader.part == "writer")
+    if state == {"ranking": "newest"}:
+        return "newest"
     if state.keys() != {"rank_key", "reduction"}:
         return None
     return TensorDictMaxValueWriter(tuple(state["rank_key"]), state["reduction"]).ranking

@@ -24,10 +24,12 @@ from engram.reshard.by_trajectory import plan_by_trajectory
 from engram.reshard.plan import DROPPED, Incomplete, Target, counted
 from engram.reshard.scatter import Scatter
 from engram.reshard.shards import MOVABLE, can_truncate, fields_of, has_ends, in_blocks, in_rows, read_first_steps
+from engram.types import Ranking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.checkpoints import Checkpoint
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from engram.persist.components import SavedPart
     from engram.reshard.plan import ReshardPlan
     from engram.reshard.shards import SavedShard
-    from engram.types import Ranking, RowsSource
+    from engram.types import RowsSource
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
@@ -64,7 +66,7 @@ class Policy(NamedTuple):
 
     incomplete: Incomplete = Incomplete()
     overflow: Literal["cut", "fill"] = "cut"
-    ranking: Ranking | None = None
+    ranking: Ranking | Literal["newest"] | None = None
     """Rows are redistributed one by one, the best first; None: whole trajectories, the newest first."""
 
 
@@ -207,18 +209,24 @@ def _in_blocks_or_trajectories(shards: Sequence[SavedShard], targets: Sequence[T
 
 
 def _in_single_rows(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
-    ranking = policy.ranking
-    assert ranking is not None  # as the caller found
     lanes = max((target.lanes for target in targets), default=1)
     if lanes > 1:
         raise IncompatibleCheckpoint(
-            f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes}."
+            f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer puts rows in no order, got {lanes}."
         )
     rows = [in_rows(one) for one in shards]
-    values = [
-        ranking.values(read_first_steps(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows
-    ]
+    values = [_values(one, policy.ranking) for one in rows]
     return Reshard(rows, plan_by_rank([one.source for one in rows], values, targets), targets)
+
+
+def _values(rows: SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
+    """Of each row: the largest stay."""
+    source = rows.source
+    if not len(source.runs):
+        return np.empty(0)
+    if isinstance(ranking, Ranking):
+        return ranking.values(read_first_steps(rows, ranking.key))
+    return (source.runs[:, 3] - source.clock).astype(np.float64)  # in writes of its shard: 0 and below
 
 
 class Converted(NamedTuple):
@@ -229,7 +237,7 @@ class Converted(NamedTuple):
     """Episodes and steps that are dropped, by reason."""
 
 
-def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | None) -> Converted:
+def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | Literal["newest"] | None) -> Converted:
     """A shard for the storage of that schema.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class NativeWriter(Component):
         return None
 
     @property
-    def ranking(self) -> Ranking | None:
+    def ranking(self) -> Ranking | Literal["newest"] | None:
         """Which rows are kept of saved ones, if there is no room for all; None: whole trajectories."""
         return None
 
@@ -217,8 +217,8 @@ class _Adapted(NativeWriter):
         adopt(self, inner, ("register_storage", "place", "written"))
 
     @property
-    def ranking(self) -> Ranking | None:
-        made: Ranking | None = getattr(self._inner, "ranking", None)
+    def ranking(self) -> Ranking | Literal["newest"] | None:
+        made: Ranking | Literal["newest"] | None = getattr(self._inner, "ranking", None)
         return made
 
     def __repr__(self) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
+from engram.errors import IncompatibleCheckpoint
 from engram.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst
 from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter, free_rows
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from engram.storages import Storage
+    from engram.types import Commit
 
 #: Removers that a store notes, and the attributes that are their arguments.
 _KNOWN: dict[str, tuple[Callable[..., Remover], tuple[str, ...]]] = {
@@ -78,6 +80,34 @@ class RemovingWriter(NativeWriter):
                 f"remover: expected a tensor storage with ndim=1 and one lane, got {storage!r}: rows that are chosen are in no order."
             )
         super().register_storage(storage)
+
+    @property
+    def ranking(self) -> Literal["newest"]:
+        """Which rows are kept of saved ones, if there is no room for all."""
+        return "newest"
+
+    def state_dict(self) -> dict[str, object]:
+        """That rows are in no order: on other ranks each goes by itself, and the newest stay.
+
+        >>> from engram import LazyTensorStorage, Lifo, ReplayBuffer
+        >>> ReplayBuffer(storage=LazyTensorStorage(3), remover=Lifo()).writer.state_dict()
+        {'ranking': 'newest'}
+        """
+        return {"ranking": self.ranking}
+
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        """Check a :meth:`state_dict`. Raises ``IncompatibleCheckpoint``: it is of another writer.
+
+        >>> from engram import Lifo, RemovingWriter
+        >>> writer = RemovingWriter(Lifo())
+        >>> change = writer.prepare_load(writer.state_dict())
+        """
+        if state_dict != self.state_dict():
+            raise IncompatibleCheckpoint(
+                f"{type(self).__name__}: expected the state {self.state_dict()}, as its rows are in no order, got {state_dict!r:.300}. "
+                "Load it into a buffer with a writer of the kind that was saved."
+            )
+        return super().prepare_load({}, capacity)
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         kept = min(n, extent.capacity)
