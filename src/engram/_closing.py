@@ -91,5 +91,15 @@ def _closed(cls: type) -> type:
     }
     methods = {name: _refused(name) for name in {*special, *_COPYING} - _OF_ALL_OBJECTS}
     shown = dict.fromkeys({"__repr__", *(special & {"__rich__"})}, _text)
-    known = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+
+    def opened(_: type, *args: object, **kwargs: object) -> object:
+        return cls(*args, **kwargs)
+
+    known = {
+        "__new__": opened,  # of ``type(closed)(…)``
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls)(cls.__name__, (cls,), {**known, **methods, **shown, "__getattribute__": _attribute})

@@ -474,6 +474,21 @@ def test_in_a_forked_child(tmp_path):
     assert out.split()[-2:] == ["5", "5"]
 
 
+def test_the_type_of_a_closed_buffer_makes_open_ones(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.close()
+    with type(rb)(storage=LazyTensorStorage(4), batch_size=2) as made:
+        assert made.extend(torch.arange(4)).tolist() == [0, 1, 2, 3]
+        assert type(made) is ReplayBuffer
+    assert made.closed
+    with type(rb).open_or_create(tmp_path / "store", 4) as opened:
+        opened.extend(torch.arange(4))
+    with type(opened).open(tmp_path / "store") as again:
+        assert again[:].tolist() == [0, 1, 2, 3]
+    with pytest.raises(TypeError, match="storag"):
+        type(rb)(storag=LazyTensorStorage(4))
+
+
 def test_a_user_s_own_attributes_go_on():
     class Mine(ReplayBuffer):
         def close(self):

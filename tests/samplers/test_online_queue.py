@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler, WindowSpec
+from tests.ranks.jobs import checkpointer, done, job
 from tests.samplers.slicing import seeded
 
 SPEC = WindowSpec(3)
@@ -161,3 +162,27 @@ def test_a_checkpoint_goes_into_a_buffer_with_or_without_a_queue(tmp_path):
     plain.dumps(tmp_path / "plain")
     rb.loads(tmp_path / "plain")
     assert rb.sample(1)["time"].tolist() == [[6, 7, 8]]  # the queue begins again
+
+
+def test_on_other_ranks_it_begins_again(tmp_path):
+    """The clock there may be that of the state, though other rows are in its lanes."""
+
+    def saved(together, rank):
+        rb = buffer(2)
+        for lane, first in ((1, 0), (0, 100), (1, 200)) if rank == 0 else ():
+            done = np.arange(6) == 5
+            rb.extend({"time": np.arange(first, first + 6), "episode": np.full(6, first), "done": done}, lane=lane)
+        if rank == 0:
+            assert sorted(rb.sample(2)["time"][:, 0].tolist()) == [103, 203]
+        checkpointer(tmp_path, rb, together).save(1)
+
+    def loaded(together, _):
+        rb = buffer(2)
+        checkpointer(tmp_path, rb, together).restore()
+        lanes = rb[:]["time"].split(list(rb.storage.extent().filled))
+        newest = [lane[-1] for lane in lanes]
+        return newest, rb.sample(2)["time"].tolist()
+
+    done(job(2, saved))
+    ((newest, windows),) = done(job(1, loaded))
+    assert sorted(window[-1] for window in windows) == sorted(newest)

@@ -17,7 +17,9 @@ from engram import (
     StreamingSliceSampler,
     TensorDictReplayBuffer,
 )
+from tests.ranks.jobs import checkpointer, done, job
 from tests.samplers.slicing import seeded
+from tests.store.processes import METHODS, Child, context
 
 
 def buffer(length=3, *, capacity=24, lanes=1, storage=None, **options):
@@ -154,6 +156,57 @@ def test_states_go_on_where_they_were(tmp_path, pickled):
         assert one.sample(6)["time"].tolist() == [22, 23, 24, 25, 26, 27]
         one.extend(rows(44, 2))
         assert one.sample(18)["time"].tolist() == list(range(28, 46))
+
+
+def _drawn(rb, answers):
+    answers.put([rb.sample(3)["time"].tolist() for _ in range(2)])
+    rb.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_process_that_gets_the_buffer_goes_on_where_it_was(tmp_path, method):
+    rb = buffer(storage=LazyMemmapStorage(24, scratch_dir=tmp_path / "store"))
+    rb.extend(rows(0, 9))
+    assert rb.sample(3)["time"].tolist() == [0, 1, 2]
+    answers = context(method).SimpleQueue()
+    child = Child(_drawn, rb, answers, method=method)
+    child.join()
+    assert answers.get() == [[3, 4, 5], [6, 7, 8]]
+    assert [rb.sample(3)["time"].tolist() for _ in range(2)] == [[3, 4, 5], [6, 7, 8]]
+    rb.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_on_other_ranks_every_window_comes(tmp_path, ranks):
+    """Two ranks have drawn some windows: elsewhere rows are others, and all windows are still to come."""
+
+    def saved(together, rank):
+        rb = buffer(lanes=2)
+        for episode in range(3):
+            first = 1000 * rank + 100 * episode
+            rb.extend({**rows(first, 6, 10 * rank + episode), "done": np.arange(6) == 5}, lane=episode % 2)
+        rb.sample(9)
+        checkpointer(tmp_path, rb, together).save(1)
+
+    def loaded(together, _):
+        rb = buffer(lanes=2)
+        checkpointer(tmp_path, rb, together).restore()
+        return [tuple(window) for window in rb.sample(len(rb))["time"].reshape(-1, 3).tolist()]
+
+    done(job(2, saved))
+    found = [window for part in done(job(ranks, loaded)) for window in part]
+    firsts = [1000 * rank + 100 * episode + step for rank in range(2) for episode in range(3) for step in (0, 3)]
+    assert sorted(found) == [(first, first + 1, first + 2) for first in firsts]
+
+
+def test_a_dump_of_another_capacity_begins_again(tmp_path):
+    rb = buffer()
+    rb.extend(rows(0, 20))
+    assert rb.sample(6)["time"].tolist() == list(range(6))
+    rb.dumps(tmp_path)
+    other = buffer(capacity=48)
+    other.loads(tmp_path, convert=True)
+    assert other.sample(18)["time"].tolist() == list(range(18))
 
 
 def test_a_checkpoint_of_another_slice_sampler_is_converted(tmp_path):

@@ -101,6 +101,10 @@ def checked_states(
     return states
 
 
+#: What states of samplers say of each row or lane: how often it was drawn, or how far.
+_DRAWN = {"counts": torch.int32, "taken": torch.int64, "next": torch.int64}
+
+
 def reset(part: str, state: dict[str, object], seed: int, generator: object) -> dict[str, object]:
     """The state of a part for rows that were moved: epochs and generators begin again, and nothing is prefetched.
 
@@ -134,8 +138,9 @@ def reset(part: str, state: dict[str, object], seed: int, generator: object) -> 
 
 def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
     """The state of a sampler for rows that were moved: an epoch begins again, and no row was drawn. ``seed``: of the epoch's order."""
-    if "counts" in state:
-        return {**state, "counts": torch.zeros(0, dtype=torch.int32, device="cpu"), "ran_out": False}
+    none = {name: torch.zeros(0, dtype=dtype, device="cpu") for name, dtype in _DRAWN.items() if name in state}
+    if none:
+        return {**state, **none, **({"ran_out": False} if "ran_out" in state else {})}
     if "visited" not in state:
         return state
     begin = {name: 0 for name in _OF_AN_EPOCH if name in state}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -55,7 +55,7 @@ class StreamingSliceSampler(SliceSampler):
     by number are no new ones. Each sampler counts for itself which windows it has drawn, as each process has its own: two processes
     that share a store draw every window once each. A sampler that is new to a store, which may be an opened one, begins with the
     windows that are stored, where a trajectory begins with its oldest stored step. ``state_dict``, and so dumps and checkpoints, hold
-    where it is. A state of other rows, or one whose rows were moved to other shards, begins again.
+    where it is. Where rows were moved to other shards, lanes or a storage of another capacity, all stored windows come again.
 
     Args:
         slice_len: steps per window. The only length there is: a batch of ``B`` rows is ``B / slice_len`` windows.
@@ -183,4 +183,10 @@ class StreamingSliceSampler(SliceSampler):
 
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
-            return {**super().__getstate__(), "_loaded": self._position(), "_taken": None}
+            clock, positions = self._position()
+            # By value: another process would look for the memory of a new tensor after it is gone.
+            return {**super().__getstate__(), "_loaded": (clock, positions.tolist()), "_taken": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        clock, positions = state["_loaded"]
+        super().__setstate__({**state, "_loaded": (clock, torch.tensor(positions, dtype=torch.int64, device="cpu"))})
