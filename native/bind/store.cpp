@@ -284,7 +284,7 @@ void bind_reads(nb::class_<Store>& type) {
             }
             return array_of(std::move(holes));
           },
-          "The rows inside the extent that are not whole, in row order: an int64 array.");
+          "The void rows inside the extent, in row order: an int64 array.");
 }
 
 // Rows out, drawn.

@@ -352,6 +352,7 @@ void Control::copy_state(const Control& from) const {
   take(counters_->next_ticket, from.counters_->next_ticket);
   take(counters_->write_count, from.counters_->write_count);
   take(counters_->void_rows, from.counters_->void_rows);
+  became_void();
   take(counters_->lapped_rows, from.counters_->lapped_rows);
   take(counters_->redraws, from.counters_->redraws);
   take(counters_->patches, from.counters_->patches);
@@ -428,6 +429,7 @@ void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::
     raise(l.cursor, base + position);
     if (live > position) raise(l.high, base + live);
   }
+  became_void();
   counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // tables that know rows look at all of them again
 }
 
@@ -436,6 +438,7 @@ void Control::one_void_less() const {
   std::uint64_t n = left.load(std::memory_order_relaxed);
   while (n > 0 && !left.compare_exchange_weak(n, n - 1, std::memory_order_relaxed)) {
   }
+  counters_->void_changes.fetch_add(1, std::memory_order_acq_rel);
 }
 
 void Control::check_closed() const {

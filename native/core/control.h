@@ -102,6 +102,7 @@ struct LockPage {
 struct Counters {
   alignas(64) Word next_ticket;  // number of the next write; 0 is never used
   Word write_count;              // rows written since the last empty()
+  Word void_changes;             // how often a row became void, or was void and is not any more
   alignas(64) Word index_epoch;  // changes whenever store.json names other indexes
   Word void_rows;                // rows inside the extent that hold nothing
   Word lapped_rows;              // written, but overwritten by a faster writer first
@@ -321,7 +322,11 @@ class Control {
   /// `begun`: by a process that has died. Then this is finished, and lanes that hold nothing older stay as they are.
   void empty(std::uint64_t t, Claim& claim, bool begun) const;
 
-  /// One row that held nothing will be written. Never below zero: an empty() may just have forgotten them all.
+  /// A row is about to become void. In this order: it is counted before it is, so that void_rows is never too small.
+  void one_void_more() const { counters_->void_rows.fetch_add(1, std::memory_order_acq_rel); }
+  /// It is.
+  void became_void() const { counters_->void_changes.fetch_add(1, std::memory_order_acq_rel); }
+  /// One row that was void is not any more. Never below zero: an empty() may just have forgotten them all.
   void one_void_less() const;
 
   /// Makes the first n rows of the lane count, written by number and not through the cursor. How many did just before.

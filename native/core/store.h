@@ -239,7 +239,8 @@ class Store {
   /// Throws Stalled. Cost: O(capacity), a word each.
   std::uint64_t changes(std::uint64_t since, std::vector<std::int64_t>& rows, std::vector<std::int64_t>& numbers) const;
 
-  /// The rows inside the extent that are not whole, in row order.
+  /// The void rows inside the extent, in row order. Cost: O(void rows), and a look at all tickets where some changed since the last
+  /// call of this store.
   std::vector<std::int64_t> holes() const;
 
  private:
@@ -304,6 +305,8 @@ class Store {
   Mark mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);
   std::vector<std::int64_t> live_rows() const;
+  using Rows = std::vector<std::int64_t>;
+  std::shared_ptr<const Rows> voids() const;
   std::int64_t another_live(std::int64_t gone, const std::int64_t* rows, std::uint64_t n) const;
   void sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                      std::int64_t* numbers_out) const;
@@ -361,6 +364,13 @@ class Store {
     Word fields_epoch{0};  // of the store's fields when all of them were here
   };
   std::unique_ptr<Indexes> indexes_ = std::make_unique<Indexes>();
+  /// The rows that are void, in order, as they were found last, and the count of changes just before.
+  struct KnownVoids {
+    std::mutex mutex;  // only ever tried: who does not get it looks for itself, as a forked child may never get it
+    std::shared_ptr<const Rows> rows;
+    std::uint64_t changes = 0;
+  };
+  std::unique_ptr<KnownVoids> known_voids_ = std::make_unique<KnownVoids>();
   std::shared_ptr<Participants> others_;  // null: no process shares this store
   std::function<void()> on_new_index_, on_new_fields_;
   std::uint64_t pauses_ = 0, placings_ = 0;  // of each, how many are within each other

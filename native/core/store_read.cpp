@@ -22,25 +22,29 @@ constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks a
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
+constexpr const char* kNoneLive = "no row is live: the store was just emptied, or all its rows are void";
+constexpr std::uint64_t kMostTries = 8;            // per row, until void rows are left out before they are drawn
 
-// Uniform choice among the rows inside the lanes' extents, void ones included.
+// The rows inside the lanes' extents, in order: all of them, or those that are not among the given void ones.
 class Spans {
  public:
-  explicit Spans(const Control& control) : length_(control.lane_length()) {
+  explicit Spans(const Control& control, std::shared_ptr<const std::vector<std::int64_t>> voids = nullptr)
+      : length_(control.lane_length()), voids_(std::move(voids)) {
     if (control.lanes() == 1) {
-      total_ = control.filled(0);
+      inside_ = control.filled(0);
       return;
     }
     ends_.reserve(control.lanes());
-    for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) ends_.push_back(total_ += control.filled(lane));
-    if (total_ == control.capacity()) ends_.clear();  // all full: the k-th row is row k
+    for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) ends_.push_back(inside_ += control.filled(lane));
+    if (inside_ == control.capacity()) ends_.clear();  // all full: the k-th row is row k
   }
 
-  std::uint64_t total() const { return total_; }
+  std::uint64_t total() const { return inside_ - std::min(inside_, left_out()); }
   /// Whether the k-th row is row k.
-  bool ranks_are_rows() const { return ends_.empty(); }
+  bool ranks_are_rows() const { return ends_.empty() && left_out() == 0; }
 
   std::int64_t row(std::uint64_t k) const {
+    k += voids_before(k);
     if (ends_.empty()) return static_cast<std::int64_t>(k);
     const auto end = std::upper_bound(ends_.begin(), ends_.end(), k);
     const auto lane = static_cast<std::uint64_t>(end - ends_.begin());
@@ -49,8 +53,33 @@ class Spans {
   }
 
  private:
-  std::uint64_t length_, total_ = 0;
+  std::uint64_t left_out() const { return voids_ == nullptr ? 0 : voids_->size(); }
+
+  // How many void rows lie before the k-th other one: as many as have fewer than k + 1 others before them.
+  std::uint64_t voids_before(std::uint64_t k) const {
+    std::uint64_t low = 0;
+    for (std::uint64_t high = left_out(); low < high;) {
+      const std::uint64_t middle = low + (high - low) / 2;
+      if (place((*voids_)[middle]) - middle <= k) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+  // How many rows inside the extents lie before a row.
+  std::uint64_t place(std::int64_t row) const {
+    const auto at = static_cast<std::uint64_t>(row);
+    if (ends_.empty()) return at;
+    const std::uint64_t lane = at / length_;
+    return (lane == 0 ? 0 : ends_[lane - 1]) + at % length_;
+  }
+
+  std::uint64_t length_, inside_ = 0;
   std::vector<std::uint64_t> ends_;
+  std::shared_ptr<const std::vector<std::int64_t>> voids_;
 };
 
 }  // namespace
@@ -176,12 +205,10 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   check_columns(batch.size());
   look_after_others();
   const std::span<const std::uint64_t> which = all().first(batch.size());
-  const Spans spans(control_);
-  if (spans.total() == 0) throw NothingLive("no row has been written");
-  if (masses != nullptr) {
-    const std::uint64_t live = spans.total() - std::min(spans.total(), control_.void_rows());
-    *masses = {static_cast<double>(live), 1.0, live};
-  }
+  const std::uint64_t live = control_.size(), gaps = control_.void_rows();
+  const Spans spans(control_, gaps > live * (kMostTries - 1) ? voids() : nullptr);
+  if (spans.total() == 0) throw NothingLive(gaps == 0 ? "no row has been written" : kNoneLive);
+  if (masses != nullptr) *masses = {static_cast<double>(live), 1.0, live};
   const Random random(key);
   const std::uint64_t block = block_rows(which);
   std::atomic<bool> impatient{false};
@@ -233,15 +260,15 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   if (impatient.load(std::memory_order_relaxed)) sample_listed(random, n, batch, rows_out, numbers_out);
 }
 
-// Draws from a list of the live rows: where nearly everything inside the extent is void, or part of a large batch that is
-// still being written.
+// Draws from a list of the live rows: where nearly everything inside the extent is part of a large batch that is still being
+// written.
 void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                           std::int64_t* numbers_out) const {
   let_go();
   std::vector<std::int64_t> live = live_rows();
   for (std::uint64_t i = 0; i < n; ++i) {
     for (std::uint64_t attempt = kPatience + 1;; ++attempt) {
-      if (live.empty()) throw NothingLive("no row is live: the store was just emptied, or all its rows are void");
+      if (live.empty()) throw NothingLive(kNoneLive);
       const std::int64_t row = live[random.below(live.size(), i, attempt)];
       if (rows_out != nullptr) rows_out[i] = row;
       control_.count_redraws(1);
@@ -252,21 +279,13 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
 }
 
 void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const {
-  const bool gaps = control_.void_rows() > 0;
-  if (gaps) let_go();
-  const Spans spans(control_);
-  std::vector<std::int64_t> live;  // one that is being written keeps its rank, as it counts in size()
-  for (std::uint64_t k = 0; gaps && k < spans.total(); ++k) {
-    const std::int64_t row = spans.row(k);
-    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row)).load(std::memory_order_acquire);
-    if (state_of(word) == State::voided || control_.left_behind(static_cast<std::uint64_t>(row), word)) continue;
-    live.push_back(row);
-  }
-  const std::uint64_t total = gaps ? live.size() : spans.total();
+  const Spans spans(control_, control_.void_rows() == 0 ? nullptr : voids());
+  const bool as_they_are = spans.ranks_are_rows();
+  const std::uint64_t total = spans.total();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto rank = static_cast<std::uint64_t>(ranks[i]);
     if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
-    if (gaps || !spans.ranks_are_rows()) ranks[i] = gaps ? live[rank] : spans.row(rank);
+    if (!as_they_are) ranks[i] = spans.row(rank);
   }
   const std::span<const std::uint64_t> which = all().first(batch.size());
   std::vector<std::int64_t> moved = gather(ranks, n, which, batch, nullptr, numbers_out);
@@ -366,17 +385,32 @@ std::vector<std::int64_t> Store::live_rows() const {
   }
 }
 
-std::vector<std::int64_t> Store::holes() const {
-  std::vector<std::int64_t> holes;
+std::vector<std::int64_t> Store::holes() const { return *voids(); }
+
+// All rows are looked at where some became void since, or are not any more; or where as many as are counted were not found, as a
+// process is at it, or died at it. A row that is being written is not void: it counts in size().
+std::shared_ptr<const Store::Rows> Store::voids() const {
+  KnownVoids& known = *known_voids_;
+  const std::uint64_t changes = control_.counters().void_changes.load(std::memory_order_acquire);
+  if (const std::unique_lock lock(known.mutex, std::try_to_lock); lock && known.rows != nullptr) {
+#ifdef ENGRAM_WITHOUT_VOID_CHANGES  // the tests must fail then: make negative-controls
+    if (known.rows->size() == control_.void_rows()) return known.rows;
+#else
+    if (known.changes == changes && known.rows->size() == control_.void_rows()) return known.rows;
+#endif
+  }
+  let_go();
+  Rows found;
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
     const std::uint64_t start = lane * control_.lane_length(), end = start + control_.filled(lane);
     for (std::uint64_t row = start; row < end; ++row) {
-      if (!is_committed(control_.word(row).load(std::memory_order_acquire))) {
-        holes.push_back(static_cast<std::int64_t>(row));
-      }
+      const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+      if (state_of(word) == State::voided || control_.left_behind(row, word)) found.push_back(static_cast<std::int64_t>(row));
     }
   }
-  return holes;
+  auto rows = std::make_shared<const Rows>(std::move(found));
+  if (const std::unique_lock lock(known.mutex, std::try_to_lock); lock) known.rows = rows, known.changes = changes;
+  return rows;
 }
 
 }  // namespace engram

@@ -43,19 +43,19 @@ void Store::void_gaps() const {
     std::uint64_t seen = control_.word(row).load(std::memory_order_acquire);
     if (state_of(seen) != State::unused) continue;
     if (!control_.inside(row)) continue;
-    control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);
+    control_.one_void_more();
     const std::uint64_t gone = ticket(number_of(seen), State::voided);
     if (!control_.word(row).compare_exchange_strong(seen, gone, std::memory_order_acq_rel)) {
       control_.one_void_less();
       continue;
     }
+    control_.became_void();
     fence(std::memory_order_seq_cst);  // as in write_and_tell: who emptied the lane meanwhile may have passed the row by
     forget_if_outside(row, number_of(gone));
   }
 }
 
-// In this order: a row is counted as void before it is, so that void_rows is never too small; and the claim goes last, so
-// that a death in here is repaired again. Returns how many rows became void.
+// The claim goes last, so that a death in here is repaired again. Returns how many rows became void.
 std::uint64_t Store::repair(Claim& claim) const {
   const std::int64_t lane = copied(claim.lane);
   if (lane <= kEmptying) {
@@ -88,8 +88,9 @@ std::uint64_t Store::repair(Claim& claim) const {
     Word& word = control_.word(static_cast<std::uint64_t>(rows[i]));
     std::uint64_t seen = ticket(numbers[i], State::writing);
     if (word.load(std::memory_order_acquire) == seen) {
-      control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);
+      control_.one_void_more();
       if (word.compare_exchange_strong(seen, ticket(numbers[i], State::voided), std::memory_order_acq_rel)) {
+        control_.became_void();
         ++voided;
       } else {
         control_.one_void_less();

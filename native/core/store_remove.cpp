@@ -48,8 +48,9 @@ std::uint64_t Store::remove_under(std::uint64_t t0, const std::int64_t* rows, co
       if (expected != nullptr && number_of(seen) != static_cast<std::uint64_t>(expected[i])) return false;
       const std::uint64_t number = t0 + gone.size();
       if (number_of(seen) >= t0) return true;
-      control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);  // before the row is, as in repair()
+      control_.one_void_more();
       if (word.compare_exchange_strong(seen, ticket(number, State::voided), std::memory_order_acq_rel)) {
+        control_.became_void();
         fence(std::memory_order_seq_cst);  // as in write_and_tell: who emptied the lane meanwhile may have passed the row by
         forget_if_outside(row, number);
         gone.push_back(rows[i]);
