@@ -55,6 +55,13 @@ def check_path(what: str, value: object) -> Path:
     return Path(path).absolute()
 
 
+def _has_large_ints(array: np.ndarray) -> bool:
+    """Whether it was made of ints of which no int64 holds some."""
+    if array.dtype.kind == "u":
+        return array.dtype.itemsize == 8 and bool((array >= 1 << 63).any())
+    return array.dtype.kind == "O" and array.size > 0 and all(isinstance(one, int) for one in array.flat)
+
+
 def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of any array, list or range as a tensor on the CPU, complex ones as they are; a tensor as it is. An empty list has ints.
 
@@ -66,9 +73,9 @@ def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Te
         array = np.asarray(value)
         if not array.size and isinstance(value, list | tuple):
             array = array.astype(np.int64)
-        if dtype is None and array.size and array.dtype.kind == "O" and all(isinstance(one, int) for one in array.flat):
+        if dtype is not torch.float64 and array is not value and _has_large_ints(array):
             raise RowError(f"{what}: expected numbers below 2**63, got larger ones.")
-        if dtype is torch.float64 and array.dtype.kind == "f":
+        if dtype is torch.float64 and array.dtype.kind in "fu":
             array = array.astype(np.float64, copy=False)  # by NumPy: in a third of the time
         # torch takes no strides below zero, nor other byte orders.
         if not (array.flags.c_contiguous and array.dtype.isnative):

@@ -92,7 +92,7 @@ def _closed(cls: type) -> type:
     methods = {name: _refused(name) for name in {*special, *_COPYING} - _OF_ALL_OBJECTS}
     shown = dict.fromkeys({"__repr__", *(special & {"__rich__"})}, _text)
 
-    def opened(_: type, *args: object, **kwargs: object) -> object:
+    def opened(_: object, *args: object, **kwargs: object) -> object:
         return cls(*args, **kwargs)
 
     known = {

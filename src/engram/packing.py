@@ -83,7 +83,13 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
         entries = [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]
         device = None if item.device is None else str(item.device)
         return ["tensordict", len(item.batch_size), device, entries]
-    if type(item) is dict and all(_is_key(key) for key in item):
+    if type(item) is dict:
+        for key in item:
+            if not (_is_key(key) or _is_integer(key)):
+                raise TypeError(
+                    f"{where}: expected keys that are strings, tuples of strings or ints, got {key!r:.80}. Other "
+                    "dicts cannot be saved."
+                )
         return ["dict", [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]]
     if type(item) in (list, tuple):
         children = [_tree(value, parts, f"{where}[{i}]", depth + 1) for i, value in enumerate(item)]
@@ -147,7 +153,7 @@ def _unpack(tree: Any, parts: list[object], n: int, device: torch.device | None,
                 for i, size in enumerate(part["sizes"].tolist())
             ]
         case ["dict", list(entries)]:
-            columns = _entries(entries, parts, n, device, where, depth)
+            columns = _entries(entries, parts, n, device, where, depth, integers=True)
             return [{key: column[i] for key, column in columns.items()} for i in range(n)]
         case ["list" | "tuple" as kind, list(children)]:
             rows = [_unpack(child, parts, n, device, where, depth + 1) for child in children]
@@ -156,14 +162,21 @@ def _unpack(tree: Any, parts: list[object], n: int, device: torch.device | None,
 
 
 def _entries(
-    entries: list[Any], parts: list[Any], n: int, device: torch.device | None, where: str, depth: int
+    entries: list[Any],
+    parts: list[Any],
+    n: int,
+    device: torch.device | None,
+    where: str,
+    depth: int,
+    *,
+    integers: bool = False,
 ) -> dict[Any, list[Any]]:
     columns: dict[object, list[object]] = {}
     for found in entries:
         match found:
-            case [str() | list() as written, child]:
+            case [str() | int() | list() as written, child]:
                 key = tuple(written) if isinstance(written, list) else written  # JSON has no tuples
-                if _is_key(key) and key not in columns:
+                if (_is_key(key) or (integers and _is_integer(key))) and key not in columns:
                     columns[key] = _unpack(child, parts, n, device, where, depth + 1)
                     continue
         raise ValueError(f"{where}: tree: expected keys, each once, got {str(found)[:80]!r}.")
@@ -173,6 +186,10 @@ def _entries(
 def _is_key(key: object) -> bool:
     """A name, or a path of names: what a draw's info has."""
     return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(name, str) for name in key))
+
+
+def _is_integer(key: object) -> bool:
+    return isinstance(key, int) and not isinstance(key, bool)
 
 
 def _part(parts: list[Any], ndim: int, n: int, where: str) -> dict[str, Tensor]:

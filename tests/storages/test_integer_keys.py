@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from engram import (
     Checkpointer,
@@ -17,9 +18,11 @@ from engram import (
     IncompatibleStore,
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     ReplayBuffer,
 )
 from engram.format.schema import decode, encode
+from engram.packing import pack, unpack
 from tests.ranks.jobs import done, job
 
 N = 5
@@ -224,3 +227,33 @@ def test_descriptions_say_so_in_a_version_of_their_own():
         text["structure"]["integers"] = wrong
         with pytest.raises(CorruptStore, match="integers"):
             decode(json.dumps(text).encode(), "x")
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows)
+def test_lists_of_rows_keep_them(tree):
+    rb, other = (ReplayBuffer(storage=ListStorage(4)) for _ in range(2))
+    rb.extend([filled(tree), {"x": torch.zeros(1), -1: torch.ones(2)}])
+    with tempfile.TemporaryDirectory() as folder:
+        rb.dumps(Path(folder) / "dump")
+        other.loads(Path(folder) / "dump")
+    assert said(other[0]) == said(filled(tree))
+    assert list(other[1]) == ["x", -1]
+
+
+@pytest.mark.parametrize("key", [True, 1.5, None, (1,), b"a"], ids=repr)
+def test_other_keys_of_lists_are_not_saved(key, tmp_path):
+    rb = ReplayBuffer(storage=ListStorage(4))
+    rb.add({"a": {key: torch.zeros(1)}})
+    with pytest.raises(
+        TypeError, match=r"item 0\['a'\]: expected keys that are strings, tuples of strings or ints, got"
+    ):
+        rb.dumps(tmp_path / "dump")
+    assert not (tmp_path / "dump").exists()
+
+
+def test_a_tensordict_in_a_damaged_list_has_no_ints():
+    state = pack([TensorDict({"a": torch.zeros(1)}, [])])
+    state["forms"][0]["tree"] = state["forms"][0]["tree"].replace('"a"', "1")
+    with pytest.raises(ValueError, match="expected keys, each once"):
+        unpack(state, None, "items")

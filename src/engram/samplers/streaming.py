@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 
@@ -187,6 +187,6 @@ class StreamingSliceSampler(SliceSampler):
             # By value: another process would look for the memory of a new tensor after it is gone.
             return {**super().__getstate__(), "_loaded": (clock, positions.tolist()), "_taken": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        clock, positions = state["_loaded"]
+    def __setstate__(self, state: dict[str, object]) -> None:
+        clock, positions = cast("tuple[int, list[int]]", state["_loaded"])
         super().__setstate__({**state, "_loaded": (clock, torch.tensor(positions, dtype=torch.int64, device="cpu"))})
