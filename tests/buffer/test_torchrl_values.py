@@ -87,6 +87,36 @@ def test_rows_are_set_by_a_slice(make):
     assert unbounded.get(slice(None)) == ["a", "d", "e"]
 
 
+def test_the_device_of_a_storage_is_set(monkeypatch, tmp_path):
+    storage = LazyTensorStorage(4, device="auto")
+    storage.device = "cpu"
+    assert storage.device == torch.device("cpu")
+    ReplayBuffer(storage=storage).extend(torch.arange(3))
+    storage.device = torch.device("cpu")  # where it is
+    on_disk, listed, untold = LazyMemmapStorage(4, scratch_dir=tmp_path / "x"), ListStorage(4), LazyTensorStorage(4)
+    on_disk.device = "cpu"
+    with pytest.raises(RuntimeError, match="LazyTensorStorage: device: no such device, 'cuda:99'"):
+        storage.device = "cuda:99"
+    for module in ("lazy", "list"):  # as if there were one more
+        monkeypatch.setattr(f"engram.storages.{module}.existing_device", lambda device, where: torch.device(device))
+    for full in (storage, on_disk):
+        with pytest.raises(RuntimeError, match=r"Storage: device: expected cpu, where its rows are, got meta"):
+            full.device = "meta"
+        assert full.device == torch.device("cpu")
+    untold.device = listed.device = "meta"
+    assert untold.device == listed.device == torch.device("meta")
+    listed.device = None
+    assert listed.device is None
+    listed.device = "meta"
+    with ReplayBuffer(storage=listed) as rb:
+        rb.add(torch.zeros(2))
+        rb.add({"a": [torch.zeros(2), "text"], "b": TensorDict({"c": torch.zeros(2)}, [])})
+        assert rb[0].is_meta
+        assert rb[1]["a"][0].is_meta
+        assert rb[1]["b"]["c"].is_meta
+        assert rb[1]["a"][1] == "text"
+
+
 def test_cleanup_says_whether_it_removed(tmp_path):
     for arguments in ({}, {"scratch_dir": tmp_path / "x"}, {"scratch_dir": tmp_path / "y", "auto_cleanup": True}):
         storage = LazyMemmapStorage(4, **arguments)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from engram._devices import existing_device
 from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.limits import Rules
@@ -122,6 +123,30 @@ class LazyTensorStorage(TensorStorage):
             self._device = device_of(data)
         self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
         announce(advice(structure.fields, dtypes))
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows lie. It may be set until the first write.
+
+        Setting it raises ``RuntimeError``: no such device on this machine, or rows lie on another one.
+
+        >>> from engram import LazyTensorStorage
+        >>> storage = LazyTensorStorage(10, device="auto")
+        >>> storage.device = "cpu"
+        """
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str) -> None:
+        given = existing_device(device, f"{type(self).__name__}: device")
+        with self._lock:
+            if self.memory is None and self._home is None:
+                self._device_argument, self._device = str(given), given
+            elif given != self._device:
+                raise RuntimeError(
+                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage "
+                    "with device=…, and extend that by the rows."
+                )
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:

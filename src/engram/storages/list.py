@@ -13,7 +13,7 @@ from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.nested import find
+from engram.nested import find, map_with_paths
 from engram.packing import pack, unpack
 from engram.persist.snapshot import WholeSnapshot
 from engram.priorities import PriorityConfig, PriorityIndex
@@ -44,7 +44,7 @@ class ListStorage(Storage):
 
     Args:
         max_size: rows, or None: the buffer's ``size``, else unbounded.
-        device: where tensors and TensorDicts are moved when they are written, or None.
+        device: where tensors and TensorDicts are moved when they are written, those in dicts, lists and tuples too; or None.
 
     Raises:
         ValueError: ``max_size`` below 1.
@@ -92,7 +92,21 @@ class ListStorage(Storage):
 
     @property
     def device(self) -> torch.device | None:
+        """Where tensors of rows are moved to when they are written; None: they stay where they are. May be set.
+
+        Setting it raises ``RuntimeError``: no such device on this machine.
+
+        >>> from engram import ListStorage
+        >>> storage = ListStorage(10)
+        >>> storage.device = "cpu"
+        >>> storage.device
+        device(type='cpu')
+        """
         return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | None) -> None:
+        self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
 
     @property
     def write_count(self) -> int:
@@ -129,14 +143,11 @@ class ListStorage(Storage):
         """Items as they are kept."""
         kinds = {type(item): item for item in items}  # each is looked at once
         with_tensors = {kind: isinstance(item, Tensor) or is_tensor_collection(item) for kind, item in kinds.items()}
-        return [self._without_graph(item) if with_tensors[type(item)] else item for item in items]
+        kept = [_without_graph(item) if with_tensors[type(item)] else item for item in items]
+        return kept if self._device is None else [map_with_paths(item, self._moved, keep=True) for item in kept]
 
-    def _without_graph(self, item: object) -> object:
-        if isinstance(item, Tensor):
-            kept = item.detach() if item.requires_grad else item
-        else:
-            kept = detached(item)
-        return kept if self._device is None else kept.to(self._device)
+    def _moved(self, leaf: object, _: object) -> object:
+        return leaf.to(self._device) if isinstance(leaf, Tensor) or is_tensor_collection(leaf) else leaf
 
     def write(self, plan: WritePlan, prepared: list[object], n: int) -> Write:
         if plan.kept is not None:
@@ -423,3 +434,9 @@ def _with_entries(item: object, entries: dict[str, Tensor]) -> object:
     for key, value in entries.items():
         made.set(key, value.expand(made.batch_size))
     return made
+
+
+def _without_graph(item: object) -> object:
+    if isinstance(item, Tensor):
+        return item.detach() if item.requires_grad else item
+    return detached(item)
