@@ -58,6 +58,9 @@ DIFFERS = {
     "`Sequence` around the rows of a sampler": "tests/units/test_sequence.py::test_are_those_of_torchrl",
     "`SliceSampler(fragmented=True)`": "tests/samplers/test_fragmented.py::test_runs_are_those_of_a_sort",
     "`StreamingSliceSampler`": "tests/samplers/test_streaming.py::test_columns_have_windows_of_their_own",
+    "`SliceSamplerWithoutReplacement(shuffle=False)` in a full ring": (
+        "tests/samplers/test_slices_epoch.py::test_without_shuffling_the_oldest_trajectory_comes_first"
+    ),
     "`rb[:] = data` with a new field": "tests/buffer/test_added_fields.py::test_what_a_process_writes_meanwhile_is_filled",
     "`checkpointer=`, `TED2Flat` and the like": "tests/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
     "an argument that is not supported": (

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from engram import (
+    LazyTensorStorage,
     NoSampleable,
+    ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
@@ -39,6 +41,14 @@ def test_orders_of_a_pass():
     assert_uniform(orders.values())
     rb = buffer(SliceSamplerWithoutReplacement(slice_len=1, shuffle=False), steps([2, 1, 3]))
     assert [numbers(rb, 2, 1) for _ in range(4)] == [[0, 1], [2], [0, 1], [2]]
+
+
+def test_without_shuffling_the_oldest_trajectory_comes_first():
+    sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=4)
+    for episode in range(6):  # the last two lie where the first two were
+        rb.extend({"episode": torch.full((2,), episode), "step": torch.arange(2) + 2 * episode})
+    assert [rb.sample()["step"].tolist() for _ in range(2)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_a_write_begins_a_new_pass():
