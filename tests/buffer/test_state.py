@@ -446,7 +446,7 @@ def test_items_of_every_form():
         ("text", "item 1"),
         ({"a": {"b": 3}}, r"item 1\['a'\]\['b'\]"),
         ([torch.zeros(1), np.zeros(2)], r"item 1\[1\]"),
-        ({1: torch.zeros(1)}, "item 1"),
+        ({1.5: torch.zeros(1)}, "item 1"),
         (torch.zeros(2).to_sparse(), "item 1"),
     ],
 )
