@@ -1,4 +1,5 @@
 import gc
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -14,6 +15,10 @@ settings.register_profile(
     "engram", deadline=None, derandomize=stress.SIZE == "small", suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("engram")
+
+# As an import of torchrl does. Without it tensordict leaves "None" in the environment, which it cannot read in the programs that tests
+# start where torchrl is not installed.
+os.environ.setdefault("LAZY_LEGACY_OP", "False")
 
 
 def pytest_configure(config):
