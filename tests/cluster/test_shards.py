@@ -72,8 +72,10 @@ def test_before_the_first_row_it_is_empty_and_each_writer_has_a_shard_of_its_own
 
 
 def test_clients_that_begin_at_once_take_different_shards(three):
+    with three.client() as first:
+        first.extend(rows(1))  # a home is chosen once there are rows
+    until(lambda: three.storage.there.state().writers == 0)  # it has left, and those of the test before
     writers, barrier, homes = three.clients(3), threading.Barrier(3), [None] * 3
-    until(lambda: three.storage.there.state().writers == 0)  # those of the test before have left
 
     def begin(k):
         len(writers[k])
