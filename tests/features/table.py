@@ -1,0 +1,22 @@
+"""The features of which the contract is asked."""
+
+from tests.features import reading, remembering
+
+FEATURES = {
+    "Transition": reading.OneStep(),
+    "Sequence": reading.Windows(),
+    "PromptGroupSampler of numbers": reading.Groups("prompt"),
+    "PromptGroupSampler of bytes": reading.Groups("name"),
+    "query": reading.Queries(),
+    "FrameStack": reading.Stacks(),
+    "CatFrames": reading.Frames(),
+    "NStep": reading.Returns(),
+    "HER final": reading.Hindsights(),
+    "HER future": reading.LaterGoals(),
+    "StalenessAwareSampler": reading.Stale(),
+    "ConsumingSampler": remembering.Consumed(),
+    "StreamingSliceSampler": remembering.Streams(),
+    "fragmented": remembering.Fragments(),
+    "remove": remembering.Removed(),
+    "add_field": remembering.Added(),
+}
