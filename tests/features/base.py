@@ -8,8 +8,8 @@ from engram import RandomSampler, TensorDictReplayBuffer
 from tests.features.rows import check_whole, steps, whos_in, whos_of
 from tests.stress import size
 
-#: Draws of 8 rows out of some tens: that one of them is never drawn has a chance below 1e-12.
-DRAWS = size(200, 2000)
+#: At least so many batches are drawn by a check, and so many more until all that should be drawn was, which takes some tens.
+LEAST, MOST = size(30, 1000), 2000
 CAPACITY = 128
 
 
@@ -25,6 +25,14 @@ class Known:
     drawn: set = field(default_factory=set)
     #: Whether ``drawn`` is all that was drawn; else it is a part of that.
     exact: bool = True
+
+
+def until(enough, most=MOST):
+    """Goes round until that holds."""
+    for number in range(most):
+        if number >= LEAST and enough():
+            return
+        yield number
 
 
 class Feature:
@@ -98,7 +106,7 @@ class Feature:
     def check(self, rb, known):
         """All that is drawn follows from the steps that are stored, and all that may be drawn is."""
         drawn = set()
-        for _ in range(DRAWS):
+        for _ in until(lambda: drawn >= known.whos):
             batch = rb.sample()
             self.sound(batch, known.whos)
             drawn.update(batch["who"].tolist())

@@ -14,7 +14,7 @@ from engram import (
     Transition,
     traj,
 )
-from tests.features.base import DRAWS, Feature
+from tests.features.base import LEAST, MOST, Feature, until
 from tests.features.rows import by_trajectory, check_whole, window
 
 
@@ -56,7 +56,7 @@ class Windows(Feature):
 
     def check(self, rb, known):
         trajectories, anchors = by_trajectory(known.whos), set()
-        for _ in range(DRAWS):
+        for _ in until(lambda: anchors >= known.whos):
             for got, valid in self.windows(rb.sample()):
                 own = trajectories[got[1] // 100]  # the anchor is the second record
                 at = own.index(got[1])
@@ -164,12 +164,12 @@ class Stale(Feature):
 
     def check(self, rb, known):
         assert rb.sampler.consumer_version == 4
-        drawn = set()
-        for _ in range(DRAWS):
+        fresh, drawn = {who for who in known.whos if who % 100 >= 2}, set()
+        for _ in until(lambda: drawn >= fresh):
             batch = rb.sample()
             self.sound(batch, known.whos)
             drawn.update(batch["who"].tolist())
-        assert drawn == {who for who in known.whos if who % 100 >= 2}
+        assert drawn == fresh
 
 
 class Returns(Feature):
@@ -190,7 +190,7 @@ class Returns(Feature):
 
     def check(self, rb, known):
         super().check(rb, known)
-        for _ in range(DRAWS // 10):
+        for _ in range(LEAST):
             batch = rb.sample()
             for who, after in zip(batch["who"].tolist(), batch["next", "obs"].squeeze(-1).tolist(), strict=True):
                 assert after == who + 1 + (who + 1 in known.whos)
@@ -237,7 +237,7 @@ class Hindsights(Feature):
             (who, goal) for own in by_trajectory(known.whos).values() for who in own for goal in self.goals(who, own)
         }
         found = set()
-        for _ in range(4 * DRAWS):
+        for _ in until(lambda: found >= expected, 4 * MOST):
             batch = rb.sample()
             self.sound(batch, known.whos)
             found.update(zip(batch["who"][:4].tolist(), batch["goal"][:4, 0].int().tolist(), strict=True))

@@ -3,7 +3,7 @@
 import torch
 
 from engram import ConsumingSampler, NoSampleable, SliceSampler, StreamingSliceSampler
-from tests.features.base import DRAWS, Feature, Known
+from tests.features.base import LEAST, Feature, Known, until
 from tests.features.rows import by_trajectory, check_whole, steps, whos_in, whos_of
 
 
@@ -74,7 +74,7 @@ class Streams(Feature):
         if known.exact:
             assert sorted(drawn) == sorted(new)
         assert new <= set(drawn)
-        for _ in range(DRAWS):
+        for _ in range(LEAST):
             self.sound(rb.sample(), known.whos)
         known.drawn, known.exact = every, True
 
@@ -105,7 +105,7 @@ class Fragments(Feature):
 
     def check(self, rb, known):
         every, drawn = {(who, who + 1) for who in known.whos if who + 1 in known.whos}, set()
-        for _ in range(DRAWS if every else 0):
+        for _ in until(lambda: drawn >= every) if every else ():
             batch = rb.sample()
             self.sound(batch, known.whos)
             drawn.update(map(tuple, batch["who"].reshape(-1, 2).tolist()))
@@ -147,7 +147,7 @@ class Added(Feature):
         self.check_values(rows, known)
         assert set(rows["who"].tolist()) == known.whos
         super().check(rb, known)
-        for _ in range(DRAWS // 10):
+        for _ in range(LEAST):
             self.check_values(rb.sample(), known)
 
     def check_values(self, batch, known):
