@@ -21,6 +21,8 @@ class Known:
     whos: set
     #: The row of each step that this process has written.
     rows: dict = field(default_factory=dict)
+    #: Those stored that were written last, the newest at the end, where a feature must remember it.
+    order: list = field(default_factory=list)
     #: What was drawn, where a feature must remember it.
     drawn: set = field(default_factory=set)
     #: Whether ``drawn`` is all that was drawn; else it is a part of that.
@@ -40,6 +42,7 @@ class Feature:
 
     batch_size = 8
     capacity = CAPACITY
+    cls = TensorDictReplayBuffer
     #: After which of ``reopened`` and ``moved`` what was drawn is forgotten.
     forgets = frozenset()
     #: Whether all processes that share a store draw from one account.
@@ -58,7 +61,7 @@ class Feature:
         rb.remove(known.rows[max(known.whos)])
 
     def buffer(self, storage, *, seed=0, arguments=None):
-        return TensorDictReplayBuffer(
+        return self.cls(
             storage=storage,
             batch_size=self.batch_size,
             generator=torch.Generator().manual_seed(seed),
@@ -68,10 +71,18 @@ class Feature:
     def write(self, rb, known, *trajectories):
         """Write whole trajectories."""
         for number in trajectories:
-            data = steps(number)
+            data = self.data(number)
             rows = rb.extend(data)
             known.rows.update(zip(data["who"].tolist(), rows.tolist(), strict=True))
-            known.whos |= whos_in(number)
+        self.wrote(known, *trajectories)
+
+    def data(self, number):
+        """The steps of a trajectory, as they are written."""
+        return steps(number)
+
+    def wrote(self, known, *trajectories):
+        """Know that somebody wrote them."""
+        known.whos |= whos_in(*trajectories)
 
     def play(self, rb, trajectories):
         """Write, and use the feature a little. Returns what is known then."""

@@ -1,6 +1,6 @@
 """The features of which the contract is asked."""
 
-from tests.features import reading, remembering
+from tests.features import reading, remembering, writing
 
 FEATURES = {
     "Transition": reading.OneStep(),
@@ -19,4 +19,9 @@ FEATURES = {
     "fragmented": remembering.Fragments(),
     "remove": remembering.Removed(),
     "add_field": remembering.Added(),
+    "remover=FifoRemover": writing.Fifo(),
+    "remover=Lifo": writing.Newest(),
+    "remover=LowestPriority": writing.Lowest(),
+    "remover=StalestFirst": writing.Stalest(),
+    "integer keys": writing.Numbered(),
 }

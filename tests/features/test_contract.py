@@ -2,9 +2,8 @@
 
 import pytest
 
-from engram import Checkpointer, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram import Checkpointer, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from tests import forkserver
-from tests.features.base import CAPACITY
 from tests.features.rows import APART, whos_in, whos_of
 from tests.features.table import FEATURES
 from tests.ranks.jobs import done, job
@@ -20,9 +19,10 @@ pytestmark = [
 ]
 
 
-def made(name, kind, folder, *, seed=0, broken=False):
+def made(name, kind, folder, *, seed=0, broken=False, capacity=None):
     feature = FEATURES[name]
-    storage = LazyMemmapStorage(CAPACITY, scratch_dir=folder) if kind == "folder" else LazyTensorStorage(CAPACITY)
+    rows = capacity or feature.capacity
+    storage = LazyMemmapStorage(rows, scratch_dir=folder) if kind == "folder" else LazyTensorStorage(rows)
     rb = feature.buffer(storage, seed=seed, arguments=feature.broken() if broken else None)
     return rb.share() if kind == "shared" else rb
 
@@ -69,7 +69,7 @@ def test_a_folder_is_opened_again(name, how, tmp_path):
         rb = ReplayBuffer.open(tmp_path / "store", **feature.reopening())
     else:
         more = {"batch_size": feature.batch_size, **feature.arguments()}
-        rb = TensorDictReplayBuffer.open_or_create(tmp_path / "store", CAPACITY, **more)
+        rb = feature.cls.open_or_create(tmp_path / "store", feature.capacity, **more)
     with rb:
         go_on(name, rb, feature.reset(known, "reopened"))
 
@@ -102,7 +102,7 @@ def beside(feature, rb, known, trajectories):
     whos = known.whos | whos_in(*trajectories)
     for _ in range(BESIDE):
         feature.draw(rb, known, whos)
-    known.whos = whos
+    feature.wrote(known, *trajectories)
 
 
 def other_process(name, rb, known, pipe):
@@ -129,8 +129,8 @@ def save(ranks, rank, name, root):
     return known
 
 
-def restore(ranks, rank, name, root):
-    rb = made(name, KINDS[rank], root.with_name(f"rank-{rank}"), seed=10 + rank)
+def restore(ranks, rank, name, root, capacity):
+    rb = made(name, KINDS[rank], root.with_name(f"rank-{rank}"), seed=10 + rank, capacity=capacity)
     Checkpointer(root, rb, ranks=ranks, timeout=60.0).restore(incomplete=KEEP)
     return rb
 
@@ -139,7 +139,7 @@ def restore(ranks, rank, name, root):
 def test_two_ranks_go_on_as_another_number(name, ranks, tmp_path):
     feature = FEATURES[name]
     saved = done(job(2, save, name, tmp_path / "saved"))
-    every = done(job(ranks, restore, name, tmp_path / "saved"))
+    every = done(job(ranks, restore, name, tmp_path / "saved", feature.capacity * 2 // min(ranks, 2)))
     shares = [whos_of(rb) for rb in every]
     assert sum(map(len, shares)) == sum(len(known.whos) for known in saved)
     assert set().union(*shares) == set().union(*(known.whos for known in saved))
