@@ -9,6 +9,7 @@ from engram import (
     NStep,
     PromptGroupSampler,
     RandomSampler,
+    RewardToGo,
     Sequence,
     StalenessAwareSampler,
     Transition,
@@ -194,6 +195,25 @@ class Returns(Feature):
             batch = rb.sample()
             for who, after in zip(batch["who"].tolist(), batch["next", "obs"].squeeze(-1).tolist(), strict=True):
                 assert after == who + 1 + (who + 1 in known.whos)
+
+
+class Sums(Feature):
+    """The rewards from a step to the last one of its trajectory."""
+
+    def arguments(self, gamma=0.5):
+        return {"sampler": RewardToGo(RandomSampler(), gamma, traj_key="episode")}
+
+    def broken(self):
+        return self.arguments(1.0)
+
+    def check(self, rb, known):
+        super().check(rb, known)
+        trajectories = by_trajectory(known.whos)
+        for _ in range(LEAST):
+            batch = rb.sample()
+            for who, found in zip(batch["who"].tolist(), batch["reward_to_go"].squeeze(-1).tolist(), strict=True):
+                last = trajectories[who // 100][-1]
+                assert found == sum(0.5 ** (later - who) * (later % 100) for later in range(who, last + 1))
 
 
 class Hindsights(Feature):

@@ -11,6 +11,7 @@ FEATURES = {
     "FrameStack": reading.Stacks(),
     "CatFrames": reading.Frames(),
     "NStep": reading.Returns(),
+    "RewardToGo": reading.Sums(),
     "HER final": reading.Hindsights(),
     "HER future": reading.LaterGoals(),
     "StalenessAwareSampler": reading.Stale(),
