@@ -8,8 +8,9 @@ from engram import RandomSampler, TensorDictReplayBuffer
 from tests.features.rows import check_whole, steps, whos_in, whos_of
 from tests.stress import size
 
-#: At least so many batches are drawn by a check, and so many more until all that should be drawn was, which takes some tens.
-LEAST, MOST = size(30, 1000), 2000
+#: At least so many batches are drawn by a check, and so many more until all that should be drawn was: some tens.
+#: That one of those is not in ``MOST`` has a chance below 1e-10.
+LEAST, MOST = size(20, 1000), size(1000, 4000)
 CAPACITY = 128
 
 
