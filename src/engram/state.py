@@ -161,10 +161,8 @@ def prepare_load(component: Any, state: object, where: str) -> Commit:
         return Loads()
     kept, before = copied(state, where), saved(component, where)
     try:
-        component.load_state_dict(copied(kept))
-    except Exception as error:
-        _theirs.error = error
-        raise
+        with raised_by_the_user():
+            component.load_state_dict(copied(kept))
     finally:
         component.load_state_dict(before)
     return Change(component.load_state_dict, kept)
@@ -177,6 +175,18 @@ class _Theirs(threading.local):
 
 
 _theirs = _Theirs()
+
+
+@contextlib.contextmanager
+def raised_by_the_user(note: str | None = None) -> Iterator[None]:
+    """Around a call of what is the user's own: what it raises passes :func:`read_from` as it is, with a note."""
+    try:
+        yield
+    except Exception as error:
+        if note is not None:
+            error.add_note(note)
+        _theirs.error = error
+        raise
 
 
 @contextlib.contextmanager

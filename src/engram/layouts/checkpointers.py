@@ -13,6 +13,7 @@ from engram.format import disk
 from engram.format.dumps import replacing, standing
 from engram.format.part_reader import is_part
 from engram.format.parts import PartReader
+from engram.layouts.calling import check_hook
 from engram.layouts.hooked import HookedSnapshot, is_hooked, prepare_hooked
 from engram.layouts.hooks import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 from engram.layouts.keys import Keys
@@ -72,6 +73,9 @@ class StorageCheckpointerBase(abc.ABC):
             hook: takes and returns a TensorDict. It gets ``[T, *columns]`` slots of the storage, as live views; before, its attributes
                 ``shift`` and ``is_full`` are set, if it has them: the slot behind the newest one, and whether all slots are live.
 
+        Raises:
+            TypeError: a hook that cannot be called so. ``dumps`` raises it, too, where it returns no TensorDict.
+
         >>> import tempfile
         >>> import torch
         >>> from tensordict import TensorDict
@@ -86,10 +90,14 @@ class StorageCheckpointerBase(abc.ABC):
         >>> other.storage[:]["obs"].tolist()
         [0.0, 1.0, 2.0, 3.0]
         """
+        check_hook(hook, "save", type(self).__name__)
         self._save_hooks.append(hook)
 
     def register_load_hook(self, hook: LoadHook) -> None:
         """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks. It returns ``[T, *columns]`` slots again.
+
+        Raises:
+            TypeError: a hook that cannot be called so. ``loads`` raises it, too, where it returns no TensorDict.
 
         >>> import tempfile
         >>> import torch
@@ -105,6 +113,7 @@ class StorageCheckpointerBase(abc.ABC):
         >>> other.storage[:]["obs"].tolist()
         [0.0, 2.0, 4.0, 6.0]
         """
+        check_hook(hook, "load", type(self).__name__)
         self._load_hooks.append(hook)
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+import torch
 
 from engram._dtypes import DTYPE_NAMES
 from engram._tensordict import tensordict_type
@@ -17,6 +19,7 @@ from engram.format.files import Descriptor
 from engram.format.folder import Folder
 from engram.format.parts import NO_SCHEMA, PartWriter
 from engram.format.schema import Field, Node, Schema
+from engram.layouts.calling import loaded_by, saved_by
 from engram.layouts.folders import METADATA
 from engram.layouts.parts import HOOKED, check_sums, fields_of, ring_of, summed, written_store
 from engram.layouts.reading import rows_state
@@ -25,7 +28,7 @@ from engram.persist.rows import SavedRows
 from engram.state import typed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from tensordict import TensorDict
@@ -89,11 +92,7 @@ class HookedSnapshot:
         for hook in self._hooks:
             if isinstance(hook, _Timed):
                 hook.shift, hook.is_full = ring.shift, ring.full
-            data = hook(data, path=folder)
-            if not isinstance(data, tensordict_type()):
-                raise TypeError(
-                    f"{self._who}: dumps: expected a TensorDict from {hook!r:.80}, got a {type(data).__name__}."
-                )
+            data = saved_by(hook, data, folder, self._who)
         data.memmap(folder, copy_existing=True)
         live = ring.live * ring.width
         disk.put(folder / METADATA, msgspec.json.encode({"metadata": {}, "is_pytree": False, "len": live}))
@@ -155,7 +154,7 @@ def prepare_hooked(
         raise CorruptCheckpoint(f"{folder / METADATA}: expected the number of rows, got {length!r:.40}.")
     data = tensordict_type().load_memmap(folder)
     for hook in hooks:
-        data = hook(data, out=None)
+        data = loaded_by(hook, data, str(folder))
     slots = tuple(data.batch_size)
     fields = {
         (key,) if isinstance(key, str) else key: value.flatten(0, len(slots) - 1)
@@ -167,7 +166,7 @@ def prepare_hooked(
         )
     if state is None:
         like = None if storage.memory is None else storage.memory.schema
-        schema = _schema(fields, slots, like)
+        schema = like or _schema({**fields, **_others(data)}, slots, str(folder))
         state = rows_state(schema, length, length, length)
     else:
         schema = schemas.decode(typed(state, "schema", str, str(folder)).encode(), str(folder))
@@ -199,15 +198,26 @@ class _HookedRows(NamedTuple):
                 tensor[: self.length] = rows
 
 
-def _schema(fields: dict[Key, Tensor], slots: tuple[int, ...], like: Schema | None) -> Schema:
-    if like is not None:
-        return like
+def _others(data: TensorDict) -> dict[Key, object]:
+    """Entries that are no tensors."""
+    from tensordict import is_leaf_nontensor
+
+    found = data.items(True, True, is_leaf=is_leaf_nontensor)
+    return {(key,) if isinstance(key, str) else key: it for key, it in found if not isinstance(it, torch.Tensor)}
+
+
+def _schema(fields: Mapping[Key, object], slots: tuple[int, ...], where: str) -> Schema:
+    """The schema of what hooks have made. Raises ``IncompatibleCheckpoint``: what cannot be stored."""
     made, root = [], Node("tensordict", children={})
     for number, (key, value) in enumerate(fields.items()):
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
+            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise IncompatibleCheckpoint(
+                f"{where}: field {key}: expected a tensor that can be stored from the hooks, got {got}. Leave it out, or make one of it."
+            )
         node = root
         for part in key[:-1]:
             node = node.children.setdefault(part, Node("tensordict", children={}))
         node.children[key[-1]] = Node("leaf", field=number)
         made.append(Field(key, DTYPE_NAMES[value.dtype], tuple(value.shape[1:])))
-    capacity = len(next(iter(fields.values())))
-    return Schema(capacity, 1, slots[1:], tuple(made), root)
+    return Schema(math.prod(slots), 1, slots[1:], tuple(made), root)
