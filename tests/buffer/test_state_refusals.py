@@ -384,8 +384,11 @@ def test_a_component_of_ones_own_that_refuses():
 def test_another_layout_is_refused():
     state = buffer(n=5).state_dict()
     for storage, says in (
-        (LazyTensorStorage(L + 1), f"capacity: expected {L + 1}, got {L}. Buffers of other sizes take it with loads"),
-        (LazyTensorStorage(L, lanes=2), "lanes: expected 2, got 1. Buffers"),
+        (
+            LazyTensorStorage(L + 1),
+            f"capacity: expected {L + 1}, got {L}. A buffer of another size takes what rb.dumps saved",
+        ),
+        (LazyTensorStorage(L, lanes=2), "lanes: expected 2, got 1. A buffer of another size"),
         (LazyTensorStorage(L, ndim=2), r"ndim: expected 2, got 1\.$"),
     ):
         rb = buffer(storage)

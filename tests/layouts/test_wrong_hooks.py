@@ -169,3 +169,23 @@ def test_a_load_hook_returns_what_cannot_be_stored(saved, odd):
     with pytest.raises(IncompatibleCheckpoint, match=r"\('odd',\): expected a tensor .* from the hooks, got"):
         rb.storage.loads(saved / "rows")
     assert len(rb) == 0
+
+
+# ---- another size ------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_of_another_size(tmp_path):
+    """The advice to convert is for what can be converted."""
+    rb, other = buffer(), TensorDictReplayBuffer(storage=LazyTensorStorage(9))
+    rb.extend(rows())
+    rb.register_save_hook(unchanged)
+    rb.dumps(tmp_path / "hooked")
+    other.register_load_hook(lambda data, out=None: data)
+    for convert in (False, True):
+        with pytest.raises(IncompatibleCheckpoint, match="got 8. .* saved without a layout or hooks, with rb.loads"):
+            other.loads(tmp_path / "hooked", convert=convert)
+    plain = buffer()
+    plain.extend(rows())
+    plain.dumps(tmp_path / "plain")
+    other.loads(tmp_path / "plain", convert=True)
+    assert len(other) == 4

@@ -136,6 +136,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """The keys of the children in a row, in order."""
         return tuple(map(self.key_of, self.children)) if self.integers else tuple(self.children)
 
+    @functools.cached_property
+    def entries(self) -> tuple[tuple[str | int, Node], ...]:
+        """The children by the keys of a row, in order."""
+        return tuple(zip(self.keys, self.children.values(), strict=True))
+
     def key_of(self, name: str) -> str | int:
         """The key that a child has in a row."""
         return int(name) if name in self.integers else name

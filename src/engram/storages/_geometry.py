@@ -15,6 +15,11 @@ from engram.format.schema import Schema
 from engram.storages._dtypes import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages._structure import Structure
 
+#: What takes rows of another size. A layout, a storage saved alone and a state dict have no such way.
+_OTHER_SIZES = (
+    " A buffer of another size takes what rb.dumps saved without a layout or hooks, with rb.loads(path, convert=True)."
+)
+
 
 class Geometry(NamedTuple):
     """What a storage was asked for."""
@@ -83,7 +88,7 @@ class Geometry(NamedTuple):
         if differs:
             same_rows = (schema.fields, schema.structure) == (expected.fields, expected.structure)
             in_lanes = self.ndim == 1 and not schema.columns
-            advice = " Buffers of other sizes take it with loads(path, convert=True)." if same_rows and in_lanes else ""
+            advice = _OTHER_SIZES if same_rows and in_lanes else ""
             raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
         return schema
 

@@ -352,14 +352,12 @@ class Structure:
         device: torch.device | None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> object:
+        # a node with ints among its keys is a dict, which takes them all
+        entries: Iterable[tuple[str, Node]] = node.entries if node.integers else node.children.items()  # type: ignore[assignment]
         source = {
             key: columns[child.field] if child.kind == "leaf" else self._build(child, columns, batch, device)
-            for key, child in node.children.items()
+            for key, child in entries
         }
-        if node.integers:
-            keyed: dict[str | int, object] = dict(zip(node.keys, source.values(), strict=True))
-            keyed.update(extra or {})
-            return keyed
         if extra:
             source.update(extra)
         match node.kind:
