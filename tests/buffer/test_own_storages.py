@@ -5,6 +5,7 @@ import importlib.util
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +278,39 @@ def test_what_needs_rows_in_memory():
         expanded.sample()
     with pytest.raises(engram.RowError, match="lane"):
         rb.extend(steps(0, 1), lane=1)
+    assert same(rb[:], before)
+
+
+def test_a_load_that_fails_says_that_the_storage_is_empty():
+    saved = buffer(LazyTensorStorage(CAPACITY))
+    saved.extend(steps(0, 6))
+    state = saved.state_dict()
+    rb = buffer(Broken(CAPACITY))
+    rb.extend(steps(20, 8))
+    rb.storage.own.full = True
+    with pytest.raises(OSError, match="no space left") as caught:
+        rb.load_state_dict(state)
+    assert any("storage is empty now" in note and "Load again" in note for note in caught.value.__notes__)
+    assert len(rb) == 0
+    assert rb.storage.own.extent().size == 0
+    rb.storage.own.full = False
+    rb.load_state_dict(state)
+    assert same(rb[:], saved[:])
+
+
+def test_rows_that_cannot_be_read_are_not_loaded():
+    """All are read before the first one is written."""
+    rb = buffer(Broken(CAPACITY))
+    rb.extend(steps(20, 8))
+    before = rb[:]
+    state = {name: value for name, value in rb.storage.state_dict().items() if name != "rows"}
+
+    def fails(_):
+        raise OSError("cannot be read")
+
+    with pytest.raises(OSError, match="cannot be read") as caught:
+        rb.storage.prepare_rows(state, SimpleNamespace(fill=fails)).commit()
+    assert not getattr(caught.value, "__notes__", None)
     assert same(rb[:], before)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from engram import storages
 from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection
+from engram._unsupported import refused
 from engram.errors import RowError
 
 if TYPE_CHECKING:
@@ -24,10 +25,19 @@ def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
     if is_tensor_collection(index):
         raise TypeError(f'{CALL}: expected rows, got a {type(index).__name__}. Of a sampled batch: batch["index"].')
     if not isinstance(storage, storages.TensorStorage):
-        where = "rows on a server" if storage.traits.is_remote else f"a {type(storage).__name__}"
-        raise RuntimeError(f"{CALL}: expected a tensor storage, got {where}, which has no void rows.")
+        if storage.traits.is_remote:
+            raise refused(
+                CALL, "Call it where the store is, such as on ReplayBuffer.open(directory) there: the server sees it."
+            )
+        raise RuntimeError(
+            f"{CALL}: expected a tensor storage, got a {type(storage).__name__}, which cannot hold void rows. Write another item there, "
+            "rb[i] = item, or keep the rows in a LazyTensorStorage."
+        )
     if isinstance(storage, storages.OwnStorage):
-        raise RuntimeError(f"{CALL}: expected rows in memory, got those of {storage!r}, which has no void rows.")
+        raise RuntimeError(
+            f"{CALL}: expected rows in memory, got those of {storage!r}, which cannot hold void rows. Write another row there, "
+            "rb[i] = row, or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
+        )
     index = index[0] if isinstance(index, tuple) and len(index) == storage.ndim == 1 else index
     rows = _ints("rows", wiring.rows_named(index))
     expected = None if generation is None else _ints("generation", generation)

@@ -58,6 +58,10 @@ if TYPE_CHECKING:
 _UNUSED, _VOID = 0, 3
 
 
+#: What an error says that came while all rows were being replaced: the old ones are gone.
+_EMPTY_NOW = "The storage is empty now: the rows before had made way, and not all new ones could be written. Load again, or write."
+
+
 class Repair(NamedTuple):
     """What was recovered when a store was opened that had not been closed."""
 
@@ -397,8 +401,8 @@ class Store:
         """Replace all rows: ``fill(target)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
 
         Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
-        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store: also
-        until it is no longer :meth:`paused`, where this is called inside of that.
+        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store, as a
+        note of the exception says: also until it is no longer :meth:`paused`, where this is called inside of that.
 
         Args:
             state: as of a store with the same capacity and lanes.
@@ -420,8 +424,12 @@ class Store:
             target = RowsTarget(self.tensors)
             if self.core.io_state()[2]:  # rows are not in memory, and are written to their files
                 target.put = self._refill
-            fill(target)
-            self._refilled()
+            try:
+                fill(target)
+                self._refilled()
+            except BaseException as error:
+                error.add_note(_EMPTY_NOW)
+                raise
             self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
             self.core.write_count = state.write_count
             self.indexes.rescan()
