@@ -178,3 +178,22 @@ def test_streams_end_the_same_way(last):
 def test_counts_are_the_same():
     theirs, ours = (made(library).stats() for library in LIBRARIES.values())
     assert {name: ours[name] for name in theirs} == theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*not read, and lost")  # what TorchRL pickles
+def test_a_dump_of_torchrl_is_refused_by_name(tmp_path):
+    theirs = rl.ReplayBufferEnsemble(
+        *[rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(8), batch_size=4) for _ in range(2)], batch_size=4
+    )
+    for number in range(2):
+        theirs[number].extend(TensorDict({"a": torch.arange(4) + number}, [4]))
+    theirs.dumps(tmp_path / "dump")
+    storages = [engram.TensorDictReplayBuffer(storage=engram.LazyTensorStorage(8), batch_size=4) for _ in range(2)]
+    ours = engram.ReplayBufferEnsemble(*storages, batch_size=4)
+    with pytest.raises(engram.IncompatibleCheckpoint, match=r"a dump of TorchRL's.*ensemble\[i\]\.loads"):
+        ours.loads(tmp_path / "dump")
+    assert [len(it) for it in storages] == [0, 0]
+    for number, each in enumerate(storages):  # as the message says
+        theirs[number].dumps(tmp_path / str(number))
+        each.loads(tmp_path / str(number))
+        assert each[:]["a"].tolist() == [number + it for it in range(4)]

@@ -18,6 +18,7 @@ from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
 from engram.persist.components import check_kind, read_state, write_part
+from engram.persist.foreign import foreign_format
 from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 
 if TYPE_CHECKING:
@@ -153,6 +154,11 @@ class EnsembleSaving:
         """As ``ReplayBufferEnsemble.loads``."""
         check_path("loads: path", path)
         folder = standing(Path(path))
+        if (foreign := foreign_format(folder)) is not None:
+            raise IncompatibleCheckpoint(
+                f"{path}: expected an ensemble that engram dumped, got a dump of {foreign.library}'s, which is not read as one. Load it "
+                "there, dump each of its buffers, and load those into the buffers here: ensemble[i].loads(path)."
+            )
         with ExitStack() as opened:
             reader = opened.enter_context(PartReader.open(folder))
             check_kind(reader, _PART, self._kind)
