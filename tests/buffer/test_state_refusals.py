@@ -407,10 +407,9 @@ def test_a_disk_that_fails_leaves_an_empty_buffer(monkeypatch):
         tensors[0][:3] = 1.0
         raise OSError(5, "no more")
 
+    head = {k: v for k, v in state["_storage"].items() if k != "rows"}
     with pytest.raises(OSError, match="no more") as caught:
-        rb.storage.prepare_rows(
-            {k: v for k, v in state["_storage"].items() if k != "rows"}, SimpleNamespace(fill=fails)
-        ).commit()
+        rb.storage.prepare_rows(head, SimpleNamespace(fill=fails)).commit()
     assert any("empty now" in note for note in caught.value.__notes__)
     assert len(rb) == 0
     assert rb.extend(rows(2)).tolist() == [0, 1]
