@@ -17,6 +17,7 @@
 #include "../core/row_limits.h"
 #include "../core/wait.h"
 #include "block.h"
+#include "changes.h"
 #include "consumption.h"
 #include "epoch.h"
 #include "expand.h"
@@ -144,6 +145,7 @@ NB_MODULE(_core, m) {
   engram::bind_consumption(m);
   engram::bind_groups(m);
   engram::bind_usage(m);
+  engram::bind_changes(m);
   engram::bind_versions(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);

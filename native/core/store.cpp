@@ -98,7 +98,7 @@ void Store::attach(Index& index) {
   list.push_back(&index);
   indexes_->lists.push_back(std::make_unique<const std::vector<Index*>>(std::move(list)));
   indexes_->current.store(indexes_->lists.back().get(), std::memory_order_release);
-  if (index.hears_samples()) indexes_->hears_samples.store(&index, std::memory_order_release);
+  if (index.hears_samples()) indexes_->hear_samples.store(true, std::memory_order_release);
   fence(std::memory_order_seq_cst);
 }
 
@@ -106,7 +106,10 @@ void Store::count_sampled(const std::int64_t* rows, std::uint64_t n) const {
   if (control_.only_reads()) return;
   meter().sampled(*participant_, n);
   find_usage();
-  if (Index* index = indexes_->hears_samples.load(std::memory_order_acquire); index != nullptr && rows != nullptr) index->sampled(rows, n);
+  if (rows == nullptr || !hears_samples()) return;
+  for (Index* index : *indexes_->current.load(std::memory_order_acquire)) {  // counts before marks of what was counted
+    if (index->hears_samples()) index->sampled(rows, n);
+  }
 }
 
 // One that another process has made since. What is lacking then is counts for people: the sample is as good without.
@@ -114,7 +117,7 @@ void Store::find_usage() const {
   const std::uint64_t asked = control_.meter_page().asked_usage.load(std::memory_order_acquire);
   if (indexes_->asked_usage.load(std::memory_order_relaxed) == asked) [[likely]] return;
   indexes_->asked_usage.store(asked, std::memory_order_relaxed);
-  if (hears_samples() || !on_new_index_) return;
+  if (!on_new_index_) return;
   let_go();
   try {
     on_new_index_();

@@ -91,7 +91,7 @@ class Store {
   /// What is counted for people.
   Meter meter() const { return Meter(control_); }
   /// Whether an index wants to hear which rows are sampled.
-  bool hears_samples() const { return indexes_->hears_samples.load(std::memory_order_acquire) != nullptr; }
+  bool hears_samples() const { return indexes_->hear_samples.load(std::memory_order_acquire); }
   /// Counts rows that this process has sampled. They may be null where no index wants to hear of them. A view that only reads counts
   /// nothing.
   void count_sampled(const std::int64_t* rows, std::uint64_t n) const;
@@ -358,7 +358,7 @@ class Store {
     std::atomic<const std::vector<Index*>*> current{nullptr};
     std::vector<std::unique_ptr<const std::vector<Index*>>> lists;
     std::mutex attaching;
-    std::atomic<Index*> hears_samples{nullptr};
+    std::atomic<bool> hear_samples{false};
     Word asked_usage{0};  // when it was looked for last
     Word epoch{0};  // of the store's indexes when all of them were attached
     Word fields_epoch{0};  // of the store's fields when all of them were here

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engram import _native
+from engram.changes import ChangesIndex
 from engram.field_paths import checked_path, public
 
 if TYPE_CHECKING:
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 class _Ranked:
     """The rows of the smallest ranks go; of equal ones that with the lower number.
 
-    The storage is the truth: its tickets say which rows changed since they were looked at.
+    The storage is the truth: its tickets say which rows changed, and an index of the store which of them to look at.
     """
 
     def __init__(self) -> None:
         self._store: Store | None = None
         self._ranking: _native.Ranking
+        #: Tickets of the rows when they were ranked; -1: it is to be ranked again.
         self._numbers: NDArray[np.int64]
-        #: The next ticket number when all rows were looked at last; None: look again.
-        self._settled: int | None = None
-        #: Rows that were chosen last: they are written next, if all goes well.
-        self._chosen: NDArray[np.int64] = np.empty(0, np.int64)
+        self._changes: ChangesIndex
+        #: The number of the last look at the changes; 0: all rows count as changed.
+        self._since = 0
 
     def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 ``[n]`` of rows that have these tickets; infinity for one that has another one by now."""
@@ -42,52 +43,38 @@ class _Ranked:
         store = storage.memory
         if store is None:
             raise RuntimeError(f"{type(self).__name__}: expected a tensor storage that was written to.")
-        capacity = storage.extent().capacity
         if store is not self._store:
-            self._store, self._settled = store, None
+            capacity = storage.extent().capacity
+            self._changes, self._since = ChangesIndex.of_store(store), 0
             self._ranking, self._numbers = _native.Ranking(capacity), np.full(capacity, -1)
+            self._store = store
         self._catch_up(storage)
         rows, _ = self._ranking.place(np.full(n, np.inf), np.empty(0, np.int64))  # forgotten by the next call
         if len(rows) < n:
             raise RuntimeError(
                 f"{type(self).__name__}: expected {n} rows that can go, got {len(rows)}: others are just being written."
             )
-        self._chosen = rows
-        return torch.from_numpy(rows.copy())
+        return torch.from_numpy(rows)
 
     def _catch_up(self, storage: Removable) -> None:
-        settled = storage.settled()
-        if settled is not None and settled == self._settled:
-            return
-        chosen, before = self._chosen, self._settled
-        self._settled = None
-        if before is not None and settled == before + len(
-            chosen
-        ):  # a plan of ours was written, and nothing else, or else by others
-            numbers = storage.tickets_of(torch.from_numpy(chosen)).numpy()
-            changed = np.arange(before, settled)
-            if len(chosen) and np.array_equal(numbers, changed):
-                self._numbers[chosen] = numbers
-                self._ranking.set(chosen, self._ranks(storage, chosen, numbers))
-                self._settled = settled
-                return
-        numbers = storage.tickets_of(torch.arange(len(self._numbers), device="cpu")).numpy()
-        rows = np.flatnonzero(numbers != self._numbers)
+        since, rows = self._changes.look(self._since)
+        numbers = storage.tickets_of(torch.from_numpy(rows)).numpy()
+        changed = numbers != self._numbers[rows]
+        rows, numbers = rows[changed], numbers[changed]
         ranks = np.full(len(rows), np.inf)  # of a row that is just being written: it is not ours to replace
-        live = np.flatnonzero(numbers[rows] >= 0)
-        ranks[live] = self._ranks(storage, rows[live], numbers[rows[live]])
+        live = np.flatnonzero(numbers >= 0)
+        if len(live):
+            ranks[live] = self._ranks(storage, rows[live], numbers[live])
         if len(rows):
             self._ranking.set(rows, ranks)
-        self._numbers, self._settled = numbers, settled
-        moved = rows[np.isinf(ranks)]
-        if len(moved):
-            self._numbers[moved], self._settled = -1, None
+        self._numbers[rows] = np.where(np.isinf(ranks), -1, numbers)
+        self._since = since
 
     def __getstate__(self) -> dict[str, object]:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("_store", "_ranking", "_numbers", "_settled", "_chosen")
+            if name not in ("_store", "_ranking", "_numbers", "_changes", "_since")
         }
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -122,8 +109,8 @@ class Lifo(_Ranked):
 
     Rows of one call do not replace each other.
 
-    Cost: O(log rows) per row; after a write of another process, a removal or an edit the next choice reads the ticket of every row:
-    O(rows), a word each. With several writing processes that is each choice.
+    Cost: O(log rows) for each row that any process has written since the last choice; the first choice reads the ticket of every row.
+    Memory: half a byte per row in the store, and 16 bytes per row in each process that chooses.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, Lifo, ReplayBuffer
@@ -150,8 +137,8 @@ class StalestFirst(_Ranked):
     Raises:
         KeyError: when the store is full: no such field. ValueError: it holds several numbers per row.
 
-    Cost: O(log rows) per row; after a write of another process, a removal or an edit the next choice reads the ticket of every row:
-    O(rows), a word each. With several writing processes that is each choice.
+    Cost: O(log rows) for each row that any process has written since the last choice; the first choice reads the ticket of every row.
+    Memory: half a byte per row in the store, and 16 bytes per row in each process that chooses.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, StalestFirst
