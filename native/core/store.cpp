@@ -105,11 +105,22 @@ void Store::attach(Index& index) {
 void Store::count_sampled(const std::int64_t* rows, std::uint64_t n) const {
   if (control_.only_reads()) return;
   meter().sampled(*participant_, n);
+  const Word& asked = control_.meter_page().asked_usage;
+  const std::uint64_t before = asked.load(std::memory_order_acquire);
   find_usage();
   if (rows == nullptr || !hears_samples()) return;
-  for (Index* index : *indexes_->current.load(std::memory_order_acquire)) {  // counts before marks of what was counted
-    if (index->hears_samples()) index->sampled(rows, n);
-  }
+  const auto tell = [&](std::size_t from) {  // in the order in which they were made: counts before marks of what was counted
+    const auto& list = *indexes_->current.load(std::memory_order_acquire);
+    for (std::size_t i = from; i < list.size(); ++i) {
+      if (list[i]->hears_samples()) list[i]->sampled(rows, n);
+    }
+    return list.size();
+  };
+  const std::size_t told = tell(0);
+  fence(std::memory_order_seq_cst);
+  if (asked.load(std::memory_order_seq_cst) == before) [[likely]] return;
+  find_usage();  // an index that was made meanwhile, and has perhaps looked at the counts before they were raised
+  tell(told);
 }
 
 // One that another process has made since. What is lacking then is counts for people: the sample is as good without.

@@ -17,8 +17,10 @@ import torch
 from tensordict import TensorDict
 
 import engram.buffer.write_path
-import engram.removers.by_index
+import engram.changes
+import engram.removers.prioritized
 import engram.removers.ranked
+import engram.removers.sampled
 import engram.writers.removing
 from engram import (
     FifoRemover,
@@ -247,7 +249,14 @@ def ended(pid):
 
 TRACED = {
     module.__file__
-    for module in (engram.removers.ranked, engram.removers.by_index, engram.writers.removing, engram.buffer.write_path)
+    for module in (
+        engram.changes,
+        engram.removers.prioritized,
+        engram.removers.ranked,
+        engram.removers.sampled,
+        engram.writers.removing,
+        engram.buffer.write_path,
+    )
 }
 
 

@@ -70,6 +70,7 @@ class Model:
         key = {
             "lifo": lambda row: -self.rows[row]["time"],
             "priority": lambda row: self.rows[row]["priority"],
+            "sampled": lambda row: (-self.rows[row]["times"], self.rows[row]["time"]),
             "stale": lambda row: self.rows[row]["version"],
         }[self.kind]
         return sorted((row for row in range(SIZE) if self.rows[row] is not None), key=lambda row: (key(row), row))
@@ -87,6 +88,7 @@ class Model:
                 "version": int(step["version"]),
                 "time": self.clock,
                 "priority": self.highest,
+                "times": 0,
             }
         return [-1] * (n - kept) + rows
 
@@ -97,6 +99,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("remove"), st.lists(st.integers(0, SIZE - 1), max_size=3)),
     st.tuples(st.just("update"), st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=4, unique=True)),
     st.tuples(st.just("by number"), st.integers(0, SIZE - 1)),
+    st.tuples(st.just("sample"), st.integers(1, 3)),
     st.tuples(st.just("empty"), st.none()),
     st.tuples(st.just("another handle"), st.none()),
 )
@@ -129,6 +132,10 @@ def run_program(kind, program, folder=None):
                 rb[what] = steps(first, 1, [at % 6])[0]
                 model.clock += 1
                 model.rows[what] |= {"id": first, "version": at % 6, "time": model.clock}
+        elif name == "sample":
+            for _ in range(what if len(rb) else 0):
+                for row in rb.sample(return_info=True)[1]["index"].tolist():
+                    model.rows[row]["times"] += 1
         elif name == "empty":
             rb.empty()
             model.rows, model.highest = [None] * SIZE, 1.0
@@ -143,21 +150,21 @@ def run_program(kind, program, folder=None):
     rb.close()
 
 
-@pytest.mark.parametrize("kind", ["lifo", "priority", "stale"])
+@pytest.mark.parametrize("kind", REMOVERS)
 @settings(max_examples=40, deadline=None)
 @given(program=st.lists(OPERATIONS, max_size=12))
 def test_random_programs(kind, program):
     run_program(kind, program)
 
 
-@pytest.mark.parametrize("kind", ["lifo", "priority", "stale"])
+@pytest.mark.parametrize("kind", REMOVERS)
 @settings(max_examples=6, deadline=None)
 @given(program=st.lists(OPERATIONS, max_size=8))
 def test_random_programs_in_a_directory(kind, tmp_path_factory, program):
     run_program(kind, program, tmp_path_factory.mktemp("store") / "store")
 
 
-@pytest.mark.parametrize("kind", ["lifo", "priority", "stale"])
+@pytest.mark.parametrize("kind", REMOVERS)
 def test_the_model_notices_other_rows(kind, monkeypatch):
     """The negative control: a remover that takes the first rows."""
     for cls in (type(REMOVERS[kind]()), Lifo):
@@ -185,16 +192,17 @@ def test_the_rows_that_were_sampled_most_go():
 
 
 @pytest.mark.parametrize("capacity", [100, 1000])
-def test_counts_of_a_look_are_right(capacity):
-    """Against a sort of all counts, for as many rows as one look is good for."""
+def test_counts_are_those_of_the_choice(capacity):
+    """Against a sort of all counts before each write, with samples in between."""
     rb = made(MaxTimesSampled(), capacity=capacity)
     rb.extend(steps(1, capacity - 1))
-    for _ in range(200):
-        rb.sample()
-    counts = rb.storage.store.indexes["main", "usage"].counts(torch.arange(capacity))
-    expected = sorted(range(capacity), key=lambda row: (-int(counts[row]), row))[: capacity // 8]
-    rows = [row for first in range(0, capacity // 8 - 3, 4) for row in rb.extend(steps(5000 + first, 4)).tolist()]
-    assert rows == expected[: len(rows)]
+    for step in range(3 * capacity // 5):
+        for _ in range(step % 3):
+            rb.sample()
+        counts = rb.storage.store.indexes["main", "usage"].counts(torch.arange(capacity)).tolist()
+        tickets = rb.storage.tickets_of(torch.arange(capacity)).tolist()
+        expected = sorted(range(capacity), key=lambda row: (-counts[row], tickets[row]))[:5]
+        assert rb.extend(steps(5000 + 5 * step, 5)).tolist() == expected
 
 
 def test_fifo_is_the_ring():
