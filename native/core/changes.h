@@ -1,9 +1,9 @@
-// Which rows may have changed since somebody looked: an index of a store, for what ranks rows.
+// Which rows may have changed since an earlier look: an index of a store, for what ranks rows.
 //
 //   memory   ChangesHeader, padded to a page · marks u64[n1] · marks u64[n2] · … , of 16 rows each, of 64 of those, and so on
 //
-// Each look has a number. Whoever changes a row, or samples it where that is asked for, raises the marks above it to the number of
-// the last look, the topmost first. A look goes down where a mark is at least as high as the caller's last look. No mutex.
+// Each look has a number. A process that changes a row, or samples it where that is asked for, raises the marks above it to the number
+// of the last look, the topmost first. A look goes down where a mark is at least as high as the caller's last look. No mutex.
 #pragma once
 
 #include <array>

@@ -12,6 +12,7 @@ from engram.changes import ChangesIndex
 from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.removers._base import Removable
@@ -104,7 +105,7 @@ class _Ages:
         self._places = np.full(rows, -1)
         self._line_up()
 
-    def set(self, rows: np.ndarray, tickets: np.ndarray, times: np.ndarray) -> None:
+    def set(self, rows: NDArray[np.int64], tickets: NDArray[np.int64], times: NDArray[np.int64]) -> None:
         """What these rows have now, each once; a ticket of -1: it cannot go."""
         changed = (self._tickets[rows] != tickets) | (self._times[rows] != times)
         rows, tickets, times = rows[changed], tickets[changed], times[changed]
@@ -124,7 +125,7 @@ class _Ages:
         stay = rows[tickets >= 0]
         self._ranking.set(self._places[stay], -self._times[stay].astype(np.float64))
 
-    def first(self, n: int) -> np.ndarray:
+    def first(self, n: int) -> NDArray[np.int64]:
         """The ``n`` rows that go first, or fewer if there are not as many."""
         places, _ = self._ranking.place(np.full(n, np.inf), np.empty(0, np.int64))  # forgotten by the next call
         return self._rows[places]
