@@ -29,6 +29,7 @@ from benchmarks import (
     bench_meter,
     bench_prefetch,
     bench_ranks,
+    bench_removers,
     bench_sampling,
     bench_sharing,
     bench_slices,
@@ -63,6 +64,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "limits": bench_limits.run,
     "prefetch": bench_prefetch.run,
     "checkpoints": bench_checkpoints.run,
+    "removers": bench_removers.run,
     "ranks": bench_ranks.run,
     "cluster": bench_cluster.run,
 }
