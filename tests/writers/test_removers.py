@@ -322,6 +322,14 @@ def test_a_remover_without_what_it_asks_writes_nothing(remover, error, text):
     assert rb[:]["a"].tolist() == [0, 1, 2, 3]
 
 
+def test_versions_may_be_infinite_or_no_numbers():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), remover=StalestFirst("version"))
+    infinite = float("inf")
+    rb.extend({"version": torch.tensor([infinite, 2.0, float("nan"), -infinite])})
+    assert rb.extend({"version": torch.tensor([3.0, infinite])}).tolist() == [2, 3]
+    assert rb.extend({"version": torch.tensor([9.0] * 4)}).tolist() == [1, 2, 0, 3]
+
+
 def test_priorities_of_zero_have_no_order():
     sampler = PrioritizedSampler(4, 1.0, 1.0, eps=0.0)
     rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, remover=LowestPriority(), batch_size=2)

@@ -61,13 +61,13 @@ class _Ranked:
         numbers = storage.tickets_of(torch.from_numpy(rows)).numpy()
         changed = numbers != self._numbers[rows]
         rows, numbers = rows[changed], numbers[changed]
-        ranks = np.full(len(rows), np.inf)  # of a row that is just being written: it is not ours to replace
-        live = np.flatnonzero(numbers >= 0)
-        if len(live):
-            ranks[live] = self._ranks(storage, rows[live], numbers[live])
         if len(rows):
+            ranks = np.full(len(rows), np.inf)  # of a row that is just being written: it is not ours to replace
+            live = np.flatnonzero(numbers >= 0)
+            if len(live):
+                ranks[live] = self._ranks(storage, rows[live], numbers[live])
             self._ranking.set(rows, ranks)
-        self._numbers[rows] = np.where(np.isinf(ranks), -1, numbers)
+            self._numbers[rows] = np.where(np.isinf(ranks), -1, numbers)
         self._since = since
 
     def __getstate__(self) -> dict[str, object]:
@@ -166,7 +166,7 @@ class StalestFirst(_Ranked):
                 f"StalestFirst: version_key: expected one number per row, field {self.version_key!r} has shape {list(values.shape[1:])}."
             )
         ranks: NDArray[np.float64] = values.reshape(-1).double().numpy()
-        ranks = np.where(np.isnan(ranks), -np.inf, ranks)
+        ranks = np.where(np.isnan(ranks), -np.inf, np.minimum(ranks, np.finfo(np.float64).max))
         ranks[moved] = np.inf
         return ranks
 

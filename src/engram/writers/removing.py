@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,7 +113,10 @@ class RemovingWriter(NativeWriter):
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         kept = min(n, extent.capacity)
         free = torch.from_numpy(free_rows(extent, kept))
-        rows = free if len(free) == kept else torch.cat([free, self._chosen(extent, kept - len(free), free)])
+        rows = free
+        if len(free) < kept:
+            chosen = self._chosen(extent, kept - len(free), free)
+            rows = torch.cat([free, chosen]) if len(free) else chosen
         return WritePlan(rows=rows, kept=None if kept == n else torch.arange(n - kept, n, device="cpu"))
 
     def _chosen(self, extent: Extent, n: int, free: Tensor) -> Tensor:
@@ -156,8 +160,8 @@ class RemovingWriter(NativeWriter):
 
 
 def _are_rows(rows: object, n: int, capacity: int) -> TypeGuard[Tensor]:
-    """Whether they are ``n`` rows, each once."""
+    """Whether they are ``n`` rows, one at least, each once."""
     if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or tuple(rows.shape) != (n,) or not rows.is_cpu:
         return False
-    inside = (rows >= 0) & (rows < capacity)
-    return bool(inside.all()) and bool((rows.sort().values.diff() > 0).all())
+    ordered = np.sort(rows.numpy())
+    return bool(ordered[0] >= 0) and bool(ordered[-1] < capacity) and bool((ordered[1:] > ordered[:-1]).all())
