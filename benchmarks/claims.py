@@ -53,6 +53,7 @@ _WINDOWS = ("8 x 32", "32 x 8", "8 x 32, WindowSpec", "8 x 32, R2D2")
 _FORMS = ("dict", "tensordict")
 _SHAPES = ("32x64", "128x64", "128x256", "512x64", "512x256", "512x1024")
 _LANES = ("", "-array", "-each")
+_CHOOSING = ("StalestFirst", "Lifo", "MaxTimesSampled")
 _CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
 
 FLOORS: dict[tuple[str, str], Floor] = {
@@ -114,6 +115,11 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("scaling/tree", "1e+06 rows"): Floor("share", 3),
     ("scaling/slices", "1e+05 rows"): Floor("share", 1.5),
     ("scaling/groups", "1e+05 rows"): Floor("share", 2),
+    **_every(
+        (f"removers/{r}/{n}/{m}" for r in _CHOOSING for n in (1, 256) for m in ("alone", "in-turn")),
+        "1e+05 rows",
+        Floor("share", 3),
+    ),
     **_every((f"sharing/write/{k}" for k in ("memmap", "tensor", "td-memmap")), "TorchRL", Floor("times", 10)),
     **_every((f"sharing/{n}-beside-sampler" for n in _CROWDS), "another program", Floor("share", 1.3)),
     **_every((f"sharing/{n}-beside-sampler" for n in _CROWDS), "alone", Floor("share", 1.3)),
