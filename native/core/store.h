@@ -267,6 +267,7 @@ class Store {
   bool has_new_fields() const { return control_.counters().fields_epoch.load(std::memory_order_acquire) != indexes_->fields_epoch; }
   Participant& writer() const { return control_.writable(), *participant_; }
   std::uint64_t own_pause() const;
+  void await_claims() const;
   Stalled paused_in_vain() const;  // says who has paused the store
   void empty(ClaimGuard& claim, bool keep_write_count) const;
   std::uint64_t repair(Claim& claim) const;

@@ -94,11 +94,28 @@ void Store::end_pause(bool failed) {
   resume();
 }
 
+// Until the writes that are under way now are over, and those of dead participants recovered. Bounded: then they go on.
+void Store::await_claims() const {
+  const Deadline deadline;
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      const std::uint64_t t0 = claim.t0.load(std::memory_order_seq_cst);
+      while (t0 != 0 && claim.t0.load(std::memory_order_seq_cst) == t0 && !deadline.passed()) {
+        look_after_others(Need::waiting);
+        std::this_thread::sleep_for(kPauseLooks);
+      }
+    }
+  }
+}
+
 void Store::begin_placing() {
   if (placings_ == 0) {
     auto& mutex = control_.writable().lock_page().placing;
     try {
-      if (mutex.lock()) mutex.recovered();  // a plan that was not written is forgotten
+      if (mutex.lock()) {
+        mutex.recovered();  // a plan that was not written is forgotten
+        await_claims();     // one that was written in part is recovered: indexes have not heard of its rows
+      }
     } catch (const Stalled&) {           // which says what an index would
       throw in_vain("another process has been placing rows");
     }
