@@ -24,6 +24,7 @@ from engram import (
     VecNorm,
     WriterEnsemble,
 )
+from engram.types import BufferLoad
 from tests.ensembles.buffers import member, members, rows, storages
 from tests.fresh import run
 
@@ -260,3 +261,20 @@ def test_lists_of_objects():
     batch, info = rb.sample(6, return_info=True)
     assert [[item[0] for item in part] for part in batch] == [["0"] * 3, ["1"] * 3]
     assert isinstance(info, TensorDict)
+
+
+@pytest.mark.parametrize("how", ["state", "folder"])
+def test_a_load_that_fails_late_says_which_members_hold_what(tmp_path, monkeypatch, how):
+    rb, other, commit, calls = made(), made(0, 7), BufferLoad.commit, iter(range(3))
+
+    def fails_second(load):
+        if next(calls) == 1:
+            raise OSError("no space left")
+        commit(load)
+
+    monkeypatch.setattr(BufferLoad, "commit", fails_second)
+    with pytest.raises(OSError, match="no space left") as raised:
+        taken_over(how, rb, other, tmp_path)
+    (note,) = raised.value.__notes__
+    assert "member 1 of the ensemble. Members before it are loaded, those behind it are as they were." in note
+    assert [len(one) for one in other._rbs] == [20, 7, 7]

@@ -20,7 +20,19 @@ CALL = "remove"
 
 
 def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
-    """What ``ReplayBuffer.remove`` does, once the buffer may be edited."""
+    """What ``ReplayBuffer.remove`` does."""
+    rows, expected = checked(wiring, index, generation)
+    storage = wiring.storage
+    if not storage.initialized:
+        return 0
+    storage.begin_change()
+    removed: int = storage.store.core.remove(rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr())
+    return removed
+
+
+def checked(wiring: Wiring, index: object, generation: object) -> tuple[Tensor, Tensor | None]:
+    """Rows and their generations, int64 ``[n]`` on the CPU. Raises as ``ReplayBuffer.remove``."""
+    wiring.check_editable(CALL)
     storage = wiring.storage
     if is_tensor_collection(index):
         raise TypeError(f'{CALL}: expected rows, got a {type(index).__name__}. Of a sampled batch: batch["index"].')
@@ -48,10 +60,7 @@ def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
     outside = rows[(rows < -1) | (rows >= storage.max_size)]
     if len(outside):
         raise RowError(f"{CALL}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
-    if not storage.initialized:
-        return 0
-    storage.begin_change()
-    return storage.store.core.remove(rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr())
+    return rows, expected
 
 
 def _ints(what: str, given: object) -> Tensor:

@@ -195,10 +195,7 @@ class RowAccess:
         return storage
 
     def _check_editable(self, call: str) -> None:
-        wiring = self._wiring
-        if wiring.of_writer.read_only:
-            raise RuntimeError(f"{call}: the buffer is read-only ({type(wiring.writer).__name__}).")
-        wiring.storage.check_writable()
+        self._wiring.check_editable(call)
         if self._prefetching is not None:
             self._prefetching.materialize()
 

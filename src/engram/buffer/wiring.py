@@ -206,6 +206,12 @@ class Wiring:
         """Whether a draw of so many rows would succeed now, and be admitted."""
         return self.source.can_sample(self.storage, rows) and self.gate.admits(self.storage.memory, rows)
 
+    def check_editable(self, call: str) -> None:
+        """Raise ``RuntimeError``: rows must not be changed."""
+        if self.of_writer.read_only:
+            raise RuntimeError(f"{call}: the buffer is read-only ({type(self.writer).__name__}).")
+        self.storage.check_writable()
+
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 
     def user_index(self, rows: Tensor) -> Tensor:

@@ -380,6 +380,34 @@ class ReplayBufferEnsemble(Generic[Batch]):
         self._materialize()
         self._writing.update_priority(index, priority, generation)
 
+    def remove(self, rows: object, *, generation: object = None) -> int:
+        """Remove rows of the members that an index names, as ``ReplayBuffer.remove``.
+
+        Args:
+            rows: ``batch["index"]``, or what :meth:`extend` returned; some of their rows, too.
+            generation: ``batch["index_generation"]``, one for each row: rows that were written or edited since then stay.
+
+        Returns:
+            How many rows were removed.
+
+        Raises:
+            TypeError: another index. ValueError: no such member, or another number of generations than of rows. RowError, RuntimeError: as
+                ``ReplayBuffer.remove``, for any of the members. Nothing is removed.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, ReplayBufferEnsemble, TensorDictReplayBuffer
+        >>> members = [TensorDictReplayBuffer(storage=LazyTensorStorage(100)) for _ in range(2)]
+        >>> rb = ReplayBufferEnsemble(*members, routing_key="task")
+        >>> written = rb.extend(TensorDict({"obs": torch.arange(4), "task": torch.tensor([0, 1, 1, 1])}, [4]))
+        >>> rb.remove(written[1:3])
+        2
+        >>> [len(member) for member in members]
+        [1, 1]
+        """
+        self._materialize()
+        return self._writing.remove(rows, generation)
+
     def end_streams(
         self,
         *,

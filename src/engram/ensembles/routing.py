@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
+from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.ensembles.selection import check_ids, routed
 from engram.errors import RowError
@@ -18,7 +20,7 @@ from engram.nested import find, has_entries, map_leaves
 from engram.samplers.prioritized import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tensordict import TensorDict
 
@@ -233,6 +235,29 @@ class RoutedWrites:
             own = None if numbers is None else numbers[at]
             member.buffer.update_priority(rows[at.to(rows.device)], values[at.to(values.device)], generation=own)
 
+    def remove(self, index: object, generation: object) -> int:
+        """What ``ReplayBufferEnsemble.remove`` does."""
+        call = removing.CALL
+        ids, rows = routed(index, len(self._members), call)
+        flat, rows = ids.reshape(-1), rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
+        numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
+        if numbers is not None and len(numbers) != len(flat):
+            raise ValueError(
+                f"{call}: expected one generation per row, got {len(flat)} rows and {len(numbers)} generations."
+            )
+        parts = [
+            (
+                self._members[number],
+                rows[at.to(rows.device)],
+                None if numbers is None else numbers[at.to(numbers.device)],
+            )
+            for number, at in _places(flat).items()
+        ]
+        for member, some, expected in parts:
+            with _nothing_changed(member):
+                removing.checked(member.wiring, some, expected)
+        return sum(member.buffer.remove(some, generation=expected) for member, some, expected in parts)
+
 
 def _places(ids: Tensor) -> dict[int, Tensor]:
     """Where the rows of each member are, int64 ``[k]``, of ``ids``, int64 ``[n]`` on the CPU."""
@@ -242,13 +267,20 @@ def _places(ids: Tensor) -> dict[int, Tensor]:
 def _check_rows(member: Member, rows: Tensor, call: str) -> None:
     """Raise what new priorities of these rows would. Nothing is changed."""
     storage = member.wiring.storage
-    try:
+    with _nothing_changed(member):
         if not storage.initialized:
             raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
         named = rows_of(member.wiring.rows_named(rows), call)
         outside = named[(named < -1) | (named >= storage.max_size)]
         if len(outside):
             raise RowError(f"{call}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
+
+
+@contextmanager
+def _nothing_changed(member: Member) -> Iterator[None]:
+    """Errors of checks say which member they are of."""
+    try:
+        yield
     except Exception as error:
         error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was changed.")
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -82,6 +82,7 @@ class EnsembleSaving:
 
     def _loads(self, of_members: Sequence[Commit], own: Commit) -> Commit:
         """Drops prefetched batches first: threads would draw for them from what was loaded."""
+        of_members = [_MemberLoad(number, load) for number, load in enumerate(of_members)]
         if self._prefetching is None:
             return Loads([*of_members, own])
         return Loads([Change(self._prefetching.discard, "load", keys=False), *of_members, own])
@@ -182,6 +183,23 @@ class EnsembleSaving:
 
 def _folder_of(folder: Path, member: int) -> Path:
     return folder / "members" / str(member)
+
+
+class _MemberLoad(NamedTuple):
+    """What was checked of a member's state."""
+
+    number: int
+    load: Commit
+
+    def commit(self) -> None:
+        try:
+            self.load.commit()
+        except Exception as error:
+            error.add_note(
+                f"Raised by member {self.number} of the ensemble. Members before it are loaded, those behind it are as they were. Load "
+                "the ensemble again."
+            )
+            raise
 
 
 class _OwnLoad:
