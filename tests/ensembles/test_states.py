@@ -24,7 +24,7 @@ from engram import (
     VecNorm,
     WriterEnsemble,
 )
-from engram.types import BufferLoad
+from engram.state import Change
 from tests.ensembles.buffers import member, members, rows, storages
 from tests.fresh import run
 
@@ -265,16 +265,15 @@ def test_lists_of_objects():
 
 @pytest.mark.parametrize("how", ["state", "folder"])
 def test_a_load_that_fails_late_says_which_members_hold_what(tmp_path, monkeypatch, how):
-    rb, other, commit, calls = made(), made(0, 7), BufferLoad.commit, iter(range(3))
+    rb, other = made(), made(0, 7)
 
-    def fails_second(load):
-        if next(calls) == 1:
-            raise OSError("no space left")
-        commit(load)
+    def fail():
+        raise OSError("no space left")
 
-    monkeypatch.setattr(BufferLoad, "commit", fails_second)
+    monkeypatch.setattr(other[1].sampler, "prepare_load", lambda _: Change(fail))
     with pytest.raises(OSError, match="no space left") as raised:
         taken_over(how, rb, other, tmp_path)
-    (note,) = raised.value.__notes__
-    assert "member 1 of the ensemble. Members before it are loaded, those behind it are as they were." in note
-    assert [len(one) for one in other._rbs] == [20, 7, 7]
+    assert "Members before it are loaded, those behind it are as they were." in raised.value.__notes__[-1]
+    assert raised.value.__notes__[-1].startswith("Raised by member 1 of the ensemble.")
+    assert len(other[0]) == 20
+    assert len(other[2]) == 7
