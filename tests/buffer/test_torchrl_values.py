@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from engram import (
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -12,11 +13,15 @@ from engram import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBuffer,
+    RoundRobinWriter,
+    SamplerEnsemble,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
 )
 
 
@@ -205,3 +210,41 @@ def test_private_names_that_recipes_set():
         assert rb.sample()["a"].shape == (2,)
         with pytest.raises(TypeError, match="expected a Storage"):
             rb._storage = 3
+
+
+def test_extend_takes_rows_under_torchrls_name():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
+    assert rb.extend(tensordicts=TensorDict({"a": torch.arange(3)}, [3])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cls", [RoundRobinWriter, TensorDictRoundRobinWriter, ImmutableDatasetWriter])
+@pytest.mark.parametrize("compilable", [False, True])
+def test_writers_take_compilable_as_their_first_argument(cls, compilable):
+    assert cls(compilable).state_dict() == cls(compilable=compilable).state_dict() == cls().state_dict()
+    with pytest.raises(TypeError, match=f"{cls.__name__}: compilable: expected True or False.*got 'yes'"):
+        cls("yes")
+
+
+@pytest.mark.parametrize("cls", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_sampler_with_the_priorities_has_torchrls_name(cls, sync):
+    rb = cls(alpha=0.5, beta=0.5, sync=sync, storage=LazyTensorStorage(4))
+    assert rb.prioritized_sampler is rb.sampler
+
+
+def test_one_block_of_memory_changes_no_row():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4, consolidated=True), batch_size=2)
+    rb.extend(TensorDict({"a": torch.arange(3), "b": torch.ones(3)}, [3]))
+    assert rb[:]["a"].tolist() == [0, 1, 2]
+
+
+def test_lists_are_flat():
+    storage = ListStorage(4)
+    assert storage.flatten() is storage
+
+
+def test_samplers_of_ensembles_hear_of_rows_as_others_do():
+    sampler = SamplerEnsemble(RandomSampler(), RandomSampler())
+    sampler.add(0)
+    sampler.extend([0, 1])
+    assert sampler.default_priority == RandomSampler().default_priority == 1

@@ -449,3 +449,20 @@ def test_steps_that_stand_for_missing_ones_are_left_out_by_their_mask():
     result = rb.update_if_present(index=info["index"], generation=generation, patch={"h": torch.arange(4.0)[None]})
     assert result.updated.tolist() == real.tolist()
     assert rb["h"].tolist() == [1, 2]
+
+
+def test_some_entries_of_a_result():
+    updated, rejected, generation = torch.tensor([[True, False], [False, True]]), None, torch.tensor([[5, -1], [-1, 6]])
+    result = ConditionalUpdateResult(updated, rejected, generation)
+    assert (len(result), result.batch_size) == (2, torch.Size([2, 2]))
+    second = result[1]
+    assert (second.updated.tolist(), second.version_rejected, second.generation.tolist()) == (
+        [False, True],
+        None,
+        [-1, 6],
+    )
+    assert ConditionalUpdateResult(updated, updated, generation)[0, 0].version_rejected.item() is True
+    copied = result.to_tensordict()
+    assert (sorted(copied.keys()), copied.batch_size) == (["generation", "updated"], torch.Size([2, 2]))
+    copied["updated"].zero_()
+    assert result.updated_count == 2

@@ -279,12 +279,12 @@ def test_impossible_arguments(make, error, says, options):
 
 
 def test_arguments_that_are_off_are_accepted():
-    LazyTensorStorage(10, compilable=True, shared_init=False, cleanup_memmap=False, consolidated=None)
+    LazyTensorStorage(10, compilable=True, shared_init=False, cleanup_memmap=False, consolidated=True)
     LazyMemmapStorage(10, compilable=False, shared_init=False)
     with pytest.raises(TypeError, match="'cleanup_memmap' is not supported yet"):
         LazyTensorStorage(10, cleanup_memmap=1)
-    with pytest.raises(TypeError, match=r"'consolidated' is not supported yet; .* one block of memory"):
-        LazyTensorStorage(10, consolidated=True)
+    with pytest.raises(TypeError, match="consolidated: expected True or False, .* got 'one block'"):
+        LazyTensorStorage(10, consolidated="one block")
 
 
 def test_capacities_that_no_memory_has(make):

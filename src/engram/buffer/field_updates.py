@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engram import storages
 from engram._checks import as_numbers
+from engram._tensordict import tensordict_type
 from engram.errors import RowError
 from engram.field_paths import FieldPath, checked_path
 from engram.nested import flatten, has_entries
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
+    from tensordict import TensorDict
 
     from engram.buffer.wiring import Wiring
 
@@ -39,6 +41,8 @@ class ConditionalUpdateResult:
     >>> result = rb.update_if_present(index=info["index"], generation=info["index_generation"], patch=patch)
     >>> result.updated.tolist()
     [True, True, True, True]
+    >>> len(result), result[:2].updated.shape
+    (4, torch.Size([2]))
     """
 
     #: bool: the row held what was drawn, and has the patch now.
@@ -47,6 +51,37 @@ class ConditionalUpdateResult:
     version_rejected: Tensor | None
     #: int64: what to pass as ``generation`` from now on; -1 where nothing was updated.
     generation: Tensor
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """The shape of ``generation``."""
+        return self.updated.shape
+
+    def __len__(self) -> int:
+        """The first dimension. Raises ``TypeError``: there is none."""
+        return len(self.updated)
+
+    def __getitem__(self, index: object) -> ConditionalUpdateResult:
+        """The result of some of the entries, as tensors are indexed: views where those would be."""
+        rejected = self.version_rejected
+        return ConditionalUpdateResult(
+            self.updated[index],  # type: ignore[index]
+            None if rejected is None else rejected[index],  # type: ignore[index]
+            self.generation[index],  # type: ignore[index]
+        )
+
+    def to_tensordict(self) -> TensorDict:
+        """A TensorDict of copies of the tensors.
+
+        >>> import torch
+        >>> from engram import ConditionalUpdateResult
+        >>> result = ConditionalUpdateResult(torch.tensor([True]), None, torch.tensor([7]))
+        >>> result.to_tensordict()["generation"]
+        tensor([7])
+        """
+        named = {"updated": self.updated, "version_rejected": self.version_rejected, "generation": self.generation}
+        present = {name: tensor.clone() for name, tensor in named.items() if tensor is not None}
+        return tensordict_type()(present, batch_size=self.batch_size)
 
     @property
     def updated_count(self) -> int:

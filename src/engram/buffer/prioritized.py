@@ -8,6 +8,7 @@ import torch
 
 from engram import samplers, storages
 from engram._unsupported import Later, meant, reject_unsupported
+from engram.buffer.compat import alias
 from engram.buffer.hindsight import HERReplayBuffer
 from engram.buffer.recipe import draws_by_priority, register
 from engram.buffer.remote import RemoteTensorDictReplayBuffer
@@ -63,6 +64,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """
 
     _prioritized = True
+    prioritized_sampler = alias("sampler", "The sampler with the priorities: :attr:`sampler`. TorchRL's name.")
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """
 
     _prioritized = True
+    prioritized_sampler = alias("sampler", "The sampler with the priorities: :attr:`sampler`. TorchRL's name.")
 
     def __init__(
         self,

@@ -183,7 +183,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
 
     def extend(
         self,
-        data: Any,
+        tensordicts: Any,
         *,
         lane: Lane = None,
         update_priority: bool | None = None,
@@ -194,6 +194,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
 
         Args:
+            tensordicts: ``data`` of :meth:`ReplayBuffer.extend`, under TorchRL's name.
             update_priority: False: ``priority_key`` in the data does not become the rows' priority. No effect with samplers
                 that are not ``prioritized``.
 
@@ -211,7 +212,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "extend")
-        return self._writing.extend(data, lane, layout, lane_key, timeout, update_priority)
+        return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
 
     @overload
     def sample(

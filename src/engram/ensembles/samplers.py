@@ -121,6 +121,25 @@ class SamplerEnsemble(_Samplers):
     def p(self, p: Weights) -> None:
         self.choice.weigh(p)
 
+    @property
+    def default_priority(self) -> float:
+        """1.0: each member has its own, ``sampler[i].default_priority``."""
+        return 1.0
+
+    def add(self, index: object) -> None:
+        """No effect, because members know their rows from their stores.
+
+        >>> from engram import RandomSampler, SamplerEnsemble
+        >>> SamplerEnsemble(RandomSampler()).add(0)
+        """
+
+    def extend(self, index: object) -> None:
+        """No effect, because members know their rows from their stores.
+
+        >>> from engram import RandomSampler, SamplerEnsemble
+        >>> SamplerEnsemble(RandomSampler()).extend([0, 1])
+        """
+
     def sample(self, storage: StorageEnsemble, batch_size: int) -> tuple[TensorDict, TensorDict]:
         """Draw from the storages of an ensemble with a key of torch's default generator.
 

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 class LaterArguments(TracingArguments, total=False):
     """As those, of tensor storages."""
 
-    consolidated: Annotated[object, Later("a storage that keeps one block of memory")]
+    #: What it would change is how the memory of the fields lies, which no result shows.
+    consolidated: Annotated[object, Later("", (True,), "True or False, which change nothing here")]
     #: Processes that share a buffer agree on who makes its store, and the last one removes it.
     shared_init: Annotated[object, Later("rb.share()", (True,))]
     cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]

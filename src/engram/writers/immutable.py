@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from engram._unsupported import NOT_TRACED, reject_unsupported
 from engram.types import Traits
 from engram.writers._base import NativeWriter
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 class ImmutableDatasetWriter(NativeWriter):
     """Rejects every write, edit and ``empty`` with ``RuntimeError``: for data sets.
 
+    Args:
+        compilable: TorchRL's; without effect.
+
     >>> import torch
     >>> from engram import ImmutableDatasetWriter, ReplayBuffer, TensorStorage
     >>> rb = ReplayBuffer(storage=TensorStorage(torch.arange(3)), writer=ImmutableDatasetWriter())
@@ -25,6 +29,10 @@ class ImmutableDatasetWriter(NativeWriter):
     """
 
     traits = Traits(read_only=True)
+
+    def __init__(self, compilable: bool = False) -> None:
+        reject_unsupported("ImmutableDatasetWriter", {"compilable": compilable}, NOT_TRACED, type(self))
+        super().__init__()
 
     @property
     def write_count(self) -> int:

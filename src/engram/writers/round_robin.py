@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 import torch
 
-from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
+from engram._unsupported import NOT_TRACED, reject_unsupported
 from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
@@ -18,6 +18,7 @@ class RoundRobinWriter(NativeWriter):
     """Appends to the ring of a lane. Of a batch longer than the ring, the newest rows stay.
 
     Args:
+        compilable: TorchRL's; without effect.
         track_generations: samples have ``"index_generation"``, the ticket number of each row when it was drawn. Larger
             is newer, over all rows of the store. A row that was rewritten since has another number.
 
@@ -34,8 +35,8 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def __init__(self, *, track_generations: bool = False, **later: Unpack[TracingArguments]) -> None:
-        reject_unsupported(type(self).__name__, later, NOT_TRACED, type(self))
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
+        reject_unsupported(type(self).__name__, {"compilable": compilable}, NOT_TRACED, type(self))
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
