@@ -270,10 +270,10 @@ def test_a_load_that_fails_late_says_which_members_hold_what(tmp_path, monkeypat
     def fail():
         raise OSError("no space left")
 
-    monkeypatch.setattr(other[1].sampler, "prepare_load", lambda _: Change(fail))
+    for call in ("prepare_state", "prepare_load"):
+        monkeypatch.setattr(other[1]._saving, call, lambda *_, **__: Change(fail))
     with pytest.raises(OSError, match="no space left") as raised:
         taken_over(how, rb, other, tmp_path)
     assert "Members before it are loaded, those behind it are as they were." in raised.value.__notes__[-1]
     assert raised.value.__notes__[-1].startswith("Raised by member 1 of the ensemble.")
-    assert len(other[0]) == 20
-    assert len(other[2]) == 7
+    assert [len(one) for one in other._rbs] == [20, 0, 0]
