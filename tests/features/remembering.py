@@ -80,19 +80,22 @@ class Streams(Feature):
 
 
 class Fragments(Feature):
-    """Trajectories take turns, step by step. A field names them that a move to other ranks does not number anew."""
+    """Trajectories take turns. A move to other ranks numbers those anew that ``episode`` names, and leaves other fields alone."""
 
     batch_size = 6
 
+    def __init__(self, key, turn=1):
+        self.key, self.turn = key, turn
+
     def arguments(self):
-        return {"sampler": SliceSampler(slice_len=2, traj_key="prompt", step_key="step", fragmented=True)}
+        return {"sampler": SliceSampler(slice_len=2, traj_key=self.key, step_key="step", fragmented=True)}
 
     def broken(self):
         return {"sampler": SliceSampler(slice_len=2, traj_key="same")}
 
     def play(self, rb, trajectories):
         every = torch.cat([steps(number) for number in trajectories])
-        every = every[every["step"].sort(stable=True).indices]
+        every = every[(every["step"] // self.turn).sort(stable=True).indices]
         rows = rb.extend(every)
         known = Known(whos_in(*trajectories), dict(zip(every["who"].tolist(), rows.tolist(), strict=True)))
         self.draw(rb, known, known.whos)

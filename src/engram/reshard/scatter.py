@@ -17,6 +17,7 @@ from engram.persist.parallel_read import parallel_read
 from engram.persist.roles import boundary_fields
 from engram.persist.rows import Stretch, checked_numbers, stretches
 from engram.reshard.extents import Extents, put, put_by_run, windows, zeroed_window
+from engram.reshard.numbering import Numbering
 from engram.reshard.plan import within
 from engram.reshard.shards import TRUNCATED, fields_of, lanes_of
 
@@ -176,7 +177,11 @@ class Scatter:
             for which, one in enumerate(self._shards):
                 its = plan.source[self._mine] == which
                 shift[its] = position[its] - _kept_from(plan, self._mine[its], one.source) // one.source.columns
-        values = {"env_id": lane + self._env_offset, "traj_id": np.arange(len(self._mine)), "position": shift}
+        numbers = np.arange(len(self._mine))
+        if any(role == "traj_id" for role, _ in rewritten):
+            numbering = Numbering(self._shards, plan, self._mine, self._schema)
+            numbers = numbering.numbers(tensors, lane * self._length + position)
+        values = {"env_id": lane + self._env_offset, "traj_id": numbers, "position": shift}
         piece = (steps.cumsum() - steps) // _REWRITTEN
         for some in np.split(np.arange(len(self._mine)), np.flatnonzero(np.diff(piece)) + 1) if rewritten else ():
             step = within(steps[some])

@@ -131,14 +131,15 @@ def read_first_steps(saved: SavedShard, key: tuple[str, ...]) -> Tensor:
     field = saved.fields[number]
     lane, first = saved.source.runs[:, 0], saved.source.runs[:, 1]
     rows = lane * geometry.lane_length + first % lanes_of(reader)[lane, 1]
-    column = torch.empty((int(rows.max(initial=-1)) + 1, *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
-    every = Extents(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(column)]))
+    order = rows.argsort(kind="stable")
+    ones = Extents(np.ascontiguousarray(rows[order]), order, np.ones_like(order))
+    column = torch.empty((len(rows), *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
     memory = zeroed_window(field.row_bytes)
     for stretch in stretches(reader):
         if stretch.field == number:
-            for low, raw in windows(reader, stretch, every, field.row_bytes, memory):
-                put(raw.reshape(-1, field.row_bytes), low, every, column)
-    return column[torch.from_numpy(rows)]
+            for low, raw in windows(reader, stretch, ones, field.row_bytes, memory):
+                put(raw.reshape(-1, field.row_bytes), low, ones, column)
+    return column
 
 
 def fields_of(saved: Sequence[SavedShard]) -> tuple[PartField, ...]:
