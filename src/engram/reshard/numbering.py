@@ -1,6 +1,6 @@
 """Numbers of trajectories that were moved: the pieces of one keep one number, and no other trajectory gets it.
 
-Trajectories that take turns in a lane are moved piece by piece. Two pieces belong together if they come from one shard and had one
+Trajectories that take turns in a lane are moved piece by piece. Two pieces belong together if they come from one lane of a shard and had one
 number there, unless a flag ended the older one or the newer one begins with a first step.
 """
 
@@ -46,7 +46,7 @@ class Numbering:
         self._says = Boundaries(schema, roles)
         self._keys = [field.key for field in boundary_fields(fields, roles)["traj_id"]]
         self._source, self._run = plan.source[mine], plan.run[mine]
-        self._lane, self._begin, self._end, self._time = (self._of_runs(column) for column in range(4))
+        self._lane, self._begin, self._end = (self._of_runs(column) for column in range(3))
 
     def numbers(self, tensors: Sequence[Tensor], first: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of each, from 0 on, in the order of their places.
@@ -64,10 +64,12 @@ class Numbering:
         assert begun.ids is not None  # a field says them
         over = self._marks(tensors, first + plan.steps[mine] - 1).ends
         ends = plan.truncated[mine] if over is None else over | plan.truncated[mine]
-        order = np.lexsort((self._begin, -self._lane, self._time, *begun.ids.T, self._source))
+        order = np.lexsort((self._begin, *begun.ids.T, self._lane, self._source))
         breaks = np.ones(count, bool)
         older, newer = order[:-1], order[1:]
-        breaks[1:] = (self._source[older] != self._source[newer]) | ends[older]
+        breaks[1:] = (
+            (self._source[older] != self._source[newer]) | (self._lane[older] != self._lane[newer]) | ends[older]
+        )
         breaks[1:] |= (begun.ids[older] != begun.ids[newer]).any(1)
         if begun.starts is not None:
             breaks[1:] |= begun.starts[newer]
