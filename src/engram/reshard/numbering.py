@@ -1,7 +1,7 @@
 """Numbers of trajectories that were moved: the pieces of one keep one number, and no other trajectory gets it.
 
-Trajectories that take turns in a lane are moved piece by piece. Two pieces belong together if they come from one lane of a shard and had one
-number there, unless a flag ended the older one or the newer one begins with a first step.
+Trajectories that take turns in a lane are moved piece by piece. Two pieces belong together if they come from one lane of a shard and
+had one number there, unless a flag ended the older one or the newer one begins with a first step.
 """
 
 from __future__ import annotations
