@@ -111,6 +111,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
         (f"windows/{w}/{f}/{b}" for w in _WINDOWS for f in _FORMS for b in (1063, 4135)), "uniform", Floor("share", 1)
     ),
     ("hindsight/future", "TorchRL"): Floor("times", 5),
+    **_every(("updates/value", "updates/state", "updates/versions"), "TorchRL", Floor("times", 5)),
     ("scaling/hindsight", "1e+05 rows"): Floor("share", 2),
     ("scaling/tree", "1e+06 rows"): Floor("share", 3),
     ("scaling/slices", "1e+05 rows"): Floor("share", 1.5),

@@ -168,11 +168,12 @@ void bind_writes(nb::class_<Store>& type) {
             const Which fields(which);
             const Inputs inputs(columns);
             const WithoutInterpreter running(self.writes_briefly(n));
-            return self.patch(at<std::int64_t>(rows), n, fields.span(), inputs.span(), at<std::int64_t>(expected),
-                              at<std::int64_t>(numbers));
+            const Patched made = self.patch(at<std::int64_t>(rows), n, fields.span(), inputs.span(), at<std::int64_t>(expected),
+                                            at<std::int64_t>(numbers));
+            return std::pair(made.first, made.entries);
           },
           "rows"_a, "n"_a, "which"_a, "columns"_a, "expected"_a, "numbers"_a,
-          "Writes fields of the rows that still have the tickets expected; the first ticket number.")
+          "Writes fields of the rows that still have the tickets expected; the first ticket number, and how many entries were written.")
       .def(
           "empty",
           [](Store& self, bool keep_write_count) {

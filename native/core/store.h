@@ -43,6 +43,12 @@ struct Masses {
   std::uint64_t live = 0;  // rows
 };
 
+/// What Store::patch wrote.
+struct Patched {
+  std::uint64_t first = 0;  // ticket number
+  std::uint64_t entries = 0;
+};
+
 class Store {
  public:
   /// `fields` may be empty: then only control memory is kept here and the rows live elsewhere (on a GPU, say).
@@ -158,9 +164,9 @@ class Store {
 
   /// Replaces fields of the rows that still have the ticket numbers `expected`, and of no others: the look and the write are one
   /// step. -1 names no row. Every entry of a row named twice counts, in order. `numbers_out`: the rows' new numbers, -1 for those
-  /// that were left alone. Never waits for another writer of a row. Returns t0: the rows written have the numbers t0, t0 + 1 ...
-  std::uint64_t patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-                      const std::int64_t* expected, std::int64_t* numbers_out);
+  /// that were left alone. Never waits for another writer of a row. The rows written have the numbers `first`, `first` + 1 ...
+  Patched patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+                const std::int64_t* expected, std::int64_t* numbers_out);
 
   /// Makes live rows void, as if their writer had died: draws, tables and indexes know them no more. -1 names no row. `expected`, if
   /// not null: only rows that still have these ticket numbers. Rows that hold nothing, or that a writer is just writing, stay as they

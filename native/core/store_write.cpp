@@ -535,15 +535,15 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
 
 // The look at a row's ticket and its mark are one step: a row that another one has written, or is writing, is left alone, and so
 // nothing is waited for. The entry that a row of this very call was written by is as good as the ticket it was written over.
-std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-                           const std::int64_t* expected, std::int64_t* numbers_out) {
+Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+                     const std::int64_t* expected, std::int64_t* numbers_out) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] != -1) check_rows(rows + i, 1, control_.capacity());
   }
   std::fill_n(numbers_out, n, -1);
-  if (n == 0) return control_.writable().counters().next_ticket.load(std::memory_order_acquire);
+  if (n == 0) return {control_.writable().counters().next_ticket.load(std::memory_order_acquire), 0};
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -558,6 +558,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
     for (std::uint64_t i = 0; i < n; ++i) {
       if (i + kAhead < n && rows[i + kAhead] >= 0) {
         __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
+        for (const std::uint64_t f : which) prefetch_row(field(f), rows[i + kAhead]);
       }
       const auto row = static_cast<std::uint64_t>(rows[i]);
       if (rows[i] < 0 || !control_.inside(row)) continue;
@@ -590,7 +591,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
   const auto patched = static_cast<std::uint64_t>(n - std::count(numbers_out, numbers_out + n, -1));
   control_.counters().patches.fetch_add(patched, std::memory_order_relaxed);
   control_.counters().patches_dropped.fetch_add(n - patched, std::memory_order_relaxed);
-  return t0;
+  return {t0, patched};
 }
 
 // If the process dies in here, the one that finds the claim finishes it: else some lanes would be empty, and indexes would know

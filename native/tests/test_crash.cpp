@@ -238,7 +238,7 @@ Operation patch(const char* name, const Indices& rows, std::uint64_t first_id) {
             expected.back() = 1 << 20;
             outcome.n = rows.size() - 1, outcome.first_id = first_id;
             for (std::uint64_t i = 0; i + 1 < rows.size(); ++i) outcome.rows[i] = rows[i];
-            outcome.t0 = store.patch(rows.data(), rows.size(), store.all(), columns->in, expected.data(), numbers.data());
+            outcome.t0 = store.patch(rows.data(), rows.size(), store.all(), columns->in, expected.data(), numbers.data()).first;
           }, false, false, false, true};
 }
 

@@ -480,7 +480,7 @@ TEST(a_patch_leaves_alone_what_no_longer_holds_what_is_expected) {
   const Sizes which{1};
   Indices numbers(9);
   const Columns second = Columns(rows.in).subspan(1);
-  EXPECT_EQ(filled.store.patch(where.data(), 9, which, second, expected.data(), numbers.data()), 7u);
+  EXPECT_EQ(filled.store.patch(where.data(), 9, which, second, expected.data(), numbers.data()).first, 7u);
   EXPECT_EQ(numbers, (Indices{8, -1, -1, -1, -1, -1, 8, -1, -1}));
   EXPECT_EQ(control.counters().patches.load(), 2u);
   EXPECT_EQ(control.counters().patches_dropped.load(), 7u);
@@ -490,7 +490,7 @@ TEST(a_patch_leaves_alone_what_no_longer_holds_what_is_expected) {
   const Indices outside{1, 8};
   EXPECT_THROWS(std::out_of_range, filled.store.patch(outside.data(), 2, which, second, expected.data(), numbers.data()));
   EXPECT_THROWS(std::invalid_argument, filled.store.patch(where.data(), 9, which, rows.in, expected.data(), numbers.data()));
-  EXPECT_EQ(filled.store.patch(nullptr, 0, which, second, nullptr, nullptr), 16u);
+  EXPECT_EQ(filled.store.patch(nullptr, 0, which, second, nullptr, nullptr).first, 16u);
 }
 
 TEST(growing_makes_the_rows_below_live_as_zeros) {

@@ -117,16 +117,19 @@ class FieldUpdates:
         if versions is not None:
             field, incoming = versions
             winners, live = self._newest(storage, rows, expected, field, incoming, newer=newer)
-            expected, rejected = expected.where(winners, -1), live & ~winners
+            expected = torch.from_numpy(np.where(winners, expected.numpy(), -1))
+            rejected = torch.from_numpy(live & ~winners)
             which, columns = [*which, field], [*columns, incoming]
         write, numbers = storage.patch_fields(rows, which, columns, expected)
         if len(write.rows):
             storage.notify(write, None)
         place = self._wiring.on_device
+        if len(batch) != 1:
+            numbers = numbers.reshape(batch)
         return ConditionalUpdateResult(
-            updated=place((numbers >= 0).reshape(batch)),
+            updated=place(torch.from_numpy(numbers.numpy() >= 0)),
             version_rejected=None if rejected is None else place(rejected.reshape(batch)),
-            generation=place(numbers.reshape(batch)),
+            generation=place(numbers),
         )
 
     def check(self, rows: Tensor, patch: object, version_key: object, version: object) -> None:
@@ -216,24 +219,33 @@ class FieldUpdates:
         incoming: Tensor,
         *,
         newer: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
 
         Their versions are those under the generation expected: a row that gets another one until it is written is left alone. Any
         version is newer than NaN.
         """
-        columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
-        live = rows >= 0
+        named = rows.numpy()
+        live = named >= 0
+        columns, moved = storage.store.read(
+            rows if live.all() else rows.clamp(min=0), expected=expected, which=(field,)
+        )
         live[moved] = False
-        stored, given = _comparable(columns[0].nan_to_num(-torch.inf, torch.inf, -torch.inf)), _comparable(incoming)
-        passes = live.numpy() & ((given > stored) if newer else (given >= stored))
+        held = columns[0]
+        if held.is_floating_point():
+            held = held.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        stored, given = _comparable(held), _comparable(incoming)
+        passes: NDArray[np.bool_] = live & ((given > stored) if newer else (given >= stored))
+        in_order = np.sort(named)
+        if (in_order[1:] != in_order[:-1]).all():  # no row is named twice
+            return passes, live
         at = np.flatnonzero(passes)
         # Of each row the highest version last, of equal ones the last.
-        order = at[np.lexsort((at, given[at], rows.numpy()[at]))]
-        sorted_rows = rows.numpy()[order]
+        order = at[np.lexsort((at, given[at], named[at]))]
+        sorted_rows = named[order]
         last = np.append(sorted_rows[1:] != sorted_rows[:-1], True)[: len(order)]
-        winners = torch.zeros_like(live)
-        winners[torch.from_numpy(order[last])] = True
+        winners = np.zeros_like(live)
+        winners[order[last]] = True
         return winners, live
 
 

@@ -181,10 +181,11 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """
         return self._writing.add(data, lane, timeout if timeout is WAIT_S else checked_timeout(timeout, "add"))
 
-    def extend(
+    def extend(  # type: ignore[override] # the first name is TorchRL's
         self,
-        tensordicts: Any,
+        tensordicts: Any = None,
         *,
+        data: object = None,
         lane: Lane = None,
         update_priority: bool | None = None,
         layout: Layout = None,
@@ -194,7 +195,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
 
         Args:
-            tensordicts: ``data`` of :meth:`ReplayBuffer.extend`, under TorchRL's name.
+            tensordicts, data: the rows: TorchRL's name for them here, and that of :meth:`ReplayBuffer.extend`.
             update_priority: False: ``priority_key`` in the data does not become the rows' priority. No effect with samplers
                 that are not ``prioritized``.
 
@@ -212,6 +213,10 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "extend")
+        if data is not None:
+            if tensordicts is not None:
+                raise TypeError("extend: expected one of tensordicts and data, which are the same, got both.")
+            tensordicts = data
         return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
 
     @overload

@@ -46,7 +46,6 @@ class Numbering:
         self._says = Boundaries(schema, roles)
         self._keys = [field.key for field in boundary_fields(fields, roles)["traj_id"]]
         self._source, self._run = plan.source[mine], plan.run[mine]
-        self._lane, self._begin, self._end = (self._of_runs(column) for column in range(3))
 
     def numbers(self, tensors: Sequence[Tensor], first: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of each, from 0 on, in the order of their places.
@@ -62,20 +61,21 @@ class Numbering:
             return np.arange(count)
         begun = self._marks(tensors, first)
         assert begun.ids is not None  # a field says them
+        if len(set(zip(self._source.tolist(), *begun.ids.T.tolist(), strict=True))) == count:  # no pieces
+            return np.arange(count)
+        lane, begin, end = (self._of_runs(column) for column in range(3))
         over = self._marks(tensors, first + plan.steps[mine] - 1).ends
         ends = plan.truncated[mine] if over is None else over | plan.truncated[mine]
-        order = np.lexsort((self._begin, *begun.ids.T, self._lane, self._source))
+        order = np.lexsort((begin, *begun.ids.T, lane, self._source))
         breaks = np.ones(count, bool)
         older, newer = order[:-1], order[1:]
-        breaks[1:] = (
-            (self._source[older] != self._source[newer]) | (self._lane[older] != self._lane[newer]) | ends[older]
-        )
+        breaks[1:] = (self._source[older] != self._source[newer]) | (lane[older] != lane[newer]) | ends[older]
         breaks[1:] |= (begun.ids[older] != begun.ids[newer]).any(1)
         if begun.starts is not None:
             breaks[1:] |= begun.starts[newer]
         group = _numbered(order, breaks)
         behind = 1 + ((group[1:] == group[:-1]) & self._touch()).nonzero()[0]
-        behind = behind if over is None else behind[~self._continues(behind)]
+        behind = behind if over is None else behind[~self._continues(behind, begin[behind] - end[behind - 1])]
         if len(behind):
             place = np.empty(count, np.int64)
             place[order] = np.arange(count)
@@ -102,7 +102,7 @@ class Numbering:
         touch: NDArray[np.bool_] = (plan.lane[rows[1:]] == plan.lane[rows[:-1]]) & ~plan.gap[rows[:-1]]
         return touch
 
-    def _continues(self, behind: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _continues(self, behind: NDArray[np.int64], between: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of those goes on where the one before it ended: no step that lay between them was of the same trajectory."""
         goes_on = np.zeros(len(behind), bool)
         for which in np.unique(self._source[behind]).tolist():
@@ -115,7 +115,7 @@ class Numbering:
             one, other = self._run[newer - 1], self._run[newer]
             goes_on[its] = (
                 (_next_alike(shard, self._keys[0])[one] == other)
-                & (covered[other] - covered[one + 1] == self._begin[newer] - self._end[newer - 1])
+                & (covered[other] - covered[one + 1] == between[its])
                 & (self._plan.skipped[self._mine[newer]] == 0)
             )
         return goes_on

@@ -673,12 +673,12 @@ class Store:
         numbers = torch.empty_like(rows)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
-            first = self.core.patch(
+            first, kept = self.core.patch(
                 rows.data_ptr(), len(rows), tuple(which), addresses, expected.data_ptr(), numbers.data_ptr()
             )
         except IndexError as error:
             raise RowError(f"patch: {error}.") from error
-        return Write(rows[numbers >= 0], first), numbers
+        return Write(rows if kept == len(rows) else rows[numbers >= 0], first), numbers
 
     def empty(self, *, keep_write_count: bool) -> None:
         """Forget all rows; the memory stays, lanes begin again at their first row, no earlier ticket matches any more."""
