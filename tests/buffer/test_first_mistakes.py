@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import engram
 from engram import (
     Checkpointer,
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -178,6 +179,8 @@ def test_what_is_no_storage_is_not_called_one():
         (lambda: SliceSampler(numslices=2), "'numslices'. Did you mean num_slices?"),
         (lambda: ReplayBuffer(zzz=1), "'zzz'."),
         (lambda: RoundRobinWriter(zzz=1), "'zzz'."),
+        (lambda: RoundRobinWriter(track_generation=True), "'track_generation'. Did you mean track_generations?"),
+        (lambda: ImmutableDatasetWriter(compileable=True), "'compileable'. Did you mean compilable?"),
         (lambda: ReplayBuffer.open("x", batchsize=3), "'batchsize'. Did you mean batch_size?"),
         (lambda: Checkpointer("x", ReplayBuffer(), every_step=3), "'every_step'. Did you mean every_steps?"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Never, NoReturn
 
 from engram._unsupported import NOT_TRACED, reject_unsupported
 from engram.types import Traits
@@ -30,8 +30,8 @@ class ImmutableDatasetWriter(NativeWriter):
 
     traits = Traits(read_only=True)
 
-    def __init__(self, compilable: bool = False) -> None:
-        reject_unsupported("ImmutableDatasetWriter", {"compilable": compilable}, NOT_TRACED, type(self))
+    def __init__(self, compilable: bool = False, **unknown: Never) -> None:
+        reject_unsupported("ImmutableDatasetWriter", {"compilable": compilable, **unknown}, NOT_TRACED, type(self))
         super().__init__()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import torch
 
@@ -35,8 +35,8 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
-        reject_unsupported(type(self).__name__, {"compilable": compilable}, NOT_TRACED, type(self))
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False, **unknown: Never) -> None:
+        reject_unsupported(type(self).__name__, {"compilable": compilable, **unknown}, NOT_TRACED, type(self))
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
