@@ -6,72 +6,12 @@
 #include <thread>
 #include <vector>
 
-#include "blocks.h"
-#include "core/changes.h"
+#include "changing.h"
 #include "expect.h"
 
 using namespace engram;
 
 namespace {
-
-class Memory {
- public:
-  explicit Memory(std::uint64_t rows, bool samples = false)
-      : pages_((8 << 20) + 24 * rows + Changes::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8}) {
-    format_without_curve(layout_);
-    changes_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, Changes::bytes(rows)};
-    Changes::format(changes_, rows, samples);
-  }
-  const Blocks& blocks() const { return layout_; }
-  std::span<std::byte> changes() const { return changes_; }
-
- private:
-  SharedPages pages_;
-  Layout layout_;
-  std::span<std::byte> changes_;
-};
-
-// A process that writes, and looks.
-struct Process {
-  explicit Process(const Memory& memory, std::uint64_t participant = 0)
-      : store(memory.blocks().open(participant)), control(memory.blocks().view()), index(memory.changes()), seen(control.capacity()) {
-    store.attach(index);
-  }
-  void append(std::uint64_t n) {
-    const std::vector<std::uint64_t> ids(n, 1);
-    const auto* column = reinterpret_cast<const std::byte*>(ids.data());
-    store.append(0, n, {&column, 1}, nullptr);
-  }
-  void edit(const std::vector<std::int64_t>& rows) {
-    const std::vector<std::uint64_t> ids(rows.size(), 2);
-    const std::uint64_t which = 0;
-    const auto* column = reinterpret_cast<const std::byte*>(ids.data());
-    store.scatter(rows.data(), rows.size(), {&which, 1}, {&column, 1}, true);
-  }
-  std::uint64_t word(std::uint64_t row) const { return control.word(row).load(std::memory_order_acquire); }
-  // Takes over the words of the rows that may have changed. Returns how many rows it looked at.
-  std::uint64_t catch_up() {
-    std::vector<std::int64_t> rows;
-    since = index.look(since, rows);
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      if (i > 0) EXPECT(rows[i - 1] < rows[i]);
-      seen[static_cast<std::size_t>(rows[i])] = word(static_cast<std::uint64_t>(rows[i]));
-    }
-    return rows.size();
-  }
-  bool knows_all() const {
-    for (std::uint64_t row = 0; row < control.capacity(); ++row) {
-      if (seen[row] != word(row)) return false;
-    }
-    return true;
-  }
-
-  Store store;
-  Control control;
-  Changes index;
-  std::vector<std::uint64_t> seen;
-  std::uint64_t since = 0;
-};
 
 std::vector<std::int64_t> some_rows(Dice& dice, std::uint64_t rows, std::uint64_t n) {
   std::set<std::int64_t> some;
@@ -86,10 +26,10 @@ TEST(a_look_finds_every_row_that_changed) {
   for (int round = 0; round < 60; ++round) {
     const std::uint64_t sizes[] = {1, 2, 15, 16, 17, 1000, 1024, 1025, 5000};
     const std::uint64_t rows = sizes[dice.below(std::size(sizes))];
-    const Memory memory(rows);
-    Process one(memory), other(memory, 1);
+    const Changing memory(rows);
+    Watching one(memory), other(memory, 1);
     for (int i = 0; i < 60; ++i) {
-      Process& who = dice.below(2) == 0 ? one : other;
+      Watching& who = dice.below(2) == 0 ? one : other;
       switch (dice.below(6)) {
         case 0: who.append(1 + dice.below(rows + 3)); break;
         case 1: who.edit(some_rows(dice, rows, 1 + dice.below(20))); break;
@@ -111,8 +51,8 @@ TEST(a_look_finds_every_row_that_changed) {
 
 TEST(a_look_costs_what_was_written) {
   const std::uint64_t rows = 1 << 17;
-  const Memory memory(rows);
-  Process one(memory), other(memory, 1);
+  const Changing memory(rows);
+  Watching one(memory), other(memory, 1);
   one.append(rows);
   EXPECT_EQ(one.catch_up(), rows);
   EXPECT_EQ(other.catch_up(), rows);
@@ -128,8 +68,8 @@ TEST(a_look_costs_what_was_written) {
 
 // The negative control: what no index is told of is not found.
 TEST(what_is_not_marked_is_not_found) {
-  const Memory memory(100);
-  Process one(memory);
+  const Changing memory(100);
+  Watching one(memory);
   one.append(100);
   one.catch_up();
   Store other = memory.blocks().open(1);
@@ -143,8 +83,8 @@ TEST(what_is_not_marked_is_not_found) {
 
 TEST(samples_count_where_they_are_asked_for) {
   for (const bool samples : {false, true}) {
-    const Memory memory(1000, samples);
-    Process one(memory);
+    const Changing memory(1000, samples);
+    Watching one(memory);
     one.append(1000);
     one.catch_up();
     EXPECT_EQ(one.store.hears_samples(), samples);
@@ -158,14 +98,14 @@ TEST(samples_count_where_they_are_asked_for) {
 
 TEST(writers_and_looks_at_the_same_time) {
   const std::uint64_t rows = 3000;
-  const Memory memory(rows);
-  Process one(memory), other(memory, 1);
+  const Changing memory(rows);
+  Watching one(memory), other(memory, 1);
   one.append(rows);
   std::atomic<int> writing{3};
   std::vector<std::thread> threads;
   for (std::uint64_t t = 0; t < 3; ++t) {
     threads.emplace_back([&, t] {
-      Process& who = t == 0 ? one : other;
+      Watching& who = t == 0 ? one : other;
       Dice dice(20 + t);
       for (int i = 0; i < 1500; ++i) {
         if (dice.below(8) == 0) {
@@ -178,7 +118,7 @@ TEST(writers_and_looks_at_the_same_time) {
       --writing;
     });
   }
-  for (Process* looks : {&one, &other}) {
+  for (Watching* looks : {&one, &other}) {
     threads.emplace_back([&writing, looks] {
       while (writing.load() > 0) {
         looks->catch_up();
@@ -187,7 +127,7 @@ TEST(writers_and_looks_at_the_same_time) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  for (Process* looks : {&one, &other}) {
+  for (Watching* looks : {&one, &other}) {
     looks->catch_up();
     EXPECT(looks->knows_all());
   }
