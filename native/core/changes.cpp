@@ -70,7 +70,12 @@ Changes::Changes(std::span<std::byte> memory) : header_(header_in(memory)) {
 void Changes::raise(std::uint64_t row, std::uint64_t number) {
   std::uint64_t place = row >> kLeafBits;
   if (marks_[0][place].load(std::memory_order_acquire) >= number) return;
-  for (std::uint64_t level = levels_; level-- > 0;) {
+  for (std::uint64_t rest = levels_; rest-- > 0;) {
+#ifdef ENGRAM_WITHOUT_MARKS_IN_ORDER  // the tests of death must fail then: make negative-controls
+    const std::uint64_t level = levels_ - 1 - rest;
+#else
+    const std::uint64_t level = rest;
+#endif
     Mark& mark = marks_[level][place >> kBits * level];
     std::uint64_t now = mark.load(std::memory_order_acquire);
     while (now < number && !mark.compare_exchange_weak(now, number, std::memory_order_acq_rel)) {
