@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Never, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
-from engram._unsupported import NOT_TRACED, reject_unsupported
+from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported
 from engram.types import Traits
 from engram.writers._base import NativeWriter
 
@@ -30,7 +30,7 @@ class ImmutableDatasetWriter(NativeWriter):
 
     traits = Traits(read_only=True)
 
-    def __init__(self, compilable: bool = False, **unknown: Never) -> None:
+    def __init__(self, compilable: bool = False, **unknown: Unpack[NoArguments]) -> None:
         reject_unsupported("ImmutableDatasetWriter", {"compilable": compilable, **unknown}, NOT_TRACED, type(self))
         super().__init__()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from engram._unsupported import NOT_TRACED, reject_unsupported
+from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported
 from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
@@ -35,7 +35,9 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def __init__(self, compilable: bool = False, *, track_generations: bool = False, **unknown: Never) -> None:
+    def __init__(
+        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[NoArguments]
+    ) -> None:
         reject_unsupported(type(self).__name__, {"compilable": compilable, **unknown}, NOT_TRACED, type(self))
         super().__init__()
         if track_generations:
