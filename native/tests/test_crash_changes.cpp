@@ -91,7 +91,7 @@ TEST(a_look_before_the_recovery_loses_no_change) {
   });
 }
 
-// Nobody dies: a look begins while another process is between a row and its mark, which it then makes.
+// No process dies. One stops between a row and its mark, another one looks, and then the first one goes on.
 TEST(a_look_in_the_middle_of_a_change_loses_no_change) {
   at_each_stop([](Watching& watching, Stepped& child) {
     watching.catch_up();

@@ -1,5 +1,6 @@
 """Rows of an ensemble that are removed."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,8 +22,8 @@ def held(rb):
     return [one[:]["a"].tolist() if len(one) else [] for one in rb._rbs]
 
 
-def all_held(n, of=2):
-    return [[1000 * number + row for row in range(n)] for number in range(of)]
+def named(ids, of_them):
+    return {"buffer_ids": np.array(ids, int), "index": np.array(of_them, None if of_them else int)}
 
 
 @given(
@@ -32,9 +33,8 @@ def test_rows_of_each_member_go_and_no_others(calls):
     rb = ReplayBufferEnsemble(*members(9, 9, 9))
     left = {(number, row) for number in range(3) for row in range(9)}
     for call in calls:
-        ids, of_them = (torch.tensor([pair[part] for pair in call], dtype=torch.int64) for part in (0, 1))
         gone = left & set(call)
-        assert rb.remove({"buffer_ids": ids, "index": of_them}) == len(gone)
+        assert rb.remove(named([one for one, _ in call], [row for _, row in call])) == len(gone)
         left -= gone
         assert held(rb) == [sorted(1000 * one + row for one, row in left if one == number) for number in range(3)]
 
@@ -70,12 +70,12 @@ def test_rows_that_were_written_since_stay():
 
 
 REFUSED = {
-    "no index": (lambda: torch.zeros(2, dtype=torch.int64), None, TypeError, "buffer_ids"),
-    "no such member": (lambda: {"buffer_ids": [0, 2], "index": [0, 0]}, None, ValueError, r"\[0, 2\), got 2"),
-    "a row outside": (lambda: {"buffer_ids": [0, 1], "index": [0, 100]}, None, RowError, r"\[-1, 100\), got 100"),
-    "floats": (lambda: {"buffer_ids": [0, 1], "index": [0.0, 1.0]}, None, TypeError, "expected ints"),
-    "few generations": (lambda: {"buffer_ids": [0, 1], "index": [0, 1]}, [1], ValueError, "one generation per row"),
-    "generations of floats": (lambda: {"buffer_ids": [0, 1], "index": [0, 1]}, [1.0, 2.0], TypeError, "expected ints"),
+    "no index": (torch.zeros(2, dtype=torch.int64), None, TypeError, "buffer_ids"),
+    "no such member": (named([0, 2], [0, 0]), None, ValueError, r"\[0, 2\), got 2"),
+    "a row outside": (named([0, 1], [0, 100]), None, RowError, r"\[-1, 100\), got 100"),
+    "floats": (named([0, 1], [0.0, 1.0]), None, TypeError, "expected ints"),
+    "few generations": (named([0, 1], [0, 1]), [1], ValueError, "one generation per row"),
+    "generations of floats": (named([0, 1], [0, 1]), [1.0, 2.0], TypeError, "expected ints"),
 }
 
 
@@ -83,10 +83,9 @@ REFUSED = {
 def test_bad_input_removes_nothing(case):
     index, generation, error, message = REFUSED[case]
     rb = ReplayBufferEnsemble(*members(5, 5))
-    named = {name: torch.tensor(of) for name, of in given_.items()} if isinstance(given_ := index(), dict) else given_
     with pytest.raises(error, match=message):
-        rb.remove(named, generation=generation)
-    assert held(rb) == all_held(5)
+        rb.remove(index, generation=generation)
+    assert held(rb) == [[0, 1, 2, 3, 4], [1000, 1001, 1002, 1003, 1004]]
 
 
 @pytest.mark.parametrize("kind", ["list", "read-only"])
@@ -98,9 +97,8 @@ def test_a_member_that_cannot_is_named_and_nothing_is_removed(kind):
     else:
         second.set_writer(ImmutableDatasetWriter())
     rb = ReplayBufferEnsemble(first, second)
-    index = {"buffer_ids": torch.tensor([0, 1]), "index": torch.tensor([0, 0])}
     with pytest.raises(RuntimeError, match=kind if kind == "read-only" else "ListStorage") as raised:
-        rb.remove(index)
+        rb.remove(named([0, 1], [0, 0]))
     assert raised.value.__notes__ == ["Raised by member 1 of the ensemble. Nothing was changed."]
     assert len(first) == len(second) == 5
 

@@ -20,7 +20,7 @@ CALL = "remove"
 
 
 def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
-    """What ``ReplayBuffer.remove`` does."""
+    """What ``ReplayBuffer.remove`` does, once the buffer may be edited."""
     rows, expected = checked(wiring, index, generation)
     storage = wiring.storage
     if not storage.initialized:
@@ -31,8 +31,7 @@ def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
 
 
 def checked(wiring: Wiring, index: object, generation: object) -> tuple[Tensor, Tensor | None]:
-    """Rows and their generations, int64 ``[n]`` on the CPU. Raises as ``ReplayBuffer.remove``."""
-    wiring.check_editable(CALL)
+    """Rows and their generations, int64 ``[n]`` on the CPU. Raises as ``ReplayBuffer.remove``, once the buffer may be edited."""
     storage = wiring.storage
     if is_tensor_collection(index):
         raise TypeError(f'{CALL}: expected rows, got a {type(index).__name__}. Of a sampled batch: batch["index"].')

@@ -255,6 +255,7 @@ class RoutedWrites:
         ]
         for member, some, expected in parts:
             with _nothing_changed(member):
+                member.wiring.check_editable(call)
                 removing.checked(member.wiring, some, expected)
         return sum(member.buffer.remove(some, generation=expected) for member, some, expected in parts)
 
