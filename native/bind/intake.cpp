@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -257,6 +258,41 @@ bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
     PyObject* child = PyDict_GetItemWithError(data, node.keys[i].ptr());
     if (child == nullptr) return PyErr_Clear(), false;
     if (!walk(node.children[i], child, taken)) return false;
+  }
+  return true;
+}
+
+bool Intake::take_some(nb::handle data, std::int64_t n, Taken& taken, std::vector<std::uint64_t>& which) const {
+#ifdef Py_GIL_DISABLED
+  return false;
+#endif
+  taken.rows_ = n;
+  taken.columns_.resize(specs_.size());
+  return walk_some(root_, data.ptr(), taken, which) && !which.empty();
+}
+
+bool Intake::walk_some(const Node& node, PyObject* data, Taken& taken, std::vector<std::uint64_t>& which) const {
+  taken.kept_.push_back(nb::borrow(data));
+  if (node.kind == Node::leaf) {
+    which.push_back(node.field);
+    return !PyList_CheckExact(data) && !is_number(data) && take_leaf(node.field, data, taken);
+  }
+  if (node.kind != Node::dict && node.kind != Node::tensordict) return false;
+  if (node.kind == Node::tensordict && reinterpret_cast<PyObject*>(Py_TYPE(data)) == node.type.ptr()) {
+    const nb::object entries = attribute(data, "_tensordict");
+    if (!entries.is_valid()) return false;
+    taken.kept_.push_back(entries);
+    data = entries.ptr();
+  }
+  if (!PyDict_CheckExact(data)) return false;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(data, &at, &key, &value);) {
+    const auto same = [key](const nb::object& known) {
+      return PyUnicode_CheckExact(key) && PyUnicode_CheckExact(known.ptr()) && PyUnicode_Compare(key, known.ptr()) == 0;
+    };
+    const auto found = std::find_if(node.keys.begin(), node.keys.end(), same);
+    if (found == node.keys.end()) return false;
+    if (!walk_some(node.children[static_cast<std::size_t>(found - node.keys.begin())], value, taken, which)) return false;
   }
   return true;
 }

@@ -54,6 +54,10 @@ class Intake {
   /// one that must be converted first; then nothing is in `taken` that counts.
   bool take(nanobind::handle data, bool batched, Taken& taken) const;
 
+  /// The columns of some fields of n rows, from dicts and TensorDicts of tensors and arrays under strings, and their numbers. False: as
+  /// above, or there is none.
+  bool take_some(nanobind::handle data, std::int64_t n, Taken& taken, std::vector<std::uint64_t>& which) const;
+
   const std::vector<RowSpec>& specs() const { return specs_; }
 
  private:
@@ -68,6 +72,7 @@ class Intake {
 
   static Node node_of(nanobind::handle tree, std::size_t fields);
   bool walk(const Node& node, PyObject* data, Taken& taken) const;
+  bool walk_some(const Node& node, PyObject* data, Taken& taken, std::vector<std::uint64_t>& which) const;
   bool take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const;
   bool take_numbers(std::size_t field, PyObject* leaf, Taken& taken) const;
 

@@ -359,6 +359,7 @@ void bind_store(nb::module_& m) {
   bind_takes(type);
   bind_writes(type);
   bind_requests(type);
+  bind_field_updates(m, type);
   bind_reads(type);
   bind_draws(type);
   bind_disk(type);

@@ -12,6 +12,9 @@ void bind_store(nanobind::module_& m);
 /// The files of its fields.
 void bind_disk(nanobind::class_<Store>& type);
 
+/// Updates of fields of rows that still hold what was drawn.
+void bind_field_updates(nanobind::module_& m, nanobind::class_<Store>& type);
+
 /// How fast rows may come and go.
 void bind_limits(nanobind::class_<Store>& type);
 

@@ -44,6 +44,11 @@ def steps(first, n):
     return {"id": torch.arange(first, first + n), "state": torch.zeros(n, 2), "v": torch.zeros(n, 1, dtype=torch.int32)}
 
 
+def as_tensors(arguments):
+    """The same arguments as the core reads them at once: lists of ints are looked at in Python first."""
+    return {key: torch.tensor(given) if isinstance(given, list) else given for key, given in arguments.items()}
+
+
 def of_tensordicts(sampler, storage=None, batch_size=16, **kwargs):
     storage = LazyTensorStorage(40) if storage is None else storage
     writer = TensorDictRoundRobinWriter(track_generations=True)
@@ -166,8 +171,9 @@ def test_the_best_rows_and_priorities():
 entry = st.tuples(st.integers(-1, ROWS - 1), st.sampled_from(["now", "before", "never"]), st.integers(0, 4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
+    st.booleans(),
     st.lists(
         st.one_of(
             st.tuples(st.just("write"), st.integers(1, ROWS + 2)),
@@ -176,9 +182,9 @@ entry = st.tuples(st.integers(-1, ROWS - 1), st.sampled_from(["now", "before", "
             st.tuples(st.sampled_from(["older", "newer"]), st.lists(entry, min_size=1, max_size=8)),
         ),
         max_size=8,
-    )
+    ),
 )
-def test_a_model_agrees(operations):
+def test_a_model_agrees(at_once, operations):
     rb = of_dicts()
     rb.extend(steps(0, ROWS))
     rows = [[i, 0.0, 0] for i in range(ROWS)]  # id, state, version
@@ -221,6 +227,10 @@ def test_a_model_agrees(operations):
                         if index[i] == row:
                             expected[i] = i == best
                 rejected = [alive and not kept for alive, kept in zip(live, expected, strict=True)]
+            if at_once:
+                arguments = as_tensors(arguments)
+                if "version" in arguments:
+                    arguments["version"] = arguments["version"].int()
             result = rb.update_if_present(**arguments)
             assert result.updated.tolist() == expected
             assert (None if result.version_rejected is None else result.version_rejected.tolist()) == rejected
@@ -333,9 +343,8 @@ def test_what_happens_between_looking_at_versions_and_writing_counts(between, mo
         return found
 
     monkeypatch.setattr(store, "read", read_and_then)
-    result = rb.update_if_present(
-        index=index, generation=generation, patch={"state": torch.ones(ROWS, 2)}, version_key="v", version=3
-    )
+    entries = {"index": index.tolist(), "generation": generation}  # not at once, so that there is something between
+    result = rb.update_if_present(**entries, patch={"state": torch.ones(ROWS, 2)}, version_key="v", version=3)
     assert result.updated.tolist() == [between != "empty" and i > 0 for i in range(ROWS)]
     assert result.stale_count == ROWS - result.updated_count
     if between == "empty":
@@ -367,7 +376,11 @@ REFUSED = {
     "a version without a key": (ValueError, "together", {"version": 1}),
     "an unknown version key": (KeyError, "stored field", {"version_key": "w", "version": 1}),
     "a dotted version key": (ValueError, "tuple", {"version_key": "a.v", "version": 1}),
-    "a version key in the patch": (ValueError, "without the version key", {"version_key": "state", "version": 1}),
+    "a version key in the patch": (
+        ValueError,
+        "without the version key",
+        {"patch": {**PATCH, "v": torch.ones(2, 1).int()}, "version_key": "v", "version": 1},
+    ),
     "a version key of many numbers": (
         ValueError,
         "one number per row",
@@ -379,14 +392,15 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_changes_nothing(mistake):
+def test_a_mistake_changes_nothing(mistake, at_once):
     error, words, change = REFUSED[mistake]
     rb = of_dicts()
     generation = rb.writer.generations_of(rb.extend(steps(0, ROWS)))
     arguments = {"index": [0, 1], "generation": generation[:2], "patch": PATCH} | change
     with pytest.raises(error, match=words):
-        rb.update_if_present(**arguments)
+        rb.update_if_present(**(as_tensors(arguments) if at_once else arguments))
     assert (rb["state"] == 0).all()
     assert rb.writer.generations_of(torch.arange(ROWS)).equal(generation)
 
@@ -408,19 +422,84 @@ def test_buffers_that_cannot(rb, words):
         rb().update_if_present(index=[0], generation=[1], patch={"a": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("newer", [False, True])
-def test_any_version_replaces_nan(newer):
+def test_any_version_replaces_nan(newer, at_once):
     rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True))
     generation = rb.writer.generations_of(
         rb.extend({"v": torch.tensor([torch.nan, torch.nan, 1.0]), "x": torch.zeros(3)})
     )
     version = torch.tensor([-5.0, torch.nan, torch.nan])
     entries = {"index": [0, 1, 2], "generation": generation, "patch": {"x": torch.ones(3)}}
+    entries = as_tensors(entries) if at_once else entries
     result = rb.update_if_present(**entries, version_key="v", version=version, require_newer=newer)
     assert result.updated.tolist() == [True, False, False]
     assert result.version_rejected.tolist() == [False, True, True]
     assert rb["v"].nan_to_num(9).tolist() == [-5, 9, 1]
     assert rb["x"].tolist() == [1, 0, 0]
+
+
+LARGEST = {
+    torch.bool: 1,
+    torch.uint8: 255,
+    torch.int8: 127,
+    torch.int32: 2**31 - 1,
+    torch.int64: 2**63 - 1,
+    torch.uint64: 2**64 - 1,
+    torch.float16: 2048,
+    torch.bfloat16: 256,
+    torch.float32: 2**24,
+    torch.float64: 2**53,
+}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_versions_of_every_dtype_are_compared_exactly(dtype, at_once):
+    """The largest ones, too, which are equal as floats."""
+    largest = LARGEST[dtype]
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True))
+    held = torch.tensor([0, largest - 1, largest], dtype=dtype)
+    generation = rb.writer.generations_of(rb.extend({"v": held, "x": torch.zeros(3)}))
+    entries = {"index": [0, 1, 2, 0], "generation": [*generation.tolist(), int(generation[0])]}
+    entries = as_tensors(entries) if at_once else entries
+    version = torch.tensor([largest - 1, largest, largest - 1, largest], dtype=dtype)
+    result = rb.update_if_present(**entries, patch={"x": torch.ones(4)}, version_key="v", version=version)
+    assert result.updated.tolist() == [False, True, False, True]
+    assert rb["v"].tolist() == held.new_tensor([largest, largest, largest]).tolist()
+    assert rb["x"].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("row", [-2, -(1 << 62), 8, (1 << 63) - 1])
+def test_rows_outside_are_named_and_nothing_is_written(storage, row):
+    rb = ReplayBuffer(storage=storage(8), writer=RoundRobinWriter(track_generations=True))
+    generation = rb.writer.generations_of(rb.extend({"x": torch.zeros(8), "v": torch.zeros(8)}))
+    entries = {"index": torch.tensor([0, row]), "generation": generation[:2], "patch": {"x": torch.ones(2)}}
+    for more in ({}, {"version_key": "v", "version": torch.ones(2)}):
+        with pytest.raises(RowError, match=str(row)):
+            rb.update_if_present(**entries, **more)
+    assert (rb["x"] == 0).all()
+    assert rb.writer.generations_of(torch.arange(8)).equal(generation)
+
+
+@pytest.mark.parametrize("strided", ["index", "generation", "patch", "version", "none"])
+def test_tensors_of_any_layout_are_taken(strided):
+    rb = of_dicts()
+    generation = rb.writer.generations_of(rb.extend(steps(0, ROWS)))
+    given = {
+        "index": torch.tensor([4, 1, 2]),
+        "generation": generation[torch.tensor([4, 1, 2])],
+        "patch": torch.arange(6.0).reshape(3, 2),
+        "version": torch.tensor([1, 2, 3], dtype=torch.int32),
+    }
+    if strided != "none":
+        given[strided] = torch.stack([given[strided], given[strided]], -1)[..., 0]
+        assert not given[strided].is_contiguous()
+    patch = {"state": given.pop("patch")}
+    assert rb.update_if_present(**given, patch=patch, version_key="v").updated.tolist() == [True] * 3
+    assert rb["state"][:5].tolist() == [[0, 0], [2, 3], [4, 5], [0, 0], [0, 1]]
+    assert rb["v"].flatten().tolist() == [0, 2, 3, 0, 1, 0]
 
 
 def test_no_rows_are_none():

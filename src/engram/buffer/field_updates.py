@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import storages
+from engram import _native, storages
 from engram._checks import as_numbers
 from engram._tensordict import tensordict_type
 from engram.errors import RowError
 from engram.field_paths import FieldPath, checked_path
 from engram.nested import flatten, has_entries
+from engram.types import Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -110,6 +111,9 @@ class FieldUpdates:
     ) -> ConditionalUpdateResult:
         """What ``ReplayBuffer.update_if_present`` does, once the buffer may be edited."""
         storage = self._storage()
+        result = self._applied_natively(storage, index, generation, patch, version_key, version, newer=newer)
+        if result is not None:
+            return result
         rows, expected = self._named(index, generation)
         batch = expected.shape
         which, columns, versions = self._checked(storage, patch, version_key, version, batch)
@@ -132,6 +136,35 @@ class FieldUpdates:
             generation=place(numbers),
         )
 
+    def _applied_natively(
+        self,
+        storage: storages.TensorStorage,
+        index: object,
+        generation: object,
+        patch: object,
+        version_key: object,
+        version: object,
+        *,
+        newer: bool,
+    ) -> ConditionalUpdateResult | None:
+        """The short path, of tensors that lie as the core reads them. None: nothing was written, and Python looks at them."""
+        if storage.ndim > 1 or type(index) is not Tensor or type(generation) is not Tensor:
+            return None
+        versions = self._versions(storage, version_key, version, generation.shape)
+        field, given = (-1, None) if versions is None else versions
+        try:
+            made = storage.write_natively(
+                lambda core, intake: core.patch_of(intake, index, generation, patch, field, given, newer)
+            )
+        except IndexError:  # a row outside the storage
+            return None
+        if made is None:
+            return None
+        first, kept, numbers, updated, rejected = made
+        if kept and storage.listeners:
+            storage.notify(Write(index if kept == len(index) else index[updated], first), None)
+        return ConditionalUpdateResult(updated, rejected, numbers)
+
     def check(self, rows: Tensor, patch: object, version_key: object, version: object) -> None:
         """Raise what :meth:`apply` would of these rows, ``[n]``. Nothing is written."""
         storage = self._storage()
@@ -147,9 +180,13 @@ class FieldUpdates:
         entries = dict(_entries(patch))
         try:
             which, columns = storage.written().columns(entries, batch, single=False, call=CALL)
-            return which, columns, self._versions(storage, version_key, version, entries, batch)
         except RuntimeError as error:  # TorchRL's class
             raise ValueError(str(error)) from None
+        versions = self._versions(storage, version_key, version, batch)
+        if versions is not None and versions[0] in which:
+            path = storage.written().fields[versions[0]].key
+            raise ValueError(f"{CALL}: expected a patch without the version key, got {path}. Pass it as version.")
+        return which, columns, versions
 
     def _storage(self) -> storages.TensorStorage:
         wiring = self._wiring
@@ -174,15 +211,10 @@ class FieldUpdates:
             raise ValueError(
                 f"{CALL}: expected one generation per row, got {list(rows.shape)} rows and {list(expected.shape)} generations."
             )
-        return rows.reshape(-1), expected
+        return rows.reshape(-1).contiguous(), expected
 
     def _versions(
-        self,
-        storage: storages.TensorStorage,
-        key: object,
-        version: object,
-        entries: dict[FieldPath, object],
-        batch: torch.Size,
+        self, storage: storages.TensorStorage, key: object, version: object, batch: torch.Size
     ) -> tuple[int, Tensor] | None:
         """The field that holds versions, and those to compare, as rows of it."""
         if (key is None) != (version is None):
@@ -191,11 +223,8 @@ class FieldUpdates:
             return None
         if isinstance(key, str) and "." in key:
             raise ValueError(f"{CALL}: version_key: expected a tuple, {tuple(key.split('.'))}, got {key!r}.")
-        path = checked_path(key, f"{CALL}: version_key")
-        if path in entries:
-            raise ValueError(f"{CALL}: expected a patch without the version key, got {path}. Pass it as version.")
         structure = storage.written()
-        number = structure.field_of(path, CALL)
+        number = structure.field_of(checked_path(key, f"{CALL}: version_key"), CALL)
         field = structure.fields[number]
         if any(size != 1 for size in field.shape):
             raise ValueError(
@@ -208,7 +237,10 @@ class FieldUpdates:
         elif math.prod(given.shape) == batch.numel():
             given = given.reshape(shape)
         typed = isinstance(version, Tensor | np.ndarray | np.generic)  # others have no dtype of their own
-        return number, structure.column(number, given if typed else given.tolist(), batch, single=False, call=CALL)
+        try:
+            return number, structure.column(number, given if typed else given.tolist(), batch, single=False, call=CALL)
+        except RuntimeError as error:  # TorchRL's class
+            raise ValueError(str(error)) from None
 
     def _newest(
         self,
@@ -227,26 +259,14 @@ class FieldUpdates:
         """
         named = rows.numpy()
         live = named >= 0
-        columns, moved = storage.store.read(
-            rows if live.all() else rows.clamp(min=0), expected=expected, which=(field,)
-        )
+        columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
         live[moved] = False
-        held = columns[0]
-        if held.is_floating_point():
-            held = held.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        stored, given = _comparable(held), _comparable(incoming)
-        passes: NDArray[np.bool_] = live & ((given > stored) if newer else (given >= stored))
-        in_order = np.sort(named)
-        if (in_order[1:] != in_order[:-1]).all():  # no row is named twice
-            return passes, live
-        at = np.flatnonzero(passes)
-        # Of each row the highest version last, of equal ones the last.
-        order = at[np.lexsort((at, given[at], named[at]))]
-        sorted_rows = named[order]
-        last = np.append(sorted_rows[1:] != sorted_rows[:-1], True)[: len(order)]
-        winners = np.zeros_like(live)
-        winners[order[last]] = True
-        return winners, live
+        stored, given = _comparable(columns[0]), _comparable(incoming)
+        wins = np.empty_like(live)
+        addresses = [array.ctypes.data for array in (stored, given, live, wins)]
+        floating = stored.dtype == np.float64
+        _native.pick_newest(rows.data_ptr(), len(rows), *addresses[:2], floating, newer, *addresses[2:])
+        return wins, live
 
 
 def _whole(what: str, given: object) -> Tensor:
@@ -270,5 +290,10 @@ def _entries(patch: object) -> Iterator[tuple[FieldPath, object]]:
 
 
 def _comparable(values: Tensor) -> NDArray[np.int64] | NDArray[np.float64]:
+    """In the same order, as the core compares them."""
     values = values.detach().to("cpu").reshape(-1)
-    return (values.double() if values.is_floating_point() else values).numpy()
+    if values.is_floating_point():
+        return values.double().numpy()
+    if values.dtype is torch.uint64:
+        return (values.numpy() ^ np.uint64(1 << 63)).view(np.int64)
+    return values.to(torch.int64).numpy()
