@@ -262,10 +262,9 @@ class FieldUpdates:
         columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
         live[moved] = False
         stored, given = _comparable(columns[0]), _comparable(incoming)
-        wins = np.empty_like(live)
-        addresses = [array.ctypes.data for array in (stored, given, live, wins)]
-        floating = stored.dtype == np.float64
-        _native.pick_newest(rows.data_ptr(), len(rows), *addresses[:2], floating, newer, *addresses[2:])
+        wins, floating = np.empty_like(live), stored.dtype == np.float64
+        held, brought, here, won = (array.ctypes.data for array in (stored, given, live, wins))
+        _native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
         return wins, live
 
 
