@@ -297,30 +297,29 @@ void read_numbers(const Store& store, const std::int64_t* rows, std::uint64_t n,
   }
 }
 
-// The windows around anchors, in new tensors: what each step is, one int64 or flag each.
+// The windows around anchors, in new tensors: what each step is, one int64 or flag each; and, with a layout, the rows themselves.
 class Surrounding {
  public:
-  Surrounding(Trajectories& table, const Store& store, std::span<const std::int64_t> anchors, const std::int64_t* expected,
-              const WindowSpec& spec, bool shifted)
+  Surrounding(Trajectories& table, const Store& store, const Layout* layout, std::span<const std::int64_t> anchors,
+              const std::int64_t* expected, const WindowSpec& spec, bool shifted)
       : anchors_(anchors), length_(spec.length), total_(anchors.size() * spec.length), before_(anchors.size()) {
     check_rows(anchors.data(), anchors.size(), store.control().capacity());
+    std::int64_t *rows = column(), *numbers = column();
+    bool* real = flags();
     std::vector<std::int64_t> after(anchors.size());
     read_numbers(store, anchors.data(), anchors.size(), before_.data());
-    const Drawn drawn = table.windows_around(anchors.data(), anchors.size(), spec, shifted);
+    const std::vector<Window> windows = table.windows_around(anchors.data(), anchors.size(), spec, shifted, rows, numbers);
     read_numbers(store, anchors.data(), anchors.size(), after.data());
-    std::copy_n(drawn.rows.begin(), total_, column());
-    std::int64_t* numbers = std::copy_n(drawn.numbers.begin(), total_, column()) - total_;
     for (std::uint64_t i = 0; i < anchors.size(); ++i) {  // the anchor need not be a step of a shifted window
       const bool stood = before_[i] >= 0 && before_[i] == after[i] && (expected == nullptr || expected[i] == before_[i]);
       if (!stood) std::fill_n(numbers + i * length_, length_, -1);
+      const Steps steps = windows[i].length == 0 ? Steps{0, 0} : spec.steps(windows[i]);
+      bool* const end = real + length_;
+      std::fill(std::fill_n(std::fill_n(real, steps.before, false), steps.real, true), end, false);
+      steps_ += steps.real;
+      real = end;
     }
-    bool* real = flags();
-    for (const Window& window : drawn.windows) {
-      const Steps steps = window.length == 0 ? Steps{0, 0} : spec.steps(window);
-      std::fill_n(real, length_, false);
-      std::fill_n(real + steps.before, steps.real, true);
-      real += length_;
-    }
+    if (layout != nullptr) read(store, *layout, rows, numbers);
   }
 
   /// What is said of the steps, of which those from `from` to before `to` are learned from; and the tickets of the anchors.
@@ -342,36 +341,51 @@ class Surrounding {
     for (const std::int64_t value : before_) number = std::fill_n(number, length_, value);
   }
 
-  nb::list tensors() && { return std::move(buffers_).tensors(static_cast<std::int64_t>(total_)); }
+  /// (what is said, columns, the windows that moved, how many steps are real).
+  nb::tuple result() && {
+    const auto n = static_cast<std::int64_t>(total_);
+    nb::list said = std::move(said_).tensors(n), columns = std::move(columns_).tensors(n);
+    return nb::make_tuple(std::move(said), std::move(columns), moved_, steps_);
+  }
 
  private:
+  void read(const Store& store, const Layout& layout, const std::int64_t* rows, const std::int64_t* numbers) {
+    store.find_fields();
+    const std::size_t fields = columns_.add(layout, static_cast<std::int64_t>(total_));
+    for (const std::int64_t place : store.gather(rows, total_, store.all().first(fields), columns_.first(fields), numbers, nullptr)) {
+      const std::uint64_t window = static_cast<std::uint64_t>(place) / length_;
+      if (moved_.empty() || moved_.back() != window) moved_.push_back(window);
+    }
+  }
+
   std::int64_t* column() {
-    buffers_.add(kNumbers, static_cast<std::int64_t>(total_));
-    return buffers_.at<std::int64_t>(buffers_.size() - 1);
+    said_.add(kNumbers, static_cast<std::int64_t>(total_));
+    return said_.at<std::int64_t>(said_.size() - 1);
   }
   bool* flags() {
-    buffers_.add(kFlag, static_cast<std::int64_t>(total_));
-    return buffers_.at<bool>(buffers_.size() - 1);
+    said_.add(kFlag, static_cast<std::int64_t>(total_));
+    return said_.at<bool>(said_.size() - 1);
   }
 
   std::span<const std::int64_t> anchors_;
-  std::uint64_t length_, total_;
+  std::uint64_t length_, total_, steps_ = 0;
   std::vector<std::int64_t> before_;  // their tickets
-  OutputBuffers buffers_;
+  std::vector<std::uint64_t> moved_;
+  OutputBuffers columns_, said_;
 };
 
-nb::list around(Trajectories& table, const Store& store, Address anchors, std::uint64_t n, Address expected, const BoundSpec& bound,
-                bool shifted, std::uint64_t learned, bool numbered) {
+nb::tuple around(Trajectories& table, const Store& store, const Layout* layout, Address anchors, std::uint64_t n, Address expected,
+                 const BoundSpec& bound, bool shifted, std::uint64_t learned, bool numbered) {
   const WindowSpec& spec = bound.spec;
   constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
   check(n < kMost && n < kMost / spec.length, "a batch of more rows than there is memory");
   std::optional<Surrounding> found;
   {
     const WithoutInterpreter running(brief(table, store, spec, n));
-    found.emplace(table, store, std::span(at<const std::int64_t>(anchors), n), at<const std::int64_t>(expected), spec, shifted);
+    found.emplace(table, store, layout, std::span(at<const std::int64_t>(anchors), n), at<const std::int64_t>(expected), spec, shifted);
     if (learned > 0) found->add(spec.burn_in, spec.burn_in + learned, numbered);
   }
-  return std::move(*found).tensors();
+  return std::move(*found).result();
 }
 
 TrajectoryEpoch epoch_of(const nb::tuple& state) {
@@ -571,10 +585,10 @@ void bind_trajectories(nb::module_& m) {
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
            "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
-      .def("around", &around, "store"_a, "anchors"_a, "n"_a, "expected"_a, "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
-           "The whole windows around n rows, which must have those tickets (0: any): int64 [n * length] rows, tickets (-1 in a window "
-           "that moved), and which are no padding. If `learned` is not 0 also the numbers of windows, of steps, anchors, and which steps "
-           "are the `learned` ones after the burn-in; if numbered the tickets of the anchors.")
+      .def("around", &around, "store"_a, "layout"_a.none(), "anchors"_a, "n"_a, "expected"_a, "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
+           "The whole windows around n rows, which must have those tickets (0: any): (int64 rows, tickets, -1 where a window moved, which "
+           "steps are real; unless `learned` is 0 also numbers of windows, of steps, anchors, which steps are the `learned` ones after the "
+           "burn-in; if numbered the anchors' tickets), the columns of a layout, the windows that moved before, the number of real steps.")
       .def(
           "windows",
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },

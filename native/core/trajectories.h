@@ -195,8 +195,10 @@ class Trajectories final : public Index {
 
   /// The whole window of each row, of which the row is the step after the burn-in, wherever its trajectory begins and ends. With
   /// `shifted`, one that ends past the trajectory begins as much earlier, but no earlier than makes the trajectory's first step the
-  /// one after the burn-in. All tickets are -1 where a row holds nothing, or is being written.
-  Drawn windows_around(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, bool shifted);
+  /// one after the burn-in. `steps`, `numbers`: the rows and tickets of n * length steps; all tickets are -1 where a row holds nothing,
+  /// or is being written.
+  std::vector<Window> windows_around(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, bool shifted, std::int64_t* steps,
+                                     std::int64_t* numbers);
 
   /// Of each row the steps of its trajectory from at most `before` steps earlier to at most `after` later. Where that is not
   /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
@@ -365,6 +367,7 @@ class Trajectories final : public Index {
   std::uint64_t flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const;
   std::int64_t any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,
                        std::uint64_t attempt) const;
+  bool list_rows(const Window& window, const WindowSpec& spec, std::int64_t* rows, std::int64_t* numbers) const;
   bool add_rows(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
   void ask_for(const Window& window) const;
   std::int64_t number_at(std::int64_t row) const;

@@ -205,11 +205,20 @@ bool Trajectories::append(Drawn& drawn, const Window& window, const WindowSpec& 
 
 bool Trajectories::add_rows(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const {
   if (window.length == 0) return false;  // of a damaged table
+  const std::size_t before = drawn.rows.size(), after = before + spec.rows(window);
+  drawn.rows.resize(after);
+  drawn.numbers.resize(after);
+  if (list_rows(window, spec, drawn.rows.data() + before, drawn.numbers.data() + before) || !certain) return true;
+  drawn.rows.resize(before);
+  drawn.numbers.resize(before);
+  return false;
+}
+
+// The rows of a window and their tickets; false, and all tickets are -1: a writer is in one of them, or has overwritten it.
+bool Trajectories::list_rows(const Window& window, const WindowSpec& spec, std::int64_t* const all_rows, std::int64_t* const all_numbers) const {
   const Steps steps = spec.steps(window);
-  const std::size_t before = drawn.rows.size(), places = spec.whole ? spec.length : steps.real;
-  drawn.rows.resize(before + places);
-  drawn.numbers.resize(before + places);
-  std::int64_t *rows = drawn.rows.data() + before, *numbers = drawn.numbers.data() + before;
+  const std::uint64_t places = spec.rows(window);
+  std::int64_t *rows = all_rows, *numbers = all_numbers;
   std::int64_t *const end_of_rows = rows + places;
   const auto step = static_cast<std::int64_t>(width_), length = static_cast<std::int64_t>(control_.lane_length());
   const std::int64_t first = row(window.track, window.first), begin = static_cast<std::int64_t>(window.track / width_) * length, end = begin + length;
@@ -249,13 +258,8 @@ bool Trajectories::add_rows(Drawn& drawn, const Window& window, const WindowSpec
   std::fill(rows, end_of_rows, last);
   // Who overwrites a row moves the cursor first: where that is not beyond the window, these are the window's own tickets.
   const bool lost = live(window.track / width_).low > window.first;
-  if (certain && (lost || !stands)) {
-    drawn.rows.resize(before);
-    drawn.numbers.resize(before);
-    return false;
-  }
-  if (lost || !stands) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
-  return true;
+  if (lost || !stands) std::fill_n(all_numbers, places, -1);
+  return !lost && stands;
 }
 
 Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec) {
@@ -490,25 +494,26 @@ Window Trajectories::window_around(std::int64_t row, const WindowSpec& spec, boo
   return {v.track, begin, std::min(end - begin, spec.extent() - ahead), ahead};
 }
 
-Drawn Trajectories::windows_around(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, bool shifted) {
+std::vector<Window> Trajectories::windows_around(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, bool shifted,
+                                                 std::int64_t* steps, std::int64_t* numbers) {
   spec.validate();
   check(spec.whole && spec.extent() <= steps_, "whole windows of no more steps than a lane has");
   check_rows(rows, n, control_.capacity());
   const auto guard = locked();
   settle();
-  Drawn drawn;
-  drawn.windows.resize(n);
-  drawn.rows.reserve(n * spec.length);
-  drawn.numbers.reserve(n * spec.length);
-  for (std::uint64_t i = 0; i < n; ++i) drawn.windows[i] = window_around(rows[i], spec, shifted);
+  std::vector<Window> windows(n);
+  for (std::uint64_t i = 0; i < n; ++i) windows[i] = window_around(rows[i], spec, shifted);
   constexpr std::uint64_t kAhead = 8;  // windows between asking for one and looking at it
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) ask_for(drawn.windows[i + kAhead]);
-    if (add_rows(drawn, drawn.windows[i], spec, false)) continue;
-    drawn.rows.resize(drawn.rows.size() + spec.length, rows[i]);
-    drawn.numbers.resize(drawn.numbers.size() + spec.length, -1);
+  for (std::uint64_t i = 0; i < n; ++i, steps += spec.length, numbers += spec.length) {
+    if (i + kAhead < n) ask_for(windows[i + kAhead]);
+    if (windows[i].length > 0) {
+      list_rows(windows[i], spec, steps, numbers);
+    } else {
+      std::fill_n(steps, spec.length, rows[i]);
+      std::fill_n(numbers, spec.length, -1);
+    }
   }
-  return drawn;
+  return windows;
 }
 
 // Prefetches what says whether a window stands.

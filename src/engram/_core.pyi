@@ -147,6 +147,7 @@ class Trajectories(Index):
     def around(
         self,
         store: Store,
+        layout: Layout | None,
         anchors: int,
         n: int,
         expected: int,
@@ -154,7 +155,7 @@ class Trajectories(Index):
         shifted: bool,
         learned: int,
         numbered: bool,
-    ) -> list[Tensor]: ...
+    ) -> tuple[list[Tensor], list[Tensor], list[int], int]: ...
     def positions_of(self, places: int, tracks: int, spec: WindowSpec) -> NDArray[np.int64]: ...
     def places_of(self, positions: int, tracks: int) -> NDArray[np.int64]: ...
     def windows(self, store: Store, spec: WindowSpec) -> int: ...

@@ -148,7 +148,7 @@ class FieldUpdates:
         newer: bool,
     ) -> ConditionalUpdateResult | None:
         """The short path, of tensors that lie as the core reads them. None: nothing was written, and Python looks at them."""
-        if storage.ndim > 1 or type(index) is not Tensor or type(generation) is not Tensor:
+        if storage.ndim > 1 or not isinstance(index, Tensor) or not isinstance(generation, Tensor):
             return None
         versions = self._versions(storage, version_key, version, generation.shape)
         field, given = (-1, None) if versions is None else versions

@@ -15,7 +15,7 @@ from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
 from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes, whole_flag_bytes
 from engram.samplers.windows import WINDOW_ENDS
-from engram.store import dlpack_specs
+from engram.store import as_rows, dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Expansion:
 
     def read(self, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
         """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
-        rows, tickets = _as_rows(draw.rows), None if draw.tickets is None else _as_rows(draw.tickets)
+        rows, tickets = as_rows(draw.rows, "sample"), None if draw.tickets is None else as_rows(draw.tickets, "sample")
         expected = 0 if tickets is None else tickets.data_ptr()
         try:
             tensors, moved = self.native.read(self.memory.core, self._table, rows.data_ptr(), rows.numel(), expected)
@@ -151,7 +151,7 @@ class Expansion:
         tensors, moved, waiting = self.read(draw)
         rows, info = draw.rows, dict(draw.info)
         if goals is not None:
-            moved = goals.read(_as_rows(rows), tensors[-1], moved)
+            moved = goals.read(as_rows(rows, "sample"), tensors[-1], moved)
         if moved:
             others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
             redraw = Redraw(storage, draw, source if others else None, key, detail=", or a step around it,")
@@ -161,7 +161,7 @@ class Expansion:
                 places, fresh = redraw.again(moved)
                 read, still, waiting = self.read(fresh)
                 if goals is not None:
-                    still = goals.read_again(_as_rows(fresh.rows), read[-1], still, places)
+                    still = goals.read_again(as_rows(fresh.rows, "sample"), read[-1], still, places)
                 moved = _patch(tensors, places, read, places.tolist(), still)
             rows, info = redraw.rows, redraw.info
         self.stack(tensors)
@@ -185,9 +185,3 @@ def _patch(tensors: list[Tensor], places: Tensor, fresh: list[Tensor], moved: li
     for tensor, values in zip(tensors, fresh, strict=True):
         tensor[places] = values
     return [moved[i] for i in still]
-
-
-def _as_rows(rows: Tensor) -> Tensor:
-    if rows.dtype is torch.int64 and rows.is_cpu and rows.is_contiguous():
-        return rows
-    return rows.to("cpu", torch.int64).contiguous()

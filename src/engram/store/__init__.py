@@ -17,7 +17,7 @@ from engram.store.lifetime import (
     shared_memory,
     sweep_shared_memory,
 )
-from engram.store.memory import Block, Copied, dlpack_specs, private_block, read_block, torch_dtype
+from engram.store.memory import Block, Copied, as_rows, dlpack_specs, private_block, read_block, torch_dtype
 from engram.store.opening import create_store, holds_store, moved, open_readonly, open_store, reattach, skip_numbers
 from engram.store.requests import OutOfOrder, Requests, Written
 from engram.store.store import Repair, Saved, Store, StoreState
@@ -49,6 +49,7 @@ __all__ = [
     "ThreadKey",
     "Written",
     "add_field",
+    "as_rows",
     "check_index_name",
     "create_store",
     "dlpack_specs",

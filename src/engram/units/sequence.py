@@ -75,24 +75,17 @@ class WindowReader(UnitReader):
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
         told, numbered = shown != "nothing", numbered or source.traits.prioritized
-        windows, columns, moved = self._read(table, draw, told=told, numbered=numbered)
+        windows, columns, moved = table.read(draw.rows, draw.tickets, told=told, numbered=numbered)
         said: Mapping[Entry, object] = draw.info
         if moved:
             said = self._read_again(table, storage, draw, windows, columns, moved, key.value)
+            windows = windows._replace(steps=int(windows.valid.count_nonzero()))
         if source.traits.consumes:
             source.were_read(draw)
         _count(memory, windows)
         if not told:
             return columns, None, {}
         return columns, windows.rows, self._info(table, windows, columns, said, len(draw.rows))
-
-    def _read(
-        self, table: WindowTable, draw: Draw, *, told: bool, numbered: bool
-    ) -> tuple[Windows, list[Tensor], list[int]]:
-        """Windows and columns around drawn rows, and the places of the windows that moved."""
-        windows = table.around(draw.rows, draw.tickets, told=told, numbered=numbered)
-        columns, moved = table.memory.read(windows.rows, expected=windows.tickets)
-        return windows, columns, sorted({place // self._unit.total for place in moved})
 
     def _read_again(
         self,
@@ -110,9 +103,8 @@ class WindowReader(UnitReader):
         redraw = Redraw(storage, draw, others, key, detail=_AROUND)
         while moved:
             places, fresh = redraw.again(moved)
-            found, read, still = self._read(
-                table, fresh, told=bool(windows.told), numbered=len(windows.told) > _ANCHOR_TICKETS
-            )
+            told, numbered = bool(windows.told), len(windows.told) > _ANCHOR_TICKETS
+            found, read, still = table.read(fresh.rows, fresh.tickets, told=told, numbered=numbered)
             mine = (*windows[:3], *changing, *columns)
             theirs = (*found[:3], *found.told[_ANCHORS:], *read)
             for to, of in zip(mine, theirs, strict=True):
@@ -360,7 +352,7 @@ def _count(memory: Store, windows: Windows) -> None:
     if memory.core.hears_samples:
         memory.count_sampled(windows.rows[windows.valid])
     else:
-        memory.core.count_sampled(0, int(windows.valid.count_nonzero()))
+        memory.core.count_sampled(0, windows.steps)
 
 
 def _by_window(records: Tensor, total: int) -> Tensor:

@@ -9,7 +9,7 @@ from engram import _native
 from engram.errors import RowError
 from engram.field_paths import public
 from engram.samplers.trajectory_tables import Boundaries, numbers_by_path, shared_table
-from engram.units.reading import as_rows
+from engram.store import as_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,8 @@ class Windows(NamedTuple):
     tickets: Tensor
     """int64; -1 in all of a window of which something moved."""
     valid: Tensor
+    steps: int
+    """How many are valid."""
     told: list[Tensor]
     """Numbers of windows, numbers of steps, anchors, steps that are learned from; and tickets of anchors. Perhaps none."""
 
@@ -54,26 +56,48 @@ class WindowTable:
         """The field that gets a mark at the first record of each window; None: none does."""
         self._table = shared_table(memory, table, Boundaries(False, ends), 1)
         self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
+        self._total = unit.total
         self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
 
-    def around(self, rows: Tensor, tickets: Tensor | None, *, told: bool = True, numbered: bool = False) -> Windows:
+    def around(self, rows: Tensor, tickets: Tensor | None) -> Windows:
         """The windows around rows, which must have these tickets.
 
         Raises ``RowError``: a row is outside the storage.
 
         Args:
             rows, tickets: int64 ``[n]``; no tickets: any.
+        """
+        return self._around(None, rows, tickets, told=True, numbered=False)[0]
+
+    def read(
+        self, rows: Tensor, tickets: Tensor | None, *, told: bool, numbered: bool
+    ) -> tuple[Windows, list[Tensor], list[int]]:
+        """The same, what they hold, and the numbers of the windows of which something moved.
+
+        Args:
+            rows, tickets: as :meth:`around`.
             told: whether windows say what their steps are, and with ``numbered`` the tickets of anchors.
         """
-        rows, expected = as_rows(rows), None if tickets is None else as_rows(tickets)
+        if self.memory.is_native:
+            return self._around(self.memory.layout, rows, tickets, told=told, numbered=numbered)
+        windows = self._around(None, rows, tickets, told=told, numbered=numbered)[0]
+        columns, moved = self.memory.read(windows.rows, expected=windows.tickets)
+        return windows, columns, sorted({place // self._total for place in moved})
+
+    def _around(
+        self, layout: _native.Layout | None, rows: Tensor, tickets: Tensor | None, *, told: bool, numbered: bool
+    ) -> tuple[Windows, list[Tensor], list[int]]:
+        rows, expected = as_rows(rows, "sample"), None if tickets is None else as_rows(tickets, "sample")
         addresses = rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr()
         learned = self._learned if told else 0
         try:
-            tensors = self._table.around(self.memory.core, *addresses, self._spec, self._shifted, learned, numbered)
+            said, columns, moved, steps = self._table.around(
+                self.memory.core, layout, *addresses, self._spec, self._shifted, learned, numbered
+            )
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
-        records, numbers, valid, *told_of = tensors
-        return Windows(records, numbers, valid, told_of)
+        records, numbers, valid, *told_of = said
+        return Windows(records, numbers, valid, steps, told_of), columns, moved
 
 
 def _number_of(numbers: dict[FieldPath, int], key: FieldPath | None, name: str) -> int:
