@@ -1,7 +1,5 @@
 """Schedulers of a sampler's settings, beside TorchRL's, and their refusals."""
 
-import importlib
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +13,8 @@ from engram import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
-    ReplayBuffer,
     SchedulerList,
     StepScheduler,
-    _absent,
 )
 
 NUMBERS = st.floats(0, 4, allow_nan=False)
@@ -147,29 +143,6 @@ def test_one_of_ones_own():
     assert seen == [0.4, 0.3, 0.3]
     with pytest.raises(NotImplementedError, match=r"says in value\(\) what to set"):
         ParameterScheduler(own, "beta").step()
-
-
-def test_names_of_torchrl_that_are_not_here_say_so():
-    rl = pytest.importorskip("torchrl.data.replay_buffers")
-    data = pytest.importorskip("torchrl.data")
-    names = {name for name in (*rl.__all__, *data.__all__) if not name.startswith("_")}
-    absent = sorted(name for name in names if name not in engram.__all__)
-    assert absent
-    for name in absent:
-        with pytest.raises(
-            AttributeError, match=rf"no attribute '{name}'\. It is a name of TorchRL's that engram does not have\. \w"
-        ):
-            getattr(engram, name)
-    for name, module in _absent._MODULES.items():
-        with pytest.raises(AttributeError, match=rf"Import it from {module}\.$"):
-            getattr(engram, name)
-        assert module == "torchrl.objectives.llm" or hasattr(
-            importlib.import_module(module), name
-        )  # which needs more than TorchRL
-    with pytest.raises(AttributeError, match="no attribute 'Foo'$"):
-        engram.Foo  # noqa: B018
-    with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
-        assert not hasattr(rb, "ReplayBufferEnsemble")
 
 
 def test_reprs_say_where_they_are():

@@ -1,4 +1,4 @@
-"""Names of TorchRL's replay classes that engram does not have, and what to use."""
+"""Public names of TorchRL's data and transforms that engram does not have, and what to use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _INSTEAD = {
     "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",
 }
 
-#: What programs go on importing from TorchRL, by where it is: what is not of replay, and transforms, which buffers take as they are.
+#: What programs go on importing from TorchRL, by where it is, and what buffers do with it.
 _ELSEWHERE = {
-    "torchrl.data": """
+    ("torchrl.data", ""): """
     ActionTokenizerBase AdaptiveKLController Binary BinaryToDecimal Bounded BoundedContinuous Categorical Choice Composite
     ConstantKLController ContentBase DEVICE_TYPING DensifyReward HashToInt History
     MCTSForest MultiCategorical MultiOneHot MultiStep NonTensor OneHot PairwiseDataset PromptData PromptTensorDictTokenizer
@@ -21,16 +21,34 @@ _ELSEWHERE = {
     check_no_exclusive_keys clear_video_decoder_cache consolidate_spec contains_lazy_spec create_infinite_iterator
     get_dataloader set_video_decoder_cache_size validate_vla_tensordict
     """,
-    "torchrl.envs.transforms": """
-    BurnInTransform MultiStepTransform NextObservationDelta NextStateReconstructor PinMemoryTransform PolicyAgeFilter
-    RandomCropTensorDict Reward2GoTransform VecNormV2
+    ("torchrl.data.datasets", " A buffer takes its rows: rb.extend(dataset[:])."): """
+    AtariDQNExperienceReplay BaseDatasetExperienceReplay D4RLExperienceReplay GenDGRLExperienceReplay LeRobotExperienceReplay
+    MinariExperienceReplay OpenMLExperienceReplay OpenXExperienceReplay RobosetExperienceReplay VD4RLExperienceReplay
     """,
-    "torchrl.objectives.llm": "MCAdvantage",
+    ("torchrl.data.datasets", ""): "lerobot_columns_to_tensordict load_dataset register_dataset",
+    ("torchrl.envs.transforms", " Buffers take it as TorchRL's do: transform=…."): """
+    ActionDiscretizer ActionMask ActionScaling ActionTokenizerTransform AutoResetTransform BatchSizeTransform BinarizeReward
+    BurnInTransform CatTensors CenterCrop ClipTransform ConditionalPolicySwitch ConditionalSkip Crop DecodeVideoTransform
+    DiscreteActionProjection EndOfLifeTransform ExpandAs FiniteTensorDictCheck FlattenAction FlattenObservation FrameSkipTransform
+    GrayScale Hash InitTracker LineariseRewards MacroPrimitiveTransform MeanActionSelector ModuleTransform MultiAction
+    MultiStepTransform NextObservationDelta NextStateReconstructor NoopResetEnv ObservationTransform PermuteTransform
+    PinMemoryTransform PolicyAgeFilter R3MTransform RNDTransform RandomCropTensorDict RandomTruncationTransform RayTransform
+    RemoveEmptySpecs Resize Reward2GoTransform RewardClipping RewardSum SatelliteAttitudeTransform SignTransform SqueezeTransform
+    Stack StepCounter SuccessReward TargetReturn TensorDictPrimer TerminateTransform TimeMaxPool Timer ToTensorImage Tokenizer
+    TrajCounter Transform URScriptPrimitiveTransform UnaryTransform UnsqueezeTransform VC1Transform VIPRewardTransform VIPTransform
+    VecGymEnvTransform VecNormV2 gSDENoise
+    """,
+    ("torchrl.envs.transforms", ""): """
+    AutoResetEnv CartesianSolver HumanoidMacroAction MacroAction MacroPrimitive RobotMacroAction RobotMacroActionMode RunningMeanStd
+    SatelliteMacroAction TargetMacroAction TransformedEnv URScriptPrimitive
+    """,
+    ("torchrl.objectives.llm", ""): "MCAdvantage",
 }
-_MODULES = {name: module for module, names in _ELSEWHERE.items() for name in names.split()}
+_MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names.split()}
 
 
 def said_of(name: str) -> str:
     """A sentence on a name of TorchRL's that is not here; empty for other names."""
-    instead = f"Import it from {_MODULES[name]}." if name in _MODULES else _INSTEAD.get(name)
+    module, what = _MODULES.get(name, ("", ""))
+    instead = f"Import it from {module}.{what}" if module else _INSTEAD.get(name)
     return "" if instead is None else f". It is a name of TorchRL's that engram does not have. {instead}"

@@ -9,6 +9,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import engram
+from engram import _absent
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -213,3 +214,65 @@ def same(one, other):
     for key in other.keys(True, True):
         assert one[key].dtype == other[key].dtype, key
         assert torch.equal(one[key].nan_to_num(-7), other[key].nan_to_num(-7)), key
+
+
+def frames(n):
+    pixels = torch.arange(n * 192).reshape(n, 8, 8, 3).remainder(255).to(torch.uint8)
+    return steps(0, n, pixels=pixels).set(("next", "pixels"), pixels)
+
+
+#: What constructors need; ``in_keys`` alone, and nothing, are tried for the others.
+ARGUMENTS = {
+    "ClipTransform": {"in_keys": ["observation"], "low": -1.0, "high": 1.0},
+    "FlattenObservation": {"first_dim": -3, "last_dim": -1},
+    "PermuteTransform": {"dims": (-1, -3, -2), "in_keys": ["pixels"]},
+    "RewardClipping": {"clamp_min": 0.0, "clamp_max": 1.0},
+    "SqueezeTransform": {"dim": -1, "in_keys": ["action"]},
+    "Stack": {"in_keys": ["action", ("next", "reward")], "out_key": "both"},
+    "TargetReturn": {"target_return": 10.0},
+    "UnaryTransform": {"in_keys": ["observation"], "out_keys": ["more"], "fn": lambda x: x + 1},
+    "UnsqueezeTransform": {"dim": -1, "in_keys": ["observation"]},
+    "VecNormV2": {"in_keys": ["observation"]},
+}
+ELSEWHERE = sorted(name for name, (_, taken) in _absent._MODULES.items() if taken and hasattr(transforms, name))
+
+
+def transform_of(name):
+    """A transform; None: it needs a model, or another package."""
+    for arguments in (ARGUMENTS.get(name, {}), {"in_keys": ["observation"]}):
+        try:
+            return getattr(transforms, name)(**arguments)
+        except Exception:  # noqa: BLE001 - TorchRL's
+            continue
+    return None
+
+
+MADE = [name for name in ELSEWHERE if transform_of(name) is not None]
+
+
+def outcome(library, name):
+    rb = library.TensorDictReplayBuffer(
+        storage=library.LazyTensorStorage(20),
+        sampler=library.SamplerWithoutReplacement(shuffle=False),
+        transform=transform_of(name),
+        batch_size=4,
+    )
+    try:
+        rb.extend(frames(12))
+        return rb.sample()
+    except Exception as error:  # noqa: BLE001 - some need an environment
+        return type(error)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_each_that_engram_does_not_have_does_what_it_does_in_torchrls_buffer(name):
+    found, expected = outcome(engram, name), outcome(rl, name)
+    if isinstance(expected, type):
+        assert found is expected
+    else:
+        same(found, expected)
+
+
+def test_most_of_them_are_compared():
+    assert len(MADE) >= 40
+    assert sum(not isinstance(outcome(rl, name), type) for name in MADE) >= 15

@@ -1,0 +1,78 @@
+"""Public names of TorchRL's that engram does not have: each says so in a sentence, and one that is misspelt has a near name."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engram
+from engram import LazyTensorStorage, ReplayBuffer, _absent
+
+#: What TorchRL's modules have, in lines of words.
+FROZEN = json.loads(Path(__file__).with_name("torchrl_names.json").read_text())
+NAMES = {module: " ".join(lines).split() for module, lines in FROZEN.items()}
+ABSENT = sorted({name for names in NAMES.values() for name in names if name not in engram.__all__})
+
+
+def said_of(name):
+    with pytest.raises(AttributeError, match=rf"^module 'engram' has no attribute '{name}'") as raised:
+        getattr(engram, name)
+    return raised.value
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_the_names_are_torchrls(module):
+    there = pytest.importorskip(module)
+    assert {name for name in there.__all__ if not name.startswith("_")} == set(NAMES[module])
+
+
+def test_each_name_that_is_not_here_says_so():
+    assert len(ABSENT) > 140
+    for name in ABSENT:
+        text = str(said_of(name)).partition(". ")[2]
+        assert text.startswith("It is a name of TorchRL's that engram does not have. "), name
+        assert text.endswith("."), name
+
+
+def test_the_table_has_no_other_names():
+    beside = {
+        name for (module, _), names in _absent._ELSEWHERE.items() if module not in NAMES for name in names.split()
+    }
+    assert {*_absent._MODULES} - beside <= {*ABSENT}
+    assert not {*_absent._MODULES} & {*_absent._INSTEAD}
+
+
+def test_they_are_where_the_sentences_say():
+    pytest.importorskip("torchrl")
+    for name, (module, _) in _absent._MODULES.items():
+        assert str(said_of(name)).partition("Import it from ")[2].startswith(f"{module}.")
+        if module != "torchrl.objectives.llm":  # which needs more than TorchRL
+            assert hasattr(importlib.import_module(module), name)
+
+
+def test_only_transforms_are_said_to_be_taken():
+    transforms = pytest.importorskip("torchrl.envs.transforms")
+    for name, (module, what) in _absent._MODULES.items():
+        if module == "torchrl.envs.transforms":
+            there = getattr(transforms, name)
+            assert bool(what) == (isinstance(there, type) and issubclass(there, transforms.Transform)), name
+
+
+@pytest.mark.parametrize(("name", "near"), [("LazyTensorStorag", "LazyTensorStorage"), ("ReplayBufer", "ReplayBuffer")])
+def test_a_misspelt_name_has_a_near_one(name, near):
+    error = said_of(name)
+    assert str(error) == f"module 'engram' has no attribute '{name}'"
+    assert (error.name, error.obj) == (name, engram)
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import engram; engram.{name}"], capture_output=True, text=True, check=False
+    )
+    assert f"Did you mean: '{near}'?" in shown.stderr  # which the interpreter looks for
+
+
+def test_other_names_are_no_names():
+    assert str(said_of("Foo")) == "module 'engram' has no attribute 'Foo'"
+    with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
+        assert not hasattr(rb, "ReplayBufferEnsemble")
