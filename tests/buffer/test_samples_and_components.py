@@ -18,6 +18,7 @@ from engram import (
     ListStorage,
     NoSampleable,
     PrioritizedSampler,
+    PromptGroupSampler,
     RandomSampler,
     Ranks,
     ReplayBuffer,
@@ -429,3 +430,15 @@ def test_plan_says_of_fields_what_the_creation_log_says(caplog):
     assert message == "10 rows in RAM, 200 bytes: obs [4] float32 (160 bytes), reward [1] float32 (40 bytes)"
     assert "obs: obs.memmap or RAM, 160 bytes, shape [10, 4] float32\nreward: reward.memmap or RAM, 40 bytes," in text
     assert "10 rows of" in text
+
+
+def test_a_storage_that_the_sampler_refuses_changes_nothing():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=PromptGroupSampler(num_groups=1, group_key="a"), batch_size=2
+    )
+    rb.extend({"a": torch.zeros(4, dtype=torch.int64)})
+    with pytest.raises(TypeError, match="ListStorage"):
+        rb.set_storage(ListStorage(8))
+    rb.extend({"a": torch.zeros(2, dtype=torch.int64)})
+    assert len(rb) == 6
+    assert rb.sample()["a"].tolist() == [0, 0]

@@ -243,8 +243,20 @@ def test_all_members_are_written_to_or_none():
     rb = routed(fresh(0), closed)
     with pytest.raises(RuntimeError, match="read-only|refuses|Immutable"):
         rb.extend(both)
-    with pytest.raises(RuntimeError, match="member 1 is read-only"):
-        rb.empty()
+    index = {"buffer_ids": torch.tensor([0, 1]), "index": torch.tensor([0, 0])}
+    for call, does in (
+        ("empty", rb.empty),
+        ("remove", lambda: rb.remove(index)),
+        (
+            "update_if_present",
+            lambda: rb.update_if_present(index=index, generation=torch.ones(2), patch={"a": torch.zeros(2)}),
+        ),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            does()
+        assert str(raised.value) == f"{call}: the buffer is read-only (ImmutableDatasetWriter)."
+        assert raised.value.__notes__ == ["Raised by member 1 of the ensemble. Nothing was changed."]
+        assert [len(one) for one in rb._rbs] == [5, 5]
     prioritized = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(20))
     rb = routed(fresh(0), prioritized)
     with pytest.raises(PriorityError):

@@ -362,8 +362,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         (0, 0)
         """
         storage = self._wiring.storage
-        if self._wiring.of_writer.read_only:
-            raise RuntimeError(f"empty: the buffer is read-only ({type(self._wiring.writer).__name__}).")
+        self._wiring.check_editable("empty")
         self._discard_prefetched("empty")
         storage.empty(keep_write_count=not empty_write_count)
         storage.notify(None, None)
@@ -928,7 +927,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         wiring = self._wiring
         previous: Storage = wiring.storage
         made = component(storage, storages.Storage, "storage", None)
-        wiring.placer.register_storage(made)  # first: it may refuse
+        wiring.source.bind(made)  # first: both may refuse
+        wiring.placer.register_storage(made)
         self._discard_prefetched("set_storage")
         named = self._lanes.named
         wiring.storage = made

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.buffer.field_updates import ConditionalUpdateResult
-    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.wiring import Wiring
 
 
 class Source(Protocol):
@@ -21,6 +21,18 @@ class Source(Protocol):
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """What ``ReplayBuffer.sample`` returns."""
+
+
+class Updated(Protocol):
+    """A buffer, or an ensemble of some."""
+
+    _reading: Source
+    _wiring: Wiring
+    update_if_present: Callable[..., ConditionalUpdateResult]
+
+    @property
+    def service_backend(self) -> str:
+        """Where it runs."""
 
 
 class AfterUpdates:
@@ -64,7 +76,7 @@ class AfterUpdates:
 
 
 def submit_update_if_present(
-    self: ReplayBuffer,
+    self: Updated,
     *,
     index: object,
     generation: object,
@@ -94,7 +106,7 @@ def submit_update_if_present(
     >>> future.result().updated_count
     4
     """
-    if self._service.backend != "direct" or self._wiring.storage.traits.is_remote:
+    if self.service_backend != "direct" or self._wiring.storage.traits.is_remote:
         raise NotImplementedError(
             "submit_update_if_present: expected rows that are here, got a buffer whose rows are on a server. Call update_if_present there."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from engram.errors import NoSampleable
 from engram.limits import Room
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tensordict import TensorDict
 
@@ -89,6 +90,20 @@ class Member:
         """Entries of what is written that it drops."""
         ignored: tuple[str, ...] = self.buffer._settings.ignored  # noqa: SLF001 - of the facade
         return ignored
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Errors of checks say which member they are of."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"Raised by member {self.number} of the ensemble. Nothing was changed.")
+            raise
+
+    def check_editable(self, call: str) -> None:
+        """Raise ``RuntimeError``: its rows must not be changed."""
+        with self.checking():
+            self.wiring.check_editable(call)
 
     def check_priorities(self, rows: TensorDict) -> None:
         """Raise for priorities that come along with rows and that its sampler would refuse."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 
@@ -13,9 +13,12 @@ from engram._unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
 from engram.buffer.output import View, moved
 from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer.services import as_remote
 from engram.buffer.settings import Settings
+from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring, checked_generator
 from engram.ensembles.members import Member
+from engram.ensembles.parts import asks_a_member, check_components, swap
 from engram.ensembles.prefetching import EnsemblePrefetching
 from engram.ensembles.reading import EnsembleReadPath, collated
 from engram.ensembles.routing import RoutedWrites, Routing
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayBufferEnsemble"]
 
 Batch = TypeVar("Batch")
+T = TypeVar("T")
 
 
 class _Others(TypedDict, total=False):
@@ -63,7 +67,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
     member: it was drawn by its sampler, collated by it and went through its transforms. ``len`` is the number of members.
 
     Args:
-        *rbs: the members. They stay buffers: write to them, and sample from them, as before. Change their components before.
+        *rbs: the members. They stay buffers: write to them, and sample from them, as before. Change their components before, or by
+            :meth:`set_sampler`, :meth:`set_storage` and :meth:`set_writer` of the ensemble.
         storages, samplers, writers: of members that the ensemble makes, in place of ``rbs``.
         transform: applied to whole batches, after those of members; and to rows that the ensemble divides, before.
         batch_size: rows of all parts. Default: said in each call.
@@ -166,7 +171,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
         self._prefetching = EnsemblePrefetching(wiring, settings, reading, self._members) if settings.prefetch else None
         source = reading if self._prefetching is None else self._prefetching
         self._reading = source if settings.output == "torch" else View(settings.output, source)
-        self._writing = RoutedWrites(self._members, wiring.writer, wiring.transform, self._routing)
+        self._writing = RoutedWrites(self._members, wiring, self._routing)
         self._saving = EnsembleSaving(type(self).__name__, self._members, wiring, settings, self._prefetching)
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -357,6 +362,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
         self._materialize()
         return self._writing.update_if_present(index, generation, patch, version_key, version, newer=require_newer)
 
+    submit_update_if_present = submit_update_if_present
+
     def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; nothing happens to those of members without priorities.
 
@@ -379,6 +386,24 @@ class ReplayBufferEnsemble(Generic[Batch]):
         """
         self._materialize()
         self._writing.update_priority(index, priority, generation)
+
+    def mark_update(self, index: object) -> None:
+        """Rows were rewritten: as ``ReplayBuffer.mark_update``, of the members that an index names.
+
+        Args:
+            index: ``batch["index"]``, or what :meth:`extend` returned.
+
+        Raises ``TypeError``, ``ValueError``, ``RowError``: as :meth:`update_priority`. Nothing is changed.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, ReplayBufferEnsemble, TensorDictPrioritizedReplayBuffer
+        >>> rb = ReplayBufferEnsemble(TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(100)))
+        >>> _ = rb[0].extend(TensorDict({"obs": torch.arange(10)}, [10]))
+        >>> rb.mark_update(rb.sample(8)["index"])
+        """
+        self._materialize()
+        self._writing.mark_update(index)
 
     def remove(self, rows: object, *, generation: object = None) -> int:
         """Remove rows of the members that an index names, as ``ReplayBuffer.remove``.
@@ -456,11 +481,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
         0
         """
         for member in self._members:
-            if member.wiring.of_writer.read_only:
-                raise RuntimeError(
-                    f"empty: member {member.number} is read-only ({type(member.wiring.writer).__name__})."
-                )
-            member.wiring.storage.check_writable()
+            member.check_editable("empty")
         self._discard_prefetched("empty")
         for rb in self._rbs:
             rb.empty(empty_write_count)
@@ -509,6 +530,11 @@ class ReplayBufferEnsemble(Generic[Batch]):
         made._assemble()
         return made
 
+    query = asks_a_member("query", TypeError)
+    set_, set_at_, update_ = (asks_a_member(call) for call in ("set_", "set_at_", "update_"))
+    read_all_in_order, write_all = asks_a_member("read_all_in_order"), asks_a_member("write_all")
+    __setitem__ = asks_a_member("rb[index] = value")
+
     # ---- components ----------------------------------------------------------------------------------------------------
 
     storage: StorageEnsemble = alias("_wiring.storage", "The storages of the members: a :class:`StorageEnsemble`.")
@@ -520,9 +546,10 @@ class ReplayBufferEnsemble(Generic[Batch]):
     batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
     prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
     shared: bool = alias("_wiring.storage.shared", "Whether several processes may use all of the members.")
-    _storage = alias("_wiring.storage")
-    _sampler = alias("_wiring.sampler")
-    _writer = alias("_wiring.writer")
+    _storage = alias("_wiring.storage", set_by="set_storage")
+    _sampler = alias("_wiring.sampler", set_by="set_sampler")
+    _writer = alias("_wiring.writer", set_by="set_writer")
+    register_save_hook, register_load_hook = (alias(f"_wiring.storage.register_{it}_hook") for it in ("save", "load"))
 
     @property
     def routing_key(self) -> tuple[str, ...] | None:
@@ -533,6 +560,70 @@ class ReplayBufferEnsemble(Generic[Batch]):
     def routing_dim(self) -> int | None:
         """The dimension whose entries are of one member each, or None."""
         return self._routing.dim
+
+    def set_sampler(self, sampler: SamplerEnsemble) -> SamplerEnsemble:
+        """Give each member another sampler, and choose members as ``sampler`` says; the previous ones are returned.
+
+        Members draw with it, too. Raises ``TypeError``: no :class:`SamplerEnsemble`. ``ValueError``: of another number of samplers. What
+        ``ReplayBuffer.set_sampler`` raises, for any of the members. Nothing is changed.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SamplerEnsemble, SamplerWithoutReplacement
+        >>> member = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = member.extend(torch.arange(3))
+        >>> rb = ReplayBufferEnsemble(member)
+        >>> before = rb.set_sampler(SamplerEnsemble(SamplerWithoutReplacement(shuffle=False)))
+        >>> rb.sample(3).tolist()
+        [[0, 1, 2]]
+        """
+        given, previous = check_components("set_sampler", sampler, SamplerEnsemble, len(self)), self.sampler
+        self._discard_prefetched("set_sampler")
+        swap(self._rbs, given.samplers, ReplayBuffer.set_sampler)
+        return self._rewired(previous, sampler=given)
+
+    def set_writer(self, writer: WriterEnsemble) -> WriterEnsemble:
+        """Give each member another writer; the previous ones are returned. Raises as :meth:`set_sampler`.
+
+        >>> from engram import ImmutableDatasetWriter, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, WriterEnsemble
+        >>> rb = ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(100)))
+        >>> before = rb.set_writer(WriterEnsemble(ImmutableDatasetWriter()))
+        >>> rb.empty()
+        Traceback (most recent call last):
+        RuntimeError: ...
+        """
+        given, previous = check_components("set_writer", writer, WriterEnsemble, len(self)), self.writer
+        self._discard_prefetched("set_writer")
+        swap(self._rbs, given.writers, ReplayBuffer.set_writer)
+        return self._rewired(previous, writer=given)
+
+    def set_storage(self, storage: StorageEnsemble, collate_fn: Callable[..., object] | None = None) -> StorageEnsemble:
+        """Give each member another storage (and the ensemble another collate function, if one is given); the previous ones are returned.
+
+        Raises as :meth:`set_sampler`. ``ValueError``: an ensemble with transforms, as members keep theirs.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, StorageEnsemble
+        >>> rb = ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(100)))
+        >>> _ = rb[0].extend(torch.arange(3))
+        >>> before = rb.set_storage(StorageEnsemble(LazyTensorStorage(50)))
+        >>> len(before[0]), len(rb[0])
+        (3, 0)
+        """
+        given, previous = check_components("set_storage", storage, StorageEnsemble, len(self)), self.storage
+        if given.transforms is not None:
+            raise ValueError("set_storage: expected storages without transforms, got some: members keep their own.")
+        self._discard_prefetched("set_storage")
+        swap(self._rbs, given.storages, ReplayBuffer.set_storage)
+        self._wiring.storage, self._wiring.collate_fn = given, collate_fn or self._wiring.collate_fn
+        return self._rewired(previous)
+
+    def _rewired(self, previous: T, sampler: SamplerEnsemble | None = None, writer: WriterEnsemble | None = None) -> T:
+        """``previous``, once others have its place."""
+        wiring = self._wiring
+        wiring.connect(sampler or wiring.sampler, writer or wiring.writer, self._settings.batch_size)
+        if self._prefetching is not None:
+            self._prefetching.rewired()
+        return previous
 
     def append_transform(self, transform: object, *, invert: bool = False) -> Self:
         """Add a transform of whole batches at the end, as ``ReplayBuffer.append_transform``.
@@ -708,6 +799,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
 
     initialized = True
     service_backend = "direct"
+    dim_extend = 0
+    as_remote: ClassVar[object] = classmethod(as_remote)
     is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
     start = returns_itself("Returns the ensemble: it runs already.")
     client = returns_itself("Returns the ensemble itself.")

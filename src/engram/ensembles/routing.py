@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -20,13 +19,13 @@ from engram.nested import find, has_entries, map_leaves
 from engram.samplers.prioritized import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from tensordict import TensorDict
 
+    from engram.buffer.wiring import Wiring
     from engram.ensembles.members import Member
     from engram.ensembles.writers import WriterEnsemble
-    from engram.transforms import Compose
 
 
 class Routing:
@@ -93,13 +92,12 @@ class RoutedWrites:
 
     Args:
         members: the buffers.
-        writer: of the ensemble.
-        transform: of the ensemble, which sees rows before they are divided.
+        wiring: of the ensemble, whose transform sees rows before they are divided.
         routing: which member each row goes to.
     """
 
-    def __init__(self, members: Sequence[Member], writer: WriterEnsemble, transform: Compose, routing: Routing) -> None:
-        self._members, self._writer, self._transform, self._routing = members, writer, transform, routing
+    def __init__(self, members: Sequence[Member], wiring: Wiring, routing: Routing) -> None:
+        self._members, self._wiring, self._routing = members, wiring, routing
 
     # ---- rows ----------------------------------------------------------------------------------------------------------
 
@@ -107,8 +105,9 @@ class RoutedWrites:
         """What ``ReplayBufferEnsemble.extend`` returns."""
         if not is_tensor_collection(data) or is_tensorclass(data):
             raise TypeError(f"{call}: expected a TensorDict, as its rows are divided, got {type(data).__name__}.")
-        if self._transform.writes:
-            data = cast("TensorDict | None", self._transform.inv(data.copy()))
+        transform = self._wiring.transform
+        if transform.writes:
+            data = cast("TensorDict | None", transform.inv(data.copy()))
         if data is None or not data.batch_size.numel():
             return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
         ids = self._routing.members_of(data, len(self._members))
@@ -153,8 +152,9 @@ class RoutedWrites:
             if len(found) == len(at):
                 index[at] = found
         entries = {"buffer_ids": ids, "index": index}
-        if self._writer.tracks_generations:
-            numbers = self._writer.generations_of(entries) if len(ids) else torch.empty_like(ids)
+        writer: WriterEnsemble = self._wiring.writer
+        if writer.tracks_generations:
+            numbers = writer.generations_of(entries) if len(ids) else torch.empty_like(ids)
             entries["index_generation"] = numbers.where(_last_of_each(ids, index), -1)
         return tensordict_type()(entries, batch_size=ids.shape)
 
@@ -182,10 +182,7 @@ class RoutedWrites:
             if isinstance(version, Tensor) and version.numel() == n > 1:
                 own = version.reshape(n, -1)[at.to(version.device)]
             some = map_leaves(entries, partial(_of_rows, shape=ids.shape, at=at))
-            wiring = self._members[number].wiring
-            wiring.storage.check_writable()
-            if wiring.of_writer.read_only:
-                raise RuntimeError(f"{CALL}: member {number} is read-only ({type(wiring.writer).__name__}).")
+            self._members[number].check_editable(CALL)
             updates.append((number, rows[at.to(rows.device)], expected[at], some, own))
         for number, own_rows, _, some, own in updates:
             FieldUpdates(self._members[number].wiring).check(own_rows, some, version_key, own)
@@ -212,23 +209,21 @@ class RoutedWrites:
     def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
-        ids, rows = routed(index, len(self._members), call)
-        n = ids.numel()
+        places, rows = self._placed(index, call)
+        n = len(rows)
         given = as_numbers(f"{call}: priority", priority)
         if given.numel() not in (1, n):
             raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")
-        flat, rows = ids.reshape(-1), rows.reshape(n, *rows.shape[ids.ndim :])
         values = given.reshape(-1).expand(n)
         numbers = None if generation is None else rows_of(generation, f"{call}: generation")
         if numbers is not None and numbers.numel() != n:
             raise RuntimeError(f"{call}: generation: expected one per row, {n}, got {numbers.numel()}.")
-        parts = _places(flat)
-        for number, at in parts.items():
+        for number, at in places.items():
             member = self._members[number]
             member.wiring.bound_sampler().check_priority(values[at.to(values.device)], len(at))
             if member.wiring.of_sampler.takes_priorities:
                 _check_rows(member, rows[at.to(rows.device)], call)
-        for number, at in parts.items():
+        for number, at in places.items():
             member = self._members[number]
             if not member.wiring.of_sampler.takes_priorities:
                 continue
@@ -238,12 +233,11 @@ class RoutedWrites:
     def remove(self, index: object, generation: object) -> int:
         """What ``ReplayBufferEnsemble.remove`` does."""
         call = removing.CALL
-        ids, rows = routed(index, len(self._members), call)
-        flat, rows = ids.reshape(-1), rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
+        places, rows = self._placed(index, call)
         numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
-        if numbers is not None and len(numbers) != len(flat):
+        if numbers is not None and len(numbers) != len(rows):
             raise ValueError(
-                f"{call}: expected one generation per row, got {len(flat)} rows and {len(numbers)} generations."
+                f"{call}: expected one generation per row, got {len(rows)} rows and {len(numbers)} generations."
             )
         parts = [
             (
@@ -251,13 +245,28 @@ class RoutedWrites:
                 rows[at.to(rows.device)],
                 None if numbers is None else numbers[at.to(numbers.device)],
             )
-            for number, at in _places(flat).items()
+            for number, at in places.items()
         ]
         for member, some, expected in parts:
-            with _nothing_changed(member):
-                member.wiring.check_editable(call)
+            member.check_editable(call)
+            with member.checking():
                 removing.checked(member.wiring, some, expected)
         return sum(member.buffer.remove(some, generation=expected) for member, some, expected in parts)
+
+    def mark_update(self, index: object) -> None:
+        """What ``ReplayBufferEnsemble.mark_update`` does."""
+        call = "mark_update"
+        places, rows = self._placed(index, call)
+        parts = [(self._members[number], rows[at.to(rows.device)]) for number, at in places.items()]
+        for member, some in parts:
+            _check_rows(member, some, call)
+        for member, some in parts:
+            member.buffer.mark_update(some)
+
+    def _placed(self, index: object, call: str) -> tuple[dict[int, Tensor], Tensor]:
+        """Where the rows of each member are among the rows that an index names, and these, ``[n, ...]``. Raises as :func:`routed`."""
+        ids, rows = routed(index, len(self._members), call)
+        return _places(ids.reshape(-1)), rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
 
 
 def _places(ids: Tensor) -> dict[int, Tensor]:
@@ -268,23 +277,13 @@ def _places(ids: Tensor) -> dict[int, Tensor]:
 def _check_rows(member: Member, rows: Tensor, call: str) -> None:
     """Raise what new priorities of these rows would. Nothing is changed."""
     storage = member.wiring.storage
-    with _nothing_changed(member):
+    with member.checking():
         if not storage.initialized:
             raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
         named = rows_of(member.wiring.rows_named(rows), call)
         outside = named[(named < -1) | (named >= storage.max_size)]
         if len(outside):
             raise RowError(f"{call}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
-
-
-@contextmanager
-def _nothing_changed(member: Member) -> Iterator[None]:
-    """Errors of checks say which member they are of."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was changed.")
-        raise
 
 
 def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
+from engram.ensembles.parts import asks_a_member
 from engram.ensembles.selection import members_named, routed, split_index
 from engram.state import Loads, check_keys, typed
 from engram.storages import Storage
@@ -15,22 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import TypeAlias
 
+    from engram.layouts.hooked import LoadHook, SaveHook
     from engram.persist.components import Preparation, Snapshot
     from engram.types import StorageLoad
 
     #: A transform of rows.
     Change: TypeAlias = Callable[[object], object]
-
-
-def _refusing(call: str) -> Callable[..., NoReturn]:
-    """A method of a storage that an ensemble of storages does not have."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise RuntimeError(
-            f"{call}: an ensemble of storages has no rows of its own. Ask one of them, storages[i], or the buffer, ensemble[i]."
-        )
-
-    return refuse
 
 
 class _Storages(Storage):
@@ -94,13 +85,13 @@ class _Storages(Storage):
             one.empty(keep_write_count=keep_write_count)
             one.notify(None, None)
 
-    add = extend = set = _refusing("write")
-    __setitem__ = _refusing("storage[index] = value")
-    extent = _refusing("extent")
-    contains = _refusing("contains")
-    tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = _refusing("storage[index]")
-    prepare = write = edit = prepare_at = _refusing("write")
-    settled = priorities = consumption = limit = _refusing("sampler")
+    add = extend = set = asks_a_member("write")
+    __setitem__ = asks_a_member("storage[index] = value")
+    extent = asks_a_member("extent")
+    contains = asks_a_member("contains")
+    tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = asks_a_member("storage[index]")
+    prepare = write = edit = prepare_at = asks_a_member("write")
+    settled = priorities = consumption = limit = asks_a_member("sampler")
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -170,6 +161,33 @@ class StorageEnsemble(_Storages):
     def transforms(self) -> tuple[Change | None, ...] | None:
         """What is applied to the rows of each; None: nothing."""
         return self._transforms
+
+    def flatten(self) -> StorageEnsemble:
+        """The storages with ``ndim`` 1, around the same rows, as :meth:`TensorStorage.flatten`.
+
+        >>> from engram import ListStorage, StorageEnsemble
+        >>> len(StorageEnsemble(ListStorage(12), ListStorage(12)).flatten())
+        2
+        """
+        return StorageEnsemble(*(one.flatten() for one in self._storages), transforms=self._transforms)
+
+    def register_save_hook(self, hook: SaveHook) -> None:
+        """As of each of the storages: ``hook`` sees the rows of one after the other.
+
+        >>> from engram import LazyTensorStorage, StorageEnsemble, TED2Flat
+        >>> StorageEnsemble(LazyTensorStorage(10)).register_save_hook(TED2Flat())
+        """
+        for one in self._storages:
+            one.register_save_hook(hook)
+
+    def register_load_hook(self, hook: LoadHook) -> None:
+        """As of each of the storages: ``hook`` sees the rows of one after the other.
+
+        >>> from engram import Flat2TED, LazyTensorStorage, StorageEnsemble
+        >>> StorageEnsemble(LazyTensorStorage(10)).register_load_hook(Flat2TED())
+        """
+        for one in self._storages:
+            one.register_load_hook(hook)
 
     # ---- rows ----------------------------------------------------------------------------------------------------------
 

@@ -213,6 +213,21 @@ class Storage(Declared, Dumpable, Port):
         )
 
     @property
+    def supports_conditional_update(self) -> bool:
+        """Whether rows have fields here, which ``update_if_present`` replaces."""
+        return self.traits.has_fields and not self.traits.is_remote
+
+    def flatten(self) -> Storage:
+        """A storage with ``ndim`` 1 around the same rows: itself, if that is 1 already.
+
+        >>> from engram import ListStorage
+        >>> storage = ListStorage(10)
+        >>> storage.flatten() is storage
+        True
+        """
+        return self
+
+    @property
     def shape(self) -> torch.Size:
         """Live slots, then the columns."""
         return torch.Size([len(self)])

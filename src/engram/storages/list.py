@@ -28,7 +28,6 @@ from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from typing import Self
 
     from tensordict import TensorDict
 
@@ -115,16 +114,6 @@ class ListStorage(Storage):
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def flatten(self) -> Self:
-        """This storage, whose ``ndim`` is 1, as that of :meth:`TensorStorage.flatten` is.
-
-        >>> from engram import ListStorage
-        >>> storage = ListStorage(10)
-        >>> storage.flatten() is storage
-        True
-        """
-        return self
 
     def extent(self) -> Extent:
         return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
