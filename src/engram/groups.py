@@ -5,7 +5,7 @@ The index belongs to the rows' storage under a name. Every write of every proces
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from engram import _native
 from engram.errors import IncompatibleStore
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.store import Block, Host, Store
+
+    #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
+    #: None: there is no group.
+    Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "groups"
@@ -115,15 +119,102 @@ class GroupIndex(LockedIndex[_native.Groups]):
         return self.core.draw_best(store.core, numbered, key, groups, each, spread, without.data_ptr(), len(without))
 
 
+class Groups(Protocol):
+    """The groups of the rows of a storage."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+        """Rows of some groups.
+
+        Raises:
+            KeyError: a row has no key, or no reward. TypeError: what it has there is none. ValueError: a reward is not finite.
+
+        Args:
+            strategy: ``"random"``, ``"recency"``, ``"reward"`` or ``"variance"``, as :class:`PromptGroupSampler` says it.
+            key: of the draw.
+            groups: how many, each once.
+            each: rows of each.
+            without: int64, contiguous: rows whose groups are left out, if there are enough others.
+        """
+
+
+class StoredGroups:
+    """The groups of a store's rows.
+
+    Args:
+        store: the rows.
+        name: of its index.
+        key: the field that says the group of a row.
+        reward: the field with its reward; None: none is asked for.
+
+    Raises:
+        TypeError: the rows are not on the CPU. As :meth:`GroupIndex.of_store`.
+    """
+
+    def __init__(self, store: Store, name: str, key: FieldPath, reward: FieldPath | None) -> None:
+        if not store.is_native:
+            raise TypeError(
+                f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
+                "DeviceLoader for batches on an accelerator."
+            )
+        self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key)
+
+    def _current(self) -> GroupIndex:
+        """The groups as they are now, also of a store that this process only reads."""
+        if self._store.readonly:
+            self._index.core.catch_up()
+        return self._index
+
+    @property
+    def count(self) -> int:
+        return self._current().core.groups
+
+    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+        """As :meth:`Groups.draw`."""
+        index = self._current()
+        if strategy in ("random", "recency"):
+            return index.draw(key, groups, each, newest=strategy == "recency", without=without)
+        assert self._reward is not None  # the strategy asks for it
+        reward = self._rewards(self._reward)
+        return index.best(self._store, reward, key, groups, each, spread=strategy == "variance", without=without)
+
+    def _rewards(self, reward: FieldPath) -> Field:
+        """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
+        fields = {field.key: field for field in self._store.schema.fields}
+        field = fields.get(reward)
+        if field is None:
+            raise no_rewards(reward, sorted(fields))
+        if field.dtype.startswith("complex") or not field.row_bytes:
+            raise TypeError(
+                f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
+            )
+        return field
+
+
+def no_rewards(reward: FieldPath, known: list[FieldPath]) -> KeyError:
+    """The error of rows without rewards."""
+    return KeyError(
+        f"sample: expected rows with the field {public(reward)!r}, by which the sampler's strategy compares them, got "
+        f"{list(map(public, known))}. Store it with every row, or name another field: reward_key=…."
+    )
+
+
+def no_key(key: FieldPath, known: list[FieldPath]) -> KeyError:
+    """The error of rows that say no group."""
+    return KeyError(
+        f"sample: expected rows with the field {public(key)!r}, which says what group a row is in, got {list(map(public, known))}. "
+        "Store it with every row, or name another field: group_key=…."
+    )
+
+
 def _field_of(store: Store, key: FieldPath) -> int:
     """The number of the field whose content says which group a row is in. Raises ``KeyError``, ``TypeError``."""
     numbers = {field.key: number for number, field in enumerate(store.schema.fields)}
     if key not in numbers:
-        known = [public(field) for field in sorted(numbers)]
-        raise KeyError(
-            f"sample: expected rows with the field {public(key)!r}, which says what group a row is in, got {known}. Store it with every "
-            "row, or name another field: group_key=…."
-        )
+        raise no_key(key, sorted(numbers))
     field = store.schema.fields[numbers[key]]
     integers = not field.dtype.startswith(("float", "bfloat", "complex"))
     text = field.dtype == "uint8" and len(field.shape) == 1

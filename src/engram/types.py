@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from engram.checkpoint.reports import RestoreReport, SaveReport
     from engram.checkpoint.select import Wanted
     from engram.consumption import ConsumptionIndex
+    from engram.field_paths import FieldPath
     from engram.format.checkpoints import Checkpoint
+    from engram.groups import Groups
     from engram.persist.parts import Snapshot
     from engram.priorities import PriorityConfig, PriorityIndex
     from engram.reshard.driver import Reshard
@@ -519,6 +521,21 @@ class SampledStorage(Protocol):
         >>> rows, _ = rb.storage.consumption("main", 1).claim(key=7, n=2)
         >>> len(rows), rb.storage.consumption("main", 1).counts(3).sum().item()
         (2, 2)
+        """
+
+    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+        """The rows that have the same content in the field ``key``, in groups; None: nothing was ever written.
+
+        Raises:
+            TypeError: the storage is a list that has none; or the content of the field is no key. KeyError: no such field.
+            ValueError: it is a list without a bound. IncompatibleStore: the index of that name has groups by another field.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9])})
+        >>> rb.storage.groups("main", ("prompt",), None).count
+        2
         """
 
 

@@ -10,7 +10,6 @@ from engram._checks import check_count
 from engram._words import warn
 from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import checked_path, public
-from engram.groups import GroupIndex
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.store import check_index_name
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.field_paths import FieldPath
-    from engram.format.schema import Field
-    from engram.store import Store
+    from engram.groups import Groups
     from engram.types import Extent, SampledStorage
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
@@ -38,54 +36,33 @@ class GroupSampler(NativeSampler):
     _reward: FieldPath
     _warned = False
     _storage: SampledStorage | None = None
-    _index: GroupIndex | None = None
+    _groups: Groups | None = None
 
     # ---- where the groups are ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn. Raises as the class says."""
-        if storage is not self._storage:
-            self._check(storage)
-            self._storage, self._index = storage, None
-
-    @staticmethod
-    def _check(storage: SampledStorage) -> None:
-        kind = type(storage).__name__
-        if not storage.traits.has_fields:
-            raise TypeError(
-                f"PromptGroupSampler: expected a tensor storage, whose rows have a field that says their group, got a {kind}. Use "
-                "LazyTensorStorage or LazyMemmapStorage."
-            )
+        if storage is self._storage:
+            return
         if storage.ndim > 1:
             raise NotImplementedError(
                 f"PromptGroupSampler: expected a storage with ndim=1, whose rows are in groups one by one, got ndim={storage.ndim}."
             )
+        groups = None if storage.traits.has_fields else self._groups_of(storage)  # first: it may refuse
+        self._storage, self._groups = storage, groups
 
-    def _attached(self) -> GroupIndex | None:
+    def _groups_of(self, storage: SampledStorage) -> Groups | None:
+        by_reward = self.strategy in ("reward", "variance")
+        return storage.groups(self.index_name, self._key, self._reward if by_reward else None)
+
+    def _attached(self) -> Groups | None:
         """The groups; None while nothing was ever written."""
-        storage = self._storage
-        if self._index is None and storage is not None and not storage.closed and storage.memory is not None:
-            store = storage.memory
-            if not store.is_native:
-                raise TypeError(
-                    f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
-                    "DeviceLoader for batches on an accelerator."
-                )
-            self._index = GroupIndex.of_store(store, self.index_name, self._key)
-        return self._index
-
-    def _current(self) -> GroupIndex | None:
-        """The groups as they are now, also of a store that this process only reads."""
-        index = self._attached()
-        if index is not None:
-            assert self._storage is not None  # it has groups
-            assert self._storage.memory is not None
-            if self._storage.memory.readonly:
-                index.core.catch_up()
-        return index
+        if self._groups is None and self._storage is not None and not self._storage.closed:
+            self._groups = self._groups_of(self._storage)
+        return self._groups
 
     def moved(self) -> None:
-        self._index = None
+        self._groups = None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -134,19 +111,20 @@ class GroupSampler(NativeSampler):
 
     def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
         """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
-        index = self._current()
-        if self.strategy in ("random", "recency"):
-            found = (
-                None
-                if index is None
-                else index.draw(key, groups, each, newest=self.strategy == "recency", without=without)
-            )
-        else:
-            found = None if index is None else self._by_reward(index, key, groups, each, without)
-        if found is None:
-            raise NoSampleable(EMPTY)
-        rows, tickets, repeated = found
-        return Draw(rows, tickets), repeated
+        of, retries = self._attached(), Retries()
+        while True:
+            try:
+                found = None if of is None else of.draw(self.strategy, retries.key_of(key), groups, each, without)
+            except ValueError as error:
+                raise ValueError(
+                    f'sample: {public(self._reward)!r}: {error}. Store another number there, or use strategy="random".'
+                ) from error
+            if found is None:
+                raise NoSampleable(EMPTY)
+            if not isinstance(found, int):
+                rows, tickets, repeated = found
+                return Draw(rows, tickets), repeated
+            retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
 
     def _warn_of(self, repeated: bool, groups: int, each: int) -> None:
         """Once, of a batch of so many groups in which something comes again."""
@@ -157,47 +135,13 @@ class GroupSampler(NativeSampler):
                 "more than once in a batch. Add data, or lower num_groups or samples_per_group."
             )
 
-    def _by_reward(
-        self, index: GroupIndex, key: int, groups: int, each: int, without: Tensor
-    ) -> tuple[Tensor, Tensor, bool] | None:
-        """The rows of some groups whose rewards are wanted, as :meth:`GroupIndex.draw`. What moves meanwhile is not compared."""
-        assert self._storage is not None  # it has groups
-        assert self._storage.memory is not None
-        store, retries, spread = self._storage.memory, Retries(), self.strategy == "variance"
-        reward = self._field_of(store)
-        while True:
-            try:
-                found = index.best(store, reward, retries.key_of(key), groups, each, spread=spread, without=without)
-            except ValueError as error:
-                raise ValueError(
-                    f'sample: {public(self._reward)!r}: {error}. Store another number there, or use strategy="random".'
-                ) from error
-            if not isinstance(found, int):
-                return found
-            retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
-
-    def _field_of(self, store: Store) -> Field:
-        """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
-        field = next((field for field in store.schema.fields if field.key == self._reward), None)
-        if field is None:
-            known = [public(path) for path in sorted(field.key for field in store.schema.fields)]
-            raise KeyError(
-                f"sample: expected rows with the field {public(self._reward)!r}, by which strategy={self.strategy!r} compares them, got "
-                f"{known}. Store it with every row, or name another field: reward_key=…."
-            )
-        if field.dtype.startswith("complex") or not field.row_bytes:
-            raise TypeError(
-                f"sample: {public(self._reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
-            )
-        return field
-
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def config(self) -> dict[str, object]:
         return {**super().config(), "index": self.index_name}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_storage": None, "_index": None}
+        return {**self.__dict__, "_storage": None, "_groups": None}
 
 
 class PromptGroupSampler(GroupSampler):
@@ -214,17 +158,19 @@ class PromptGroupSampler(GroupSampler):
     Args:
         num_groups: different groups in a batch; each has ``batch_size / num_groups`` rows.
         samples_per_group: rows of each group; a batch has ``batch_size / samples_per_group`` groups. Give exactly one of the two.
-        group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``.
+        group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``;
+            in a :class:`LazyStackStorage` a string, too.
         strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
             edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;
             ``"variance"``, the rows whose rewards have the largest variance, and of equal ones the largest sum, in ascending order.
         reward_key: the field with the rewards that the last two compare: the mean of its entries.
         cache_groups: without effect: groups are never out of date.
-        index: samplers by different keys need different names.
+        index: samplers by different keys need different names; not in a :class:`LazyStackStorage`.
 
     Raises:
-        TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage. ValueError: a count below 1, another strategy;
-            when a batch is drawn: its size is no multiple of the count.
+        TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage other than
+            :class:`LazyStackStorage`. ValueError: a count below 1, another strategy; when a buffer takes it: a list without a bound; when
+            a batch is drawn: its size is no multiple of the count.
         NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
         KeyError (when drawing): no such field. TypeError: its content is no key, or rewards are no real numbers.
         ValueError (when drawing): rewards that are not finite.
@@ -232,7 +178,8 @@ class PromptGroupSampler(GroupSampler):
         NoSampleable (when drawing): no row (a ``RuntimeError``).
 
     Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
-    read and sorted. Each row written costs O(log rows). Memory: 36 bytes and the key per row of the storage.
+    read and sorted. Each row written costs O(log rows). Memory: 36 bytes and the key per row of the storage;
+    of a list 76.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
@@ -304,8 +251,8 @@ class PromptGroupSampler(GroupSampler):
         >>> sampler.groups
         2
         """
-        index = self._current()
-        return 0 if index is None else index.core.groups
+        groups = self._attached()
+        return 0 if groups is None else groups.count
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")

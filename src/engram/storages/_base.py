@@ -18,6 +18,7 @@ from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
 from engram.format.parts import PartReader
+from engram.groups import StoredGroups
 from engram.layouts.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages._port import Count, Port, Rows
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.field_paths import FieldPath
     from engram.format.schema import Schema
+    from engram.groups import Groups
     from engram.layouts.hooked import LoadHook, SaveHook
     from engram.limits import Rules
     from engram.persist.components import Preparation, Snapshot
@@ -559,6 +562,9 @@ class Storage(Declared, Dumpable, Port):
 
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
         return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most)
+
+    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+        return None if self.memory is None else StoredGroups(self.memory, name, key, reward)
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
         """Some rows of what :meth:`read` returned or :meth:`prepare` made.

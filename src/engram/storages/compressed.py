@@ -15,6 +15,7 @@ from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._raw import raw_bytes
 from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type
 from engram.nested import map_leaves
+from engram.storages._item_groups import ItemGroups
 from engram.storages.list import ListStorage
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram._unsupported import TracingArguments
+    from engram.field_paths import FieldPath
+    from engram.groups import Groups
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
@@ -94,6 +97,19 @@ class LazyStackStorage(ListStorage):
             )
         # Entries of the batch are no entries of what is stored.
         return LazyStackedTensorDict(*(row.copy() for row in rows), stack_dim=self.stack_dim % dims)
+
+    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+        del name  # there may be several
+        if self._max_size is None:
+            raise ValueError(
+                "PromptGroupSampler: expected a storage with a bound, got a list without. Use LazyStackStorage(max_size=…)."
+            )
+        with self._lock:
+            if (key, reward) not in self._groups:
+                groups = ItemGroups(self, key, reward)
+                self._tell_groups(groups)
+                self._groups[key, reward] = groups
+            return self._groups[key, reward]
 
     def __getitem__(self, index: object) -> object:
         """A row, or a lazy stack of some."""

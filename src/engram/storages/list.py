@@ -21,6 +21,7 @@ from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._base import Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
 from engram.storages._indexes import checked_priorities, saved_priorities
+from engram.storages._item_groups import ItemGroups
 from engram.storages._port import Count
 from engram.storages._structure import describe
 from engram.store import check_index_name
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+    from engram.field_paths import FieldPath
+    from engram.groups import Groups
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._port import Rows
     from engram.types import StorageLoad
@@ -77,6 +80,7 @@ class ListStorage(Storage):
         self._write_count = 0
         self._priorities: dict[str, PriorityIndex] = {}
         self._counts: dict[str, ConsumptionIndex] = {}
+        self._groups: dict[tuple[FieldPath, FieldPath | None], ItemGroups] = {}
 
     def bound(self, size: int) -> None:
         if self._max_size is None:
@@ -193,6 +197,8 @@ class ListStorage(Storage):
             else:
                 self._numbers[row] = first + i
                 self._items[row] = item
+        for groups in self._groups.values():
+            groups.written(rows, items)
         return first
 
     def edit(self, where: Rows, prepared: list[object]) -> Write:
@@ -255,6 +261,8 @@ class ListStorage(Storage):
                 index.emptied()
             for counts in self._counts.values():
                 counts.emptied()
+            for groups in self._groups.values():
+                groups.emptied()
 
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
         check_index_name(name)
@@ -279,11 +287,30 @@ class ListStorage(Storage):
                 self._tell_counts()
             return self._counts[name].checked(name, most)
 
+    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+        del name, key, reward
+        raise TypeError(
+            "PromptGroupSampler: expected a tensor storage, whose rows have a field that says their group, or a LazyStackStorage, got a "
+            f"{type(self).__name__}. Use one of these."
+        )
+
+    def _tell_groups(self, groups: ItemGroups) -> None:
+        """In the order in which the items were written, of which draws are made. The lock is held."""
+        rows = list(range(len(self._items)))
+        groups.written(rows, self._items)
+        if (
+            by_age := sorted(rows, key=self._numbers.__getitem__)
+        ) != rows:  # an index takes new rows in their order alone
+            groups.written(by_age, [self._items[row] for row in by_age])
+
     def _tell_counts(self) -> None:
         """Each item was not drawn yet. The lock is held."""
         for row, number in enumerate(self._numbers[: len(self._items)]):
             for counts in self._counts.values():
                 counts.written(torch.tensor([row], device="cpu"), number)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_groups": {}}  # they follow from the items
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -424,6 +451,8 @@ class _ItemsLoad(NamedTuple):
             for name, (_, entries) in self.priorities.items():
                 storage._priorities[name].restore(entries)
             storage._tell_counts()
+            for groups in storage._groups.values():
+                storage._tell_groups(groups)
 
 
 def _with_entries(item: object, entries: dict[str, Tensor]) -> object:
