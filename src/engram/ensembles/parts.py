@@ -1,22 +1,19 @@
-"""What the components of an ensemble have in common: one of each member, a state of each, and what none of them has."""
+"""What the components of an ensemble have in common: one of each member, and a state of each."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from engram.ensembles.selection import members_named, split_index
 from engram.state import Loads, check_keys, prepare_load, saved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Self
 
-    from engram.buffer.replay_buffer import ReplayBuffer
     from engram.types import Commit
 
 T = TypeVar("T")
-Components = TypeVar("Components", bound=Sized)
 
 
 class OnePerMember(Generic[T]):
@@ -55,40 +52,3 @@ class OnePerMember(Generic[T]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
-
-
-def asks_a_member(call: str, kind: type[Exception] = RuntimeError) -> Callable[..., NoReturn]:
-    """A method of a buffer, or of a storage, that an ensemble does not have."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise kind(
-            f"{call}: an ensemble has no rows of its own. Ask a member, ensemble[i], or its storage, ensemble.storage[i]."
-        )
-
-    refuse.__doc__ = f"Raises ``{kind.__name__}``: it is asked of a member."
-    return refuse
-
-
-def check_components(call: str, given: object, kind: type[Components], members: int) -> Components:
-    """Components of one kind, one for each member. Raises ``TypeError``: something else. ``ValueError``: another number."""
-    if not isinstance(given, kind):
-        raise TypeError(f"{call}: expected a {kind.__name__}, one for each member, got {type(given).__name__}.")
-    if len(given) != members:
-        raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
-    return given
-
-
-def swap(members: Sequence[ReplayBuffer], components: Sequence[T], put: Callable[[ReplayBuffer, T], T]) -> None:
-    """Give each member one of the components, by ``put``, which returns the one before.
-
-    Raises what one of them raises, whose number it says. The others have theirs back then.
-    """
-    before: list[T] = []
-    try:
-        for member, component in zip(members, components, strict=True):
-            before.append(put(member, component))
-    except Exception as error:
-        error.add_note(f"Raised by member {len(before)} of the ensemble. Nothing was changed.")
-        for member, component in zip(members, before, strict=False):
-            put(member, component)
-        raise

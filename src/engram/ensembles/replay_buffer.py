@@ -18,15 +18,16 @@ from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring, checked_generator
 from engram.ensembles.members import Member
-from engram.ensembles.parts import asks_a_member, check_components, swap
 from engram.ensembles.prefetching import EnsemblePrefetching
 from engram.ensembles.reading import EnsembleReadPath, collated
+from engram.ensembles.refusing import asks_a_member
 from engram.ensembles.routing import RoutedWrites, Routing
 from engram.ensembles.samplers import SamplerEnsemble
 from engram.ensembles.saving import EnsembleSaving
 from engram.ensembles.selection import members_named, split_index
 from engram.ensembles.storages import StorageEnsemble
 from engram.ensembles.streams import Keys, end_streams
+from engram.ensembles.swapping import check_components, swap
 from engram.ensembles.writers import WriterEnsemble
 from engram.limits import WAIT_S, checked_timeout
 from engram.pinning import pinning_for

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram.ensembles.parts import asks_a_member
+from engram.ensembles.refusing import asks_a_member
 from engram.ensembles.selection import members_named, routed, split_index
 from engram.state import Loads, check_keys, typed
 from engram.storages import Storage
@@ -91,7 +91,7 @@ class _Storages(Storage):
     contains = asks_a_member("contains")
     tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = asks_a_member("storage[index]")
     prepare = write = edit = prepare_at = asks_a_member("write")
-    settled = priorities = consumption = limit = asks_a_member("sampler")
+    settled = priorities = consumption = groups = limit = asks_a_member("sampler")
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
