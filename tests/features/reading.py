@@ -5,6 +5,7 @@ import torch
 from engram import (
     CatFrames,
     FrameStack,
+    HERReplayBuffer,
     Hindsight,
     NStep,
     PromptGroupSampler,
@@ -274,6 +275,22 @@ class LaterGoals(Hindsights):
 
     def goals(self, who, own):
         return own[own.index(who) :]
+
+
+class HerBuffer(LaterGoals):
+    """As :class:`LaterGoals`, of TorchRL's class."""
+
+    cls = HERReplayBuffer
+
+    def arguments(self, strategy="future"):
+        keys = {"goal_key": "goal", "achieved_goal_key": "obs"}
+        return {"reward_fn": reached, "her_ratio": 0.5, "strategy": strategy, **keys}
+
+    def broken(self):
+        return self.arguments("final")
+
+    def reopening(self):
+        return {"sampler": Hindsight(RandomSampler(), **self.arguments())}
 
 
 def reached(rows):

@@ -1,6 +1,6 @@
 """The features of which the contract is asked."""
 
-from tests.features import reading, remembering, writing
+from tests.features import ahead, reading, remembering, writing
 
 FEATURES = {
     "Transition": reading.OneStep(),
@@ -14,6 +14,7 @@ FEATURES = {
     "RewardToGo": reading.Sums(),
     "HER final": reading.Hindsights(),
     "HER future": reading.LaterGoals(),
+    "HERReplayBuffer": reading.HerBuffer(),
     "StalenessAwareSampler": reading.Stale(),
     "ConsumingSampler": remembering.Consumed(),
     "StreamingSliceSampler": remembering.Streams(),
@@ -24,6 +25,10 @@ FEATURES = {
     "remover=FifoRemover": writing.Fifo(),
     "remover=Lifo": writing.Newest(),
     "remover=LowestPriority": writing.Lowest(),
+    "remover=MaxTimesSampled": writing.MostSampled(),
     "remover=StalestFirst": writing.Stalest(),
+    "prefetch": ahead.Prefetched(),
+    "prefetch of epochs": ahead.PrefetchedEpochs(),
+    "LinearScheduler": ahead.Scheduled(),
     "integer keys": writing.Numbered(),
 }

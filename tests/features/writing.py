@@ -6,13 +6,14 @@ from engram import (
     FifoRemover,
     Lifo,
     LowestPriority,
+    MaxTimesSampled,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     StalestFirst,
 )
 from tests.features.base import Feature
-from tests.features.rows import length_of, scrambled, steps, whos_of
+from tests.features.rows import length_of, scrambled, steps, whos_in, whos_of
 
 
 class Remover(Feature):
@@ -99,6 +100,54 @@ class Lowest(Stalest):
 
     def written(self, rb, rows, who):
         rb.update_priority(rows, torch.tensor([1.0 + scrambled(who) / 10007]))
+
+
+class MostSampled(Remover):
+    """Each step is followed by a batch, so that some were sampled more often. The counts, and the ages of equal ones, are the store's."""
+
+    def arguments(self):
+        return {"sampler": RandomSampler(), "remover": MaxTimesSampled()}
+
+    def broken(self):
+        return {"sampler": RandomSampler(), "remover": FifoRemover()}
+
+    def write(self, rb, known, *trajectories):
+        for number in trajectories:
+            for step in steps(number).split(1):
+                whos, counts, first = self.counted(rb)
+                (row,) = rb.extend(step).tolist()
+                if len(whos) == rb.storage.max_size:
+                    now = self.counted(rb)[1]
+                    if all(
+                        now[other] == counts[other] for other in counts if other != row
+                    ):  # nobody else has sampled meanwhile
+                        assert row == first
+                whos[row] = int(step["who"])
+                rb.count_usage()
+                rb.sample()
+        known.whos = whos_of(rb)
+
+    def counted(self, rb):
+        """Who is in each row, how often each was sampled, and which row goes first."""
+        if not rb.storage.initialized:
+            return {}, {}, None
+        rb.count_usage()
+        rows = torch.arange(len(rb))
+        counts = rb.storage.store.indexes["main", "usage"].counts(rows).tolist()
+        ages = rb.storage.tickets_of(rows).tolist()
+        first = min(rows.tolist(), key=lambda row: (-counts[row], ages[row]))
+        return dict(enumerate(rb[:]["who"].tolist())), dict(enumerate(counts)), first
+
+    def wrote(self, known, *trajectories):
+        """Who went is not known."""
+        known.whos |= whos_in(*trajectories)
+        known.exact = False
+
+    def stored(self, rb, known):
+        whos = whos_of(rb)
+        assert whos <= known.whos
+        assert whos == known.whos if known.exact else len(whos) == rb.storage.max_size
+        known.whos, known.exact = whos, True
 
 
 class Numbered(Feature):
