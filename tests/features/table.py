@@ -1,6 +1,8 @@
 """The features of which the contract is asked."""
 
-from tests.features import ahead, reading, remembering, writing
+from importlib.util import find_spec
+
+from tests.features import ahead, folding, reading, remembering, writing
 
 FEATURES = {
     "Transition": reading.OneStep(),
@@ -32,3 +34,5 @@ FEATURES = {
     "LinearScheduler": ahead.Scheduled(),
     "integer keys": writing.Numbered(),
 }
+if find_spec("torchrl") is not None:
+    FEATURES["MultiStepTransform"] = folding.Folded()
