@@ -174,19 +174,22 @@ Groups::Id Groups::merge(Id a, Id b, unsigned depth) const {
   return b;
 }
 
-// `below`: numbers less than that.
-void Groups::split(Id tree, std::uint64_t number, Id& below, Id& above, unsigned depth) const {
+// Rows of zeros that one write by number has made have the same ticket number: the row decides.
+bool Groups::is_older(Id a, Id b) const { return number(a) < number(b) || (number(a) == number(b) && a < b); }
+
+// `below`: rows that are older than this one, which is not in the tree.
+void Groups::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
   if (tree == 0) {
     below = above = 0;
     return;
   }
   intact(depth < kMostDepth, kTree);
   Node& root = node(tree);
-  if (this->number(tree) < number) {
-    split(root.right, number, root.right, above, depth + 1);
+  if (is_older(tree, row)) {
+    split(root.right, row, root.right, above, depth + 1);
     below = tree;
   } else {
-    split(root.left, number, below, root.left, depth + 1);
+    split(root.left, row, below, root.left, depth + 1);
     above = tree;
   }
   resize(tree);
@@ -196,7 +199,7 @@ Groups::Id Groups::without_row(Id tree, Id row, unsigned depth) const {
   intact(tree != 0 && depth < kMostDepth, kTree);
   Node& root = node(tree);
   if (tree == row) return merge(root.left, root.right);
-  Id& branch = number(row) < number(tree) ? root.left : root.right;
+  Id& branch = is_older(row, tree) ? root.left : root.right;
   branch = without_row(branch, row, depth + 1);
   resize(tree);
   return tree;
@@ -335,7 +338,7 @@ void Groups::look_at(std::uint64_t row) {
     numbers_[row] = number;
     node(id) = {of, 0, 0, 1};
     Id below, above;
-    split(to.root, number, below, above);
+    split(to.root, id, below, above);
     set_root(to, merge(merge(below, id), above));
     return;
   }

@@ -116,7 +116,8 @@ class Groups : public Index {
   std::uint64_t size_of(Id id) const { return id == 0 ? 0 : node(id).size; }
   void resize(Id id) const { node(id).size = static_cast<std::uint32_t>(1 + size_of(node(id).left) + size_of(node(id).right)); }
   Id merge(Id a, Id b, unsigned depth = 0) const;
-  void split(Id tree, std::uint64_t number, Id& below, Id& above, unsigned depth = 0) const;
+  bool is_older(Id a, Id b) const;
+  void split(Id tree, Id row, Id& below, Id& above, unsigned depth = 0) const;
   Id without_row(Id tree, Id row, unsigned depth = 0) const;
   /// Of a row in a tree: where it was looked for until now, and its rank there.
   struct Place {

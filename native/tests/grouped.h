@@ -45,6 +45,11 @@ struct Grouping {
     const std::byte* columns[] = {reinterpret_cast<const std::byte*>(keys.data()), reinterpret_cast<const std::byte*>(keys.data())};
     store.append(0, keys.size(), columns, nullptr);
   }
+  /// Rows by number, in this order; those below them that hold nothing become zeros, all under one ticket number.
+  void place(const std::vector<std::int64_t>& rows, const std::vector<std::uint64_t>& keys) {
+    const std::byte* columns[] = {reinterpret_cast<const std::byte*>(keys.data()), reinterpret_cast<const std::byte*>(keys.data())};
+    store.scatter(rows.data(), rows.size(), store.all(), columns, true);
+  }
   /// Another key for live rows.
   void edit(const std::vector<std::int64_t>& rows, const std::vector<std::uint64_t>& keys) {
     const std::uint64_t which = 1;
@@ -71,7 +76,7 @@ struct Grouping {
       std::set<std::int64_t> rows;
       std::uint64_t key = 0;
       for (std::int64_t i = 0; i < size; ++i, ++at) {
-        if (i > 0) EXPECT(all.numbers[at] > all.numbers[at - 1]);
+        if (i > 0) EXPECT(std::pair(all.numbers[at], all.rows[at]) > std::pair(all.numbers[at - 1], all.rows[at - 1]));
         rows.insert(all.rows[at]);
         std::memcpy(&key, store.field(1).row(static_cast<std::uint64_t>(all.rows[at])), 8);
       }

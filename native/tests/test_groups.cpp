@@ -42,7 +42,7 @@ TEST(groups_are_what_the_rows_say_after_any_writes) {
     Grouping one(shared), other(shared, 1);
     for (int i = 0; i < 40; ++i) {
       Grouping& who = dice.below(2) == 0 ? one : other;
-      switch (dice.below(8)) {
+      switch (dice.below(9)) {
         case 0: {
           const Parts parts = who.stored();
           std::vector<std::int64_t> named;
@@ -73,6 +73,12 @@ TEST(groups_are_what_the_rows_say_after_any_writes) {
         case 4:
           who.index.put_in_order();
           break;
+        case 5: {
+          std::vector<std::int64_t> named(1 + dice.below(rows));
+          for (auto& row : named) row = static_cast<std::int64_t>(dice.below(rows));
+          who.place(named, some_keys(dice, named.size(), kinds));
+          break;
+        }
         default:
           who.append(some_keys(dice, 1 + dice.below(rows), kinds));
       }

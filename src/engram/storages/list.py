@@ -296,12 +296,8 @@ class ListStorage(Storage):
 
     def _tell_groups(self, groups: ItemGroups) -> None:
         """In the order in which the items were written, of which draws are made. The lock is held."""
-        rows = list(range(len(self._items)))
-        groups.written(rows, self._items)
-        if (
-            by_age := sorted(rows, key=self._numbers.__getitem__)
-        ) != rows:  # an index takes new rows in their order alone
-            groups.written(by_age, [self._items[row] for row in by_age])
+        by_age = sorted(range(len(self._items)), key=self._numbers.__getitem__)
+        groups.written(by_age, [self._items[row] for row in by_age])
 
     def _tell_counts(self) -> None:
         """Each item was not drawn yet. The lock is held."""
