@@ -137,6 +137,13 @@ void bind_consumption(nb::module_& m) {
             self.edited(at<const std::int64_t>(rows), n, first, {}, 0);
           },
           "rows"_a, "n"_a, "first"_a, "The same for rows that were edited: they keep their counts.")
+      .def(
+          "lost",
+          [](BoundConsumption& self, Address rows, std::uint64_t n) {
+            const WithoutInterpreter running(n <= kBrief);
+            self.lost(at<const std::int64_t>(rows), n);
+          },
+          "rows"_a, "n"_a, "For rows without tickets: they hold nothing.")
       .def("scan", &BoundConsumption::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("put_in_order", &BoundConsumption::put_in_order, nb::call_guard<nb::gil_scoped_release>())
       .def("emptied", &BoundConsumption::emptied, nb::call_guard<nb::gil_scoped_release>())

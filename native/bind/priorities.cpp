@@ -117,6 +117,13 @@ void bind_values(nb::class_<BoundPriorities, Index>& type) {
           },
           "rows"_a, "n"_a, "For rows without tickets: they hold new steps.")
       .def(
+          "lost",
+          [](BoundPriorities& self, Address rows, std::uint64_t n) {
+            const WithoutInterpreter running(Priorities::brief(n));
+            self.lost(at<const std::int64_t>(rows), n);
+          },
+          "rows"_a, "n"_a, "For rows without tickets: they hold nothing.")
+      .def(
           "reset",
           [](BoundPriorities& self, Address rows, std::uint64_t n) {
             const WithoutInterpreter running(Priorities::brief(n));

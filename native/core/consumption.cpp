@@ -314,7 +314,7 @@ void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
-    if (!is_committed(word) && state_of(word) != State::writing) note(row, 0, 0);
+    if (tickets_ == nullptr || (!is_committed(word) && state_of(word) != State::writing)) note(row, 0, 0);
   }
   change.done();
 }

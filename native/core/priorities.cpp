@@ -196,8 +196,9 @@ double Priorities::leaf(std::uint64_t row) const {
   return std::abs(leaf_now(row));
 }
 
+// An item of a list is live as long as it has a priority.
 bool Priorities::is_live(std::uint64_t row) const {
-  return tickets_ == nullptr || is_committed(tickets_->word(row).load(std::memory_order_acquire));
+  return tickets_ == nullptr ? is_given(tree_.leaf(row)) : is_committed(tickets_->word(row).load(std::memory_order_acquire));
 }
 
 double Priorities::leaf_of(double priority, double alpha) const { return std::pow(priority + eps_, alpha); }
@@ -395,7 +396,7 @@ void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
   const Lock guard(*this, Lock::kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_),
-               [this](std::int64_t row) { return !is_live(static_cast<std::uint64_t>(row)); });
+               [this](std::int64_t row) { return tickets_ == nullptr || !is_live(static_cast<std::uint64_t>(row)); });
   leaves_.assign(rows_.size(), 0.0);
   set_leaves();
 }

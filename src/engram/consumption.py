@@ -124,6 +124,10 @@ class ConsumptionIndex(LockedIndex[_native.Consumption]):
         """Items of a list were replaced, and have these tickets now."""
         self.core.edited(rows.data_ptr(), rows.numel(), first)
 
+    def lost(self, rows: Tensor) -> None:
+        """Rows of a list hold nothing."""
+        self.core.lost(rows.data_ptr(), rows.numel())
+
     def emptied(self) -> None:
         """A list was emptied."""
         self.core.emptied()

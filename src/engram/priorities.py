@@ -296,6 +296,10 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         """Rows of a list hold new items."""
         self.core.written(rows.data_ptr(), rows.numel())
 
+    def lost(self, rows: Tensor) -> None:
+        """Rows of a list hold nothing."""
+        self.core.lost(rows.data_ptr(), rows.numel())
+
     def emptied(self) -> None:
         """A list was emptied."""
         self.core.emptied()

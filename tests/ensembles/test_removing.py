@@ -16,6 +16,7 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from tests.ensembles.buffers import member, members, rows, storages
+from tests.testing.test_broken_storages import Ring
 
 
 def held(rb):
@@ -88,16 +89,24 @@ def test_bad_input_removes_nothing(case):
     assert held(rb) == [[0, 1, 2, 3, 4], [1000, 1001, 1002, 1003, 1004]]
 
 
-@pytest.mark.parametrize("kind", ["list", "read-only"])
+def test_items_of_lists_go_too():
+    first = members(5)[0]
+    second = TensorDictReplayBuffer(storage=ListStorage(10))
+    second.extend(rows(1, 5))
+    assert ReplayBufferEnsemble(first, second).remove(named([0, 1, 1, 1], [0, 0, 4, -1])) == 3
+    assert [len(first), len(second)] == [4, 3]
+
+
+@pytest.mark.parametrize("kind", ["own", "read-only"])
 def test_a_member_that_cannot_is_named_and_nothing_is_removed(kind):
     first, second = members(5, 5)
-    if kind == "list":
-        second = TensorDictReplayBuffer(storage=ListStorage(10))
+    if kind == "own":
+        second = TensorDictReplayBuffer(storage=Ring(10))
         second.extend(rows(1, 5))
     else:
         second.set_writer(ImmutableDatasetWriter())
     rb = ReplayBufferEnsemble(first, second)
-    with pytest.raises(RuntimeError, match=kind if kind == "read-only" else "ListStorage") as raised:
+    with pytest.raises(RuntimeError, match=kind if kind == "read-only" else "OwnStorage") as raised:
         rb.remove(named([0, 1], [0, 0]))
     assert raised.value.__notes__ == ["Raised by member 1 of the ensemble. Nothing was changed."]
     assert len(first) == len(second) == 5

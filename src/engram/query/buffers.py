@@ -121,13 +121,21 @@ class Query:
         from engram.query.trajectory import Trajectory
 
         extent = storage.extent()
-        items = storage[extent.rows(torch.arange(extent.size, device="cpu"))]
-        seam = extent.seam[0] if extent.size == extent.capacity else 0
+        rows = extent.rows(torch.arange(extent.size, device="cpu"))
+        items = storage[rows]
+        full = extent.filled[0] == extent.capacity
         if not all(isinstance(item, TensorDictBase) and not item.batch_dims for item in items):
             raise TypeError("query: expected items that are TensorDicts of one step each, got others in the list.")
-        data = torch.stack([*items[seam:], *items[:seam]])
+        order = (rows - extent.seam[0] * full).remainder(extent.capacity).argsort()
+        parts = torch.tensor_split(order, (rows[order].diff() % extent.capacity != 1).nonzero().flatten() + 1)
         transform = self._buffer.transform
-        found = filter_trajectories(data, None, trajectory_key=trajectory_key)
+        found = [
+            trajectory
+            for part in parts  # void rows are between them
+            for trajectory in filter_trajectories(
+                torch.stack([items[i] for i in part.tolist()]), None, trajectory_key=trajectory_key
+            )
+        ]
         if transform.reads:
             found = [Trajectory(transform.forward(it.data.clone())) for it in found]
         return [it for it in found if predicate is None or bool(predicate(it))]

@@ -370,6 +370,49 @@ class Storage(Declared, Dumpable, Port):
     def hold_nothing(self, rows: Tensor) -> Tensor:
         return self.tickets_of(rows) < 0
 
+    # ---- removing ------------------------------------------------------------------------------------------------------
+
+    def check_removal(self, rows: Tensor) -> None:
+        """Raise what :meth:`remove` would of rows, int64 ``[n]``; -1 is passed over.
+
+        Raises:
+            RowError: a row outside the storage. RuntimeError: its rows cannot be removed.
+
+        >>> import torch
+        >>> from engram import ListStorage
+        >>> ListStorage(4).check_removal(torch.tensor([4]))
+        Traceback (most recent call last):
+        engram.errors.RowError: remove: expected rows in [-1, 4), got 4.
+        """
+        outside = rows[(rows < -1) | (rows >= self.max_size)]
+        if len(outside):
+            raise RowError(f"remove: expected rows in [-1, {self.max_size}), got {int(outside[0])}.")
+
+    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
+        """Make rows void, as ``ReplayBuffer.remove`` has it, after :meth:`check_removal`.
+
+        Args:
+            rows: int64 ``[n]``, contiguous, on the CPU.
+            expected: tickets of the rows that go, as the rows; None: whatever they hold.
+
+        Returns:
+            How many rows were removed.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.remove(torch.tensor([1]), None), rb[:].tolist()
+        (1, [0, 2])
+        """
+        if self.memory is None:
+            return 0
+        self.begin_change()
+        removed: int = self.memory.core.remove(
+            rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr()
+        )
+        return removed
+
     def limit(self, rules: Rules, unconsumed: int) -> None:
         """Limit how fast rows come and go, at once or when there is a store. ``unconsumed``: rows that are not used up now.
 
@@ -405,7 +448,7 @@ class Storage(Declared, Dumpable, Port):
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
         >>> _ = rb.extend(torch.arange(3))
-        >>> rb.storage.counters()["void_rows"]  # of writers that died
+        >>> rb.storage.counters()["void_rows"]  # removed, or of writers that died
         0
         """
         names = (
@@ -766,7 +809,7 @@ class Storage(Declared, Dumpable, Port):
         single = isinstance(cursor, int)
         if isinstance(cursor, slice):
             bounded = self.max_size < torch.iinfo(torch.int64).max
-            cursor = range(*cursor.indices(self.max_size if bounded else max(len(self), cursor.stop or 0)))
+            cursor = range(*cursor.indices(self.max_size if bounded else max(*self.extent().filled, cursor.stop or 0)))
         rows = torch.tensor([cursor], device="cpu") if single else _to_rows(cursor)
         outside = rows[(rows < 0) | (rows >= self.max_size)]
         if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
@@ -924,7 +967,11 @@ class Storage(Declared, Dumpable, Port):
             dead = doubtful[~self.extent().contains(doubtful)]  # the others are just being written
             if len(dead):
                 holes = self.extent().holes
-                lost = "" if holes is None else f"; {len(holes)} between them were lost with a writer that died"
+                lost = (
+                    ""
+                    if holes is None
+                    else f"; {len(holes)} between them were removed, or lost with a writer that died"
+                )
                 raise RowError(
                     f"rb[index]: row {int(dead[0])} is not live: expected one of {_words.count(len(self), 'row')} with data{lost}."
                 )

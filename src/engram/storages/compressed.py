@@ -189,7 +189,7 @@ class _CompressedItems(ListStorage):
         return [self._whole(item) for item in items], moved
 
     def _items_to_save(self) -> list[object]:
-        return [_saved(item) for item in self._items]
+        return [_saved(item) for item in super()._items_to_save()]
 
     def _items_of(self, saved: list[object], where: str) -> list[object]:
         return [_loaded(item, where) for item in saved]

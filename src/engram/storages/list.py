@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from engram.types import StorageLoad
 
 
+class Void:
+    """What a list has in place of an item that was removed: the class itself."""
+
+
 class ListStorage(Storage):
     """A list of arbitrary objects: ragged tensors, strings, whole trajectories.
 
@@ -75,6 +79,9 @@ class ListStorage(Storage):
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         self._items: list[object] = []
         self._numbers: list[int] = []
+        #: All rows that are void, and perhaps others; and the void ones in order, if they are known.
+        self._removed: set[int] = set()
+        self._holes: Tensor | None = None
         self._next = 1
         self._cursor = 0
         self._write_count = 0
@@ -117,10 +124,23 @@ class ListStorage(Storage):
         return self._write_count
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self.extent().size if self._removed else len(self._items)
 
     def extent(self) -> Extent:
-        return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
+        if not self._removed:
+            return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
+        with self._lock:
+            holes = self._void_rows()
+            filled, seam = len(self._items), self._cursor % self.max_size
+            return Extent(self.max_size, (filled,), (seam,), holes if len(holes) else None)
+
+    def _void_rows(self) -> Tensor:
+        """int64: the rows that are void, in order. The lock is held."""
+        if self._holes is None:
+            length = len(self._items)
+            found = sorted(row for row in self._removed if row < length and self._items[row] is Void)
+            self._holes = torch.tensor(found, dtype=torch.int64, device="cpu")
+        return self._holes
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
@@ -187,6 +207,7 @@ class ListStorage(Storage):
 
     def _put(self, rows: list[int], items: list[object]) -> int:
         """An interrupt may end this anywhere: it is the item, not its number, that makes a row."""
+        self._holes = None
         del self._numbers[len(self._items) :]
         first = self._next
         self._next += len(items)
@@ -199,12 +220,15 @@ class ListStorage(Storage):
                 self._items[row] = item
         for groups in self._groups.values():
             groups.written(rows, items)
+        self._removed.difference_update(rows)
         return first
 
     def edit(self, where: Rows, prepared: list[object]) -> Write:
         if self._inherited:
             self.check_inherited()
         with self._lock:
+            if self._removed:
+                self._live(where.rows)  # one that was removed since it was located stays void
             first = self._put(where.rows.tolist(), prepared)
             for counts in self._counts.values():
                 counts.edited(where.rows, first)
@@ -220,12 +244,12 @@ class ListStorage(Storage):
             raise RowError(f"read: expected rows in [0, {len(items)}), got {max(wanted)}.") from error
         if wanted and min(wanted) < 0:
             raise RowError(f"read: expected rows in [0, {len(items)}), got {min(wanted)}.")
-        return found, []
+        return found, [i for i, item in enumerate(found) if item is Void] if self._removed else []
 
     def _read_expected(self, rows: list[int], expected: list[int]) -> tuple[list[object], list[int]]:
         with self._lock:
             items, numbers = self._items, self._numbers
-            live = [0 <= row < len(items) for row in rows]
+            live = [0 <= row < len(items) and items[row] is not Void for row in rows]
             moved = [i for i, row in enumerate(rows) if not live[i] or numbers[row] != expected[i]]
             for row in rows:
                 if not 0 <= row < self.max_size:
@@ -249,12 +273,45 @@ class ListStorage(Storage):
     def batch(self, columns: list[object], n: int | tuple[int, ...] | None) -> list[object]:
         return columns
 
+    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
+        self.begin_change()
+        with self._lock:
+            named = rows.tolist()
+            wanted = [None] * len(named) if expected is None else expected.tolist()
+            gone = {
+                row
+                for row, number in zip(named, wanted, strict=True)
+                if self._holds(row) and number in (None, self._numbers[row])
+            }
+            if not gone:
+                return 0
+            self._removed |= gone  # first: an interrupt may end this anywhere
+            self._holes = None
+            self._next += len(gone)
+            for row in gone:
+                self._items[row] = Void
+            self._tell_void(torch.tensor(sorted(gone), dtype=torch.int64, device="cpu"))
+        return len(gone)
+
+    def _holds(self, row: int) -> bool:
+        """Whether there is an item. The lock is held."""
+        return 0 <= row < len(self._items) and self._items[row] is not Void
+
+    def _tell_void(self, rows: Tensor) -> None:
+        """Void rows are not drawn. The lock is held."""
+        for index in self._priorities.values():
+            index.lost(rows)
+        for counts in self._counts.values():
+            counts.lost(rows)
+
     def empty(self, *, keep_write_count: bool) -> None:
         with self._lock:
             self._cursor = 0  # first: an interrupt may end this anywhere
             self._next += 1
             self._items.clear()
             self._numbers.clear()
+            self._removed.clear()
+            self._holes = None
             if not keep_write_count:
                 self._write_count = 0
             for index in self._priorities.values():
@@ -273,6 +330,7 @@ class ListStorage(Storage):
                 return known, False
             index = self._priorities[name] = PriorityIndex.of_list(self.max_size, config)
             index.written(torch.arange(len(self._items), device="cpu"))
+            index.lost(self._void_rows())
             return index, True
 
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
@@ -304,6 +362,7 @@ class ListStorage(Storage):
         for row, number in enumerate(self._numbers[: len(self._items)]):
             for counts in self._counts.values():
                 counts.written(torch.tensor([row], device="cpu"), number)
+        self._tell_void(self._void_rows())
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_groups": {}}  # they follow from the items
@@ -311,8 +370,8 @@ class ListStorage(Storage):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, the items' tickets; ``items``
-        as a few tensors; and ``priorities`` by name.
+        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, the items' tickets, 0 for
+        rows that were removed; ``items``, of the other rows, as a few tensors; and ``priorities`` by name.
 
         Raises:
             TypeError: an item that is not made of tensors, TensorDicts, dicts, lists and tuples; names it.
@@ -330,14 +389,21 @@ class ListStorage(Storage):
                 "cursor": self._cursor,
                 "write_count": self._write_count,
                 "clock": self._next,
-                "numbers": torch.tensor(self._numbers[: len(self._items)], dtype=torch.int64, device="cpu"),
+                "numbers": torch.tensor(
+                    [
+                        number if item is not Void else 0
+                        for number, item in zip(self._numbers, self._items, strict=False)
+                    ],
+                    dtype=torch.int64,
+                    device="cpu",
+                ),
                 "items": pack(self._items_to_save()),
                 "priorities": saved_priorities(self._priorities, without),
             }
 
     def _items_to_save(self) -> list[object]:
         """The items as they are packed. The lock is held."""
-        return self._items
+        return [item for item in self._items if item is not Void]
 
     def _items_of(self, saved: list[object], where: str) -> list[object]:
         """The items of a state, as they are kept. Raises ``ValueError``: they are none."""
@@ -361,12 +427,17 @@ class ListStorage(Storage):
         n = len(numbers)
         if n > rows:
             raise ValueError(f"{where}: numbers: expected at most {rows} items, got {n}.")
-        if n and not (int(numbers.min()) > 0 and int(numbers.max()) < clock and len(torch.unique(numbers)) == n):
-            raise ValueError(f"{where}: numbers: expected each ticket once, in [1, {clock}).")
+        tickets = numbers[numbers != 0]
+        if n and not (
+            int(numbers.min()) >= 0 and int(numbers.max()) < clock and len(torch.unique(tickets)) == len(tickets)
+        ):
+            raise ValueError(
+                f"{where}: numbers: expected each ticket once, in [1, {clock}), or 0 of a row that was removed."
+            )
         items = unpack(state_dict["items"], self._device, f"{where}: items")
         items = self._items_of(items, f"{where}: items")
-        if len(items) != n:
-            raise ValueError(f"{where}: items: expected {n}, one per ticket, got {len(items)}.")
+        if len(items) != len(tickets):
+            raise ValueError(f"{where}: items: expected {len(tickets)}, one per ticket, got {len(items)}.")
         priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")
         return _ItemsLoad(self, rows, bound, state_dict, items, priorities)
 
@@ -376,12 +447,12 @@ class ListStorage(Storage):
 
     def counters(self) -> dict[str, float]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())
-        return {**super().counters(), "priority_updates_dropped": dropped}
+        void = len(self._items) - len(self)
+        return {**super().counters(), "void_rows": void, "priority_updates_dropped": dropped}
 
     def tickets_of(self, rows: Tensor) -> Tensor:
         with self._lock:
-            numbers, length = self._numbers, len(self._items)
-            found = [numbers[row] if 0 <= row < length else -1 for row in rows.tolist()]
+            found = [self._numbers[row] if self._holds(row) else -1 for row in rows.tolist()]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     def next_number(self) -> int:
@@ -414,7 +485,9 @@ class _ItemsPreparation(NamedTuple):
 
     def take(self) -> StorageSnapshot:
         state = self.storage.state_dict(without=self.without)
-        return WholeSnapshot(type(self.storage).__name__, state, state["clock"], len(state["numbers"]), 0)
+        return WholeSnapshot(
+            type(self.storage).__name__, state, state["clock"], int(state["numbers"].count_nonzero()), 0
+        )
 
 
 class _ItemsLoad(NamedTuple):
@@ -438,15 +511,17 @@ class _ItemsLoad(NamedTuple):
                 storage.priorities(name, config, self.capacity)
             storage.empty(keep_write_count=False)
             shift = storage._next
-            storage._numbers = (state["numbers"] + shift).tolist()
-            storage._items = list(self.items)
+            numbers, items = (state["numbers"] + shift).tolist(), iter(self.items)
+            storage._removed = {row for row, number in enumerate(numbers) if number == shift}
+            storage._numbers = numbers
+            storage._items = [Void if number == shift else next(items) for number in numbers]
             storage._cursor, storage._write_count = state["cursor"], state["write_count"]
             storage._next = state["clock"] + shift
             for index in storage._priorities.values():
-                index.written(torch.arange(len(self.items), device="cpu"))
+                index.written(torch.arange(len(numbers), device="cpu"))
             for name, (_, entries) in self.priorities.items():
                 storage._priorities[name].restore(entries)
-            storage._tell_counts()
+            storage._tell_counts()  # and what is void
             for groups in storage._groups.values():
                 storage._tell_groups(groups)
 

@@ -159,6 +159,12 @@ class OwnStorage(TensorStorage):
         if any(rules):
             self._unsupported("limit", "Limit a LazyTensorStorage or LazyMemmapStorage.")
 
+    def check_removal(self, rows: Tensor) -> None:
+        raise RuntimeError(
+            f"remove: expected rows in memory, got those of {self!r}, which cannot hold void rows. Write another row there, rb[i] = row, "
+            "or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
+        )
+
     def __getstate__(self) -> dict[str, object]:
         self.hand_over()
         self._unsupported("copy", "Make a buffer around another one, and load rb.state_dict() there.")
