@@ -57,6 +57,7 @@ def test_before_the_first_row_it_is_empty_and_each_writer_has_a_shard_of_its_own
         three.sample()
     with pytest.raises(RowError, match="empty buffer"):
         three.update_priority(torch.tensor([1]), 1.0)
+    assert three.remove([0, 299, -1]) == 0
     writers = three.clients(3)
     index = [writer.extend(rows(10 * (k + 1), 100 * k)) for k, writer in enumerate(writers)]
     assert sorted((one >> 48).unique().tolist() for one in index) == [[0], [1], [2]]

@@ -285,7 +285,6 @@ NEEDS_ROWS = {
     "set_writer": lambda rb: rb.set_writer(TensorDictMaxValueWriter()),
     "set_storage": lambda rb: rb.set_storage(LazyMemmapStorage(ROWS)),
     "mark_update": lambda rb: rb.mark_update([0]),
-    "remove": lambda rb: rb.remove([0]),
     "state_dict": lambda rb: rb.state_dict(),
     "load_state_dict": lambda rb: rb.load_state_dict({}),
     "loads": lambda rb: rb.loads("x"),

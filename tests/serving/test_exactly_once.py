@@ -106,12 +106,12 @@ class Proxy(flight.FlightServerBase):
         finally:
             threading.Thread(target=proxy.shutdown, daemon=True).start()  # it waits for streams, which may be idle
 
-    def let_go(self):
+    def let_go(self, stream=b"write"):
         """What was kept back arrives: long after it was sent again."""
         kept, self.kept = self.kept, []
         for chunk in kept:
             with flight.connect(self.server) as client:
-                there, back = client.do_exchange(flight.FlightDescriptor.for_command(b"write"))
+                there, back = client.do_exchange(flight.FlightDescriptor.for_command(stream))
                 with there:
                     there.begin(chunk.data.schema)
                     there.write_with_metadata(chunk.data, chunk.app_metadata)

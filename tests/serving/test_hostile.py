@@ -90,6 +90,41 @@ def test_draws_that_ask_for_too_much_are_refused_and_the_stream_goes_on(client, 
         assert reader.read_chunk().data.num_rows == 4
 
 
+def edits(rows, tickets):
+    schema = wire.arrow_schema([wire.Column("row", "int64", ()), wire.Column("ticket", "int64", ())])
+    return wire.record_batch(schema, [torch.tensor(rows), torch.tensor(tickets)], len(rows))
+
+
+@pytest.mark.parametrize(
+    ("command", "batch", "said"),
+    [
+        ({"do": "remove"}, None, "got none"),
+        ({"do": "remove"}, edits([0, 1 << 40], [1, 1]), "remove: expected rows in [-1,"),
+        ({"do": "remove"}, edits([-2], [1]), "got -2"),
+        ({"do": "tickets"}, edits([1 << 62], [1]), "remove: expected rows in [-1,"),
+        ({"do": "remove", "rows": [1]}, edits([0], [1]), "unknown field"),
+        ({"do": "append"}, edits([0], [1]), "Invalid value"),
+        ({"do": "remove"}, edits([0], [1]).select(["row"]), "expected the columns"),
+    ],
+)
+def test_rows_that_cannot_be_removed_are_refused_and_the_stream_goes_on(client, command, batch, said):
+    before = act(client, "stats", b"{}")["size"]
+    writer, reader = exchange(client, b"edit")
+    with writer:
+        raw = json.dumps(command).encode()
+        if batch is None:
+            writer.write_metadata(raw)
+        else:
+            writer.begin(batch.schema)
+            writer.write_with_metadata(batch, raw)
+        assert said in json.loads(reader.read_chunk().app_metadata.to_pybytes())["message"]
+        if batch is not None and batch.num_columns == 2:
+            never = edits([0, 0, -1], [-1, 1 << 62, 5])
+            writer.write_with_metadata(never, b'{"do": "remove"}')
+            assert json.loads(reader.read_chunk().app_metadata.to_pybytes()) == {"removed": 0}
+    assert act(client, "stats", b"{}")["size"] == before
+
+
 def columns(*, lane=0, n=2, **changed):
     found = {"0:a": ("int64", ()), "1:b": ("float32", (3,)), ":lane": ("int64", ())} | changed
     schema = wire.arrow_schema([wire.Column(name, *it) for name, it in found.items() if it])

@@ -211,6 +211,10 @@ def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> in
     Each row is removed as a whole. If the process is killed during the call, some of the rows are removed and the others are as they
     were; the next process to use the store completes the indexes. Batches that were prefetched before still have the rows.
 
+    Items of lists are removed in this process. A connected buffer has its server remove the rows, and one of several stores those of
+    each: all stores are asked whether they can before a row goes. Without ``generation`` it asks first what the rows hold, and only
+    that is removed, so that a message which is sent again removes no row that was written meanwhile.
+
     Args:
         rows: as :meth:`update_priority` takes them: an int, or ints ``[n]`` as ``info["index"]`` or :meth:`extend` names them, with
             ``ndim > 1`` coordinates. -1 is passed over.
@@ -223,9 +227,12 @@ def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> in
     Raises:
         RowError: a row outside the storage (an ``IndexError``). ValueError: another number of generations than of rows. TypeError: no
             ints. In all cases nothing is removed.
-        RuntimeError: the storage is a list or on a server, or the buffer is read-only.
+        RuntimeError: the storage is one of your own, the buffer is read-only, or its server is of an older engram. ConnectionError: the
+            server of a row is gone. If it was there when the stores were asked, rows of other stores may be removed: a note says how
+            many.
 
     Cost: O(n log rows) for the indexes. After it, the next draw of windows, slices or groups of a reader looks at all tickets, O(rows).
+    Of a connected buffer three requests to each store.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer

@@ -203,24 +203,20 @@ class FleetStorage(ServedStorage):
     def can_sample(self, rows: int) -> bool:
         return rows > 0 and self.draws.can_sample()
 
-    def check_rows(self, rows: Tensor) -> None:
+    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         sizes = torch.tensor([shard.storage.max_size for shard in self.members.shards], device="cpu")
         stores, inside = rows >> plans.SHIFT, rows & _ROW
         known = (stores >= 0) & (stores < len(sizes))
         bad = rows[(rows != -1) & ~(known & (inside < sizes[stores.clamp(0, len(sizes) - 1)]))]
         if len(bad):
             raise RowError(
-                f"update_priority: expected rows that batches have, store << {plans.SHIFT} | row, of {len(sizes)} stores of "
+                f"{call}: expected rows that batches have, store << {plans.SHIFT} | row, of {len(sizes)} stores of "
                 f"{sizes.tolist()} rows, or -1, got {int(bad[0])}."
             )
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        stores = rows >> plans.SHIFT
-        for shard in self.members.shards:
-            ours = stores == shard.number
+        for shard, ours in self._owners(rows):
             n = int(ours.sum())
-            if not n:
-                continue
             if shard.lost:
                 self._dropped += n
                 continue
@@ -268,6 +264,40 @@ class FleetStorage(ServedStorage):
         except ConnectionError as error:
             self.members.lose(shard, error)
             raise
+
+    def check_removal(self, rows: Tensor) -> None:
+        """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
+        self.check_rows(rows, "remove")
+        for shard, ours in self._owners(rows):
+            if shard.lost:
+                raise ConnectionError(
+                    f"remove: expected the stores of all rows, but {shard.storage!r} is gone. Nothing is removed."
+                )
+            try:
+                shard.storage.check_removal(rows[ours] & _ROW)
+            except ConnectionError as error:
+                error.add_note("Nothing is removed.")
+                self.members.lose(shard, error)
+                raise
+
+    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
+        removed = 0
+        for shard, ours in self._owners(rows):
+            try:
+                removed += shard.storage.remove(rows[ours] & _ROW, None if expected is None else expected[ours])
+            except ConnectionError as error:
+                error.add_note(f"remove: {removed} rows of other stores are removed.")
+                self.members.lose(shard, error)
+                raise
+            shard.change()
+        return removed
+
+    def _owners(self, rows: Tensor) -> list[tuple[Shard, Tensor]]:
+        """The stores of rows, and which of the rows each has: bool ``[n]``."""
+        stores = torch.where(rows < 0, -1, rows >> plans.SHIFT)
+        return [
+            (self.members.shards[number], stores == number) for number in torch.unique(stores).tolist() if number >= 0
+        ]
 
     def empty(self, *, keep_write_count: bool) -> None:
         gone = [shard.storage for shard in self.members.shards if shard.lost]

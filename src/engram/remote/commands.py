@@ -27,7 +27,7 @@ LEAVING = b"{}"
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 T = TypeVar("T")
-Stream = Literal["learn", "write"]
+Stream = Literal["learn", "write", "edit"]
 
 
 def held_bytes(rows: int, row_bytes: int) -> int:
@@ -75,6 +75,17 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return [(UUID(int=(first + k) % (1 << 128)), it) for k, it in enumerate((self.number, *self.more))]
 
 
+class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="tickets"):
+    """Say what rows hold, column ``row``: column ``ticket`` comes back, -1 for those that hold nothing or are just being written."""
+
+
+class Remove(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="remove"):
+    """Make rows void that still have these tickets, columns ``row`` and ``ticket``: :class:`Removed` comes back.
+
+    A client asks for the tickets first, and may send this again: what was written in between stays.
+    """
+
+
 class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is served, which :class:`Served` says. Raises where the protocols differ."""
 
@@ -101,6 +112,10 @@ class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a batch of so many rows could be drawn now: ``true`` or ``false``."""
 
     rows: int
+
+
+class CanRemove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether rows can be removed: ``{}``. Raises where not. A server of an older engram refuses it, as it knows no such command."""
 
 
 class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,13 +158,15 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Raise it to this one, if it is smaller."""
 
 
-#: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``) and :class:`Append` (``write``).
+#: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``), :class:`Append` (``write``), :class:`Tickets` and
+#: :class:`Remove` (``edit``).
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
     "stats": Stats,
     "gauges": Gauges,
     "health": Health,
     "can_sample": CanSample,
+    "can_remove": CanRemove,
     "empty": Empty,
     "end_trajectory": EndTrajectory,
     "limit": Limit,
@@ -216,6 +233,13 @@ class State(msgspec.Struct, frozen=True):
     fleet: tuple[int, int] = (0, 0)
     """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
     counts began again here since."""
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """What became of rows that were to be removed."""
+
+    removed: int
+    """How many had the tickets, and are void now."""
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from engram._unsupported import refused, refusing
 from engram.remote.commands import COALESCED_BYTES, MAX_BATCHES
 from engram.storages import Storage, check_count, leading_size
-from engram.storages._columns import rows_of_batch, rows_of_slot
+from engram.storages._columns import rows_of_batch, rows_of_coordinates, rows_of_slot
 from engram.storages._structure import Structure, stacked
 from engram.types import Traits
 
@@ -182,7 +183,7 @@ class ServedStorage(Storage):
         """Whether a batch of so many rows could be drawn now."""
         raise NotImplementedError
 
-    def check_rows(self, rows: Tensor) -> None:
+    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         """Raise ``RowError``: a row outside the storage. -1 is none."""
         raise NotImplementedError
 
@@ -224,6 +225,13 @@ class ServedStorage(Storage):
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Write the files of a dump that the server makes into a new folder. ``progress`` is called with how many bytes came."""
         raise NotImplementedError
+
+    def rows_at(self, coordinates: Tensor) -> Tensor:
+        """As of a tensor storage, whose coordinates batches have."""
+        if self.memory is None:
+            return torch.full(coordinates.shape[:-1], -1, device="cpu")
+        length = self._schema.capacity // math.prod(self.columns)
+        return rows_of_coordinates(coordinates, (length, *self.columns))
 
     # ---- what needs the rows here ----------------------------------------------------------------------------------------
 

@@ -389,14 +389,12 @@ class AwaitedStorage(ServedStorage):
         there = self.there
         return there is not None and there.can_sample(rows)
 
-    def check_rows(self, rows: Tensor) -> None:
+    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         there = self.there
         if there is not None:
-            there.check_rows(rows)
+            there.check_rows(rows, call)
         elif bool((rows != -1).any()):
-            raise RowError(
-                f"update_priority: expected rows that batches have, got {rows.tolist()!r:.80} of an empty buffer."
-            )
+            raise RowError(f"{call}: expected rows that batches have, got {rows.tolist()!r:.80} of an empty buffer.")
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
         there = self.there
@@ -431,6 +429,17 @@ class AwaitedStorage(ServedStorage):
         there = self.there
         if there is not None:
             there.empty(keep_write_count=keep_write_count)
+
+    def check_removal(self, rows: Tensor) -> None:
+        there = self.there
+        if there is None:
+            super().check_removal(rows)
+        else:
+            there.check_removal(rows)
+
+    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
+        there = self.there
+        return 0 if there is None else there.remove(rows, expected)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         there = self.there

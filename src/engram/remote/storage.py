@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram._native import NotAdmitted
+from engram._version import __version__
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import wire
@@ -19,6 +20,7 @@ from engram.remote.commands import (
     BESIDE_ROW,
     MAX_MESSAGE,
     Append,
+    CanRemove,
     CanSample,
     Empty,
     EndTrajectory,
@@ -26,10 +28,13 @@ from engram.remote.commands import (
     Limit,
     NotOnce,
     Prioritize,
+    Remove,
+    Removed,
     Sample,
     Sampled,
     State,
     Stats,
+    Tickets,
     Version,
     held_bytes,
 )
@@ -57,6 +62,9 @@ _PRIORITIES = wire.arrow_schema(
     [wire.Column("row", "int64", ()), wire.Column("priority", "float64", ()), wire.Column("ticket", "int64", ())]
 )
 
+
+_EDITS = wire.arrow_schema([wire.Column("row", "int64", ()), wire.Column("ticket", "int64", ())])
+_EDIT_BYTES = 16
 
 #: So many bytes fit into the buffers of a connection whose server does not read.
 _UNREAD = 32 << 10
@@ -136,6 +144,7 @@ class RemoteStorage(ServedStorage):
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
         #: Of parts that are drawn beside those that are under way.
         self._redrawing = Exchange(connection, "learn")
+        self._editing = Exchange(connection, "edit")
         #: Until the server says otherwise, a message of rows may be sent again.
         self._once = True
         #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
@@ -248,10 +257,10 @@ class RemoteStorage(ServedStorage):
             batches.append(Drawn(tensors[:fields], tensors[fields], info, last, mass))
         return batches
 
-    def check_rows(self, rows: Tensor) -> None:
+    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         outside = rows[(rows < -1) | (rows >= self.max_size)]
         if len(outside):
-            raise RowError(f"update_priority: expected rows in [-1, {self.max_size}), got {int(outside[0])}.")
+            raise RowError(f"{call}: expected rows in [-1, {self.max_size}), got {int(outside[0])}.")
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
         numbers = torch.full_like(rows, -1) if tickets is None else tickets
@@ -325,6 +334,51 @@ class RemoteStorage(ServedStorage):
         """Begin again as a writer that the server does not know."""
         self._writer, self._numbers = uuid4(), []
 
+    def check_removal(self, rows: Tensor) -> None:
+        """Raises, too: ``RuntimeError``: the server is read-only, or of an older engram. ``ValueError``: too many. ``ConnectionError``."""
+        super().check_removal(rows)
+        if held_bytes(len(rows), _EDIT_BYTES) > MAX_MESSAGE:
+            raise ValueError(
+                f"remove: expected at most {MAX_MESSAGE} bytes at once over a connection, got {len(rows)} rows. Remove fewer at once."
+            )
+        self._arrive()
+        try:
+            self.connection.ask("can_remove", CanRemove(), dict)
+        except ValueError as error:  # a server of an older engram knows no such command
+            raise RuntimeError(
+                f"remove: the server at {self.connection.access} is of an older engram, which removes no rows over a connection. Serve the "
+                f"store with engram {__version__} or newer, or remove them where it is."
+            ) from error
+
+    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
+        """Removes what the rows hold now: what is written while a message is sent again stays.
+
+        If a server was lost meanwhile, rows count that hold nothing at the end, no matter which client removed them.
+        """
+        with self._editing.lock:
+            tickets = self._tickets(rows)
+            held = (tickets >= 0) & (True if expected is None else tickets == expected)
+            rows, tickets = rows[held], tickets[held]
+            if not len(rows):
+                return 0
+            resumed = self._editing.resumed
+            removed = msgspec.json.decode(self._edit(Remove(), rows, tickets).said, type=Removed).removed
+            if self._editing.resumed != resumed:
+                removed = int((self._tickets(torch.unique(rows)) < 0).sum())
+            return removed
+
+    def _tickets(self, rows: Tensor) -> Tensor:
+        answer = self._edit(Tickets(), rows, torch.full_like(rows, -1))
+        return wire.tensors_in(answer.rows, answer.columns)[0]
+
+    def _edit(self, command: Tickets | Remove, rows: Tensor, tickets: Tensor) -> Answer:
+        try:
+            batch = wire.record_batch(_EDITS, [rows, tickets], len(rows))
+            self._editing.send(Message(msgspec.json.encode(command), batch))
+            return self._editing.receive()
+        finally:
+            self._editing.forget()  # of one that was interrupted
+
     def empty(self, *, keep_write_count: bool) -> None:
         self._arrive()
         self.connection.ask("empty", Empty(keep_write_count), dict)
@@ -356,7 +410,7 @@ class RemoteStorage(ServedStorage):
         self._connect(cast("Connection", state["connection"]))
 
     def close(self) -> None:
-        exchanges, connection = (self._learning, self._redrawing, self._writing), self.connection
+        exchanges, connection = (self._learning, self._redrawing, self._writing, self._editing), self.connection
         if self._under_way is not None:
             self._under_way.close(wait=not self.connection.is_searching)
         super().close()

@@ -21,7 +21,10 @@ from engram.remote.commands import (
     MAX_MESSAGE,
     Append,
     Prioritize,
+    Remove,
+    Removed,
     Sample,
+    Tickets,
     decoded,
     held_bytes,
     refusal_of,
@@ -40,7 +43,9 @@ _PRIORITIES = [
     wire.Column("priority", "float64", ()),
     wire.Column("ticket", "int64", ()),
 ]
+_TICKET = [wire.Column("ticket", "int64", ())]
 _LEARN = cast("type[Sample | Prioritize]", Sample | Prioritize)
+_EDIT = cast("type[Tickets | Remove]", Tickets | Remove)
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
@@ -131,10 +136,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         reader: flight.MetadataRecordBatchReader,
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        """A stream of batches that are drawn (``learn``), or of rows that are written (``write``)."""
-        kind = {b"learn": _Learning, b"write": _Writing}.get(descriptor.command)
+        """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
+        kind = {b"learn": _Learning, b"write": _Writing, b"edit": _Editing}.get(descriptor.command)
         if kind is None:
-            raise broken(f"expected a stream learn or write, got {descriptor.command!r:.40}.")
+            raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
         stream = kind(self._service, reader, writer)
         with self._lock:
             if self._draining or len(self._streams) >= MAX_STREAMS:
@@ -277,6 +282,18 @@ class _Writing(_Stream):
         columns = self.rows_of(chunk, self.service.written, "append")
         rows = self.service.append(command, columns, chunk.data.num_rows)
         self.put(b'{"ok":1}', _ROW, [rows], len(rows))
+
+
+class _Editing(_Stream):
+    def answer(self, chunk: flight.FlightStreamChunk) -> None:
+        said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+        command = decoded(_EDIT, said, "edit")
+        rows, tickets = self.rows_of(chunk, _ROW + _TICKET, "edit")
+        if isinstance(command, Tickets):
+            self.put(b'{"ok":1}', _TICKET, [self.service.tickets(rows)], len(rows))
+        else:
+            removed = Removed(self.service.remove(rows, tickets))
+            self._writer.write_metadata(msgspec.json.encode(removed))
 
 
 @lru_cache

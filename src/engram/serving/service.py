@@ -29,6 +29,7 @@ from engram.remote.commands import (
     MAX_MESSAGE,
     PROTOCOL,
     Append,
+    CanRemove,
     CanSample,
     Describe,
     Empty,
@@ -123,6 +124,7 @@ class Service:
             "gauges": self._gauges,
             "health": self._health,
             "can_sample": self._can_sample,
+            "can_remove": self._can_remove,
             "empty": self._empty,
             "end_trajectory": self._end_trajectory,
             "limit": self._limit,
@@ -180,6 +182,10 @@ class Service:
 
     def _can_sample(self, command: CanSample) -> bool:
         return self._wiring.can_sample(command.rows)
+
+    def _can_remove(self, _: CanRemove) -> dict[str, object]:
+        self._wiring.check_editable("remove")
+        return {}
 
     def _empty(self, command: Empty) -> dict[str, object]:
         self._rb.empty(empty_write_count=not command.keep_write_count)
@@ -316,7 +322,25 @@ class Service:
         known = tickets >= 0
         for mask in (known, ~known) if bool(known.any()) and not bool(known.all()) else (slice(None),):
             generation = tickets[mask] if bool(known[mask].all()) else None
-            self._rb.update_priority(rows[mask], priorities[mask], generation=generation)
+            index = self._wiring.user_index(rows[mask])
+            if index.ndim > 1:
+                index = index.where(rows[mask].unsqueeze(-1) >= 0, -1)
+            self._rb.update_priority(index, priorities[mask], generation=generation)
+
+    def tickets(self, rows: Tensor) -> Tensor:
+        """What rows hold: -1 for nothing, or what is just being written. Raises ``RowError``: a row outside the store."""
+        storage = self._wiring.storage
+        storage.check_removal(rows)
+        held: Tensor = storage.tickets_of(rows.clamp(min=0))
+        return held.where(rows >= 0, -1)
+
+    def remove(self, rows: Tensor, tickets: Tensor) -> int:
+        """Remove rows that have these tickets: how many. Raises as ``ReplayBuffer.remove``."""
+        self._wiring.check_editable("remove")
+        storage = self._wiring.storage
+        storage.check_removal(rows)
+        removed: int = storage.remove(rows.contiguous(), tickets.contiguous())
+        return removed
 
     def append(self, command: Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
