@@ -287,17 +287,33 @@ void Fragments::after_fork() {
 
 // ---- draws -----------------------------------------------------------------------------------------------------------
 
+// Whether the write that gave the row its number is over, and the row has it still. Until it is over, a write that swaps rows leaves a
+// step in two of them.
+bool Fragments::is_at_rest(Id id) const {
+  const std::uint64_t number = node(id).number;
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
+      if (t0 != 0 && t0 <= number) return false;
+    }
+  }
+  return control_.word(id - 1).load(std::memory_order_acquire) == ticket(number, State::committed);
+}
+
+// Of a step that is just being moved to another row, one of the two rows is in no run: it is drawn as long as it is there.
 void Fragments::check_unique() {
   if (extras_ == 0) return;
   let_go();
   look_at_all();  // one of the two may be overwritten
-  if (extras_ == 0) return;
-  const auto at = std::find(extra_.begin(), extra_.end(), true) - extra_.begin();
-  const Node& twice = nodes_[static_cast<std::size_t>(at)];
-  throw std::runtime_error("sample: fragmented: expected each step of a trajectory in one row, got step " + std::to_string(twice.step) +
-                           " of trajectory " + std::to_string(twice.trajectory) +
-                           " in two, as where a trajectory's number is given again. Give every trajectory a number of its own, or empty "
-                           "the buffer before numbers are given again");
+  for (auto found = extra_.begin(); extras_ != 0 && (found = std::find(found, extra_.end(), true)) != extra_.end(); ++found) {
+    const Id id = static_cast<Id>(found - extra_.begin() + 1);
+    const Node& twice = node(id);
+    if (!is_at_rest(id) || !is_at_rest(find(twice.trajectory, twice.step))) continue;
+    throw std::runtime_error("sample: fragmented: expected each step of a trajectory in one row, got step " + std::to_string(twice.step) +
+                             " of trajectory " + std::to_string(twice.trajectory) +
+                             " in two, as where a trajectory's number is given again. Give every trajectory a number of its own, or empty "
+                             "the buffer before numbers are given again");
+  }
 }
 
 // As Trajectories::usable.

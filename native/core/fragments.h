@@ -87,6 +87,7 @@ class Fragments final : public Index {
   void look_for_new();
   bool is_over(const Waiting& place);
   void check_unique();
+  bool is_at_rest(Id id) const;
   std::uint64_t usable(Id first, const WindowSpec& spec) const;
   void add_rows(Drawn& drawn, Id first, const Window& window, const WindowSpec& spec) const;
   std::unique_lock<std::mutex> locked();

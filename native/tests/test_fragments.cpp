@@ -415,6 +415,63 @@ TEST(mistakes_of_the_caller) {
   EXPECT_THROWS(std::out_of_range, w.table.written(&outside, 1, 1));
 }
 
+// A write that swaps rows leaves a step in two of them until it is over, and a look at all rows may see a step that moves twice.
+TEST(beside_writers_that_move_steps_to_other_rows) {
+  for (const bool told : {true, false}) {
+    World w(geometry(1, 2048));
+    w.store.attach(w.table);
+    w.append(steps_of(1, 0, 12));
+    w.append(steps_of(2, 0, 2000));
+    w.remove({2000});
+    std::atomic<bool> stop{false};
+    std::atomic<std::uint64_t> moved{0};
+    std::thread writer([&] {
+      Store& store = told ? w.store : w.other;
+      const std::vector<Key> orders[] = {{{1, 0}, {1, 1}, {1, 2}}, {{1, 1}, {1, 2}, {1, 0}}};
+      const Indices at{0, 1, 2};
+      const std::uint64_t which[] = {kTrajectory, kStep};
+      for (std::uint64_t i = 0; !stop.load(); moved = ++i) {
+        Rows rows(w.heap.fields, 3), row(w.heap.fields, 1);
+        for (std::uint64_t k = 0; k < 3; ++k) w.fill(rows, k, orders[i % 2][k]);
+        store.scatter(at.data(), 3, which, {rows.in.data(), 2}, false);
+        const std::int64_t last = i % 2 == 0 ? 11 : 2000, next = 2011 - last;
+        w.fill(row, 0, {1, 11});
+        const std::uint64_t all[] = {kTrajectory, kStep, kOther};
+        store.remove(&last, 1, nullptr);
+        store.scatter(&next, 1, all, {row.in.data(), 3}, true);
+      }
+    });
+    std::string error;
+    try {
+      for (std::uint64_t round = 0; round < 3000 || moved.load() < 3000; ++round) w.table.draw(round, 4, {3});
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    stop = true;
+    writer.join();
+    EXPECT_EQ(error, "");
+    EXPECT(!w.table.draw(1, 4, {3}).rows.empty());
+  }
+}
+
+TEST(a_step_in_two_rows_is_refused_beside_a_writer_of_others) {
+  World w(geometry(1, 64));
+  w.store.attach(w.table);
+  w.append(steps_of(1, 0, 12));
+  w.append({{1, 5}});
+  std::atomic<bool> stop{false};
+  std::atomic<std::uint64_t> written{0};
+  std::thread writer([&] {
+    const std::uint64_t which = kOther;
+    Rows rows(w.heap.fields, 5);
+    const Indices at{0, 1, 2, 3, 4};
+    for (std::uint64_t i = 0; !stop.load(); written = ++i) w.other.scatter(at.data(), 5, {&which, 1}, {&rows.in[kOther], 1}, false);
+  });
+  for (std::uint64_t round = 0; round < 50 || written.load() < 500; ++round) EXPECT_THROWS(std::runtime_error, w.table.draw(round, 4, {3}));
+  stop = true;
+  writer.join();
+}
+
 TEST(beside_writers_that_lap_the_ring) {
   World w(geometry(2, 48));
   w.store.attach(w.table);
