@@ -31,7 +31,13 @@ void Store::repair(Participant& dead) const {
     if (t0 != 0 && t0 != kNoted) repair(claim);
     claim.t0.store(0, std::memory_order_release);
   }
+  // A claim of no rows, in which rows are counted before they are void: another process that repairs meanwhile must not count.
+  Claim& claim = dead.claims[0];
+  claim.n = 0;
+  claim.lane = -1;
+  claim.t0.store(control_.counters().next_ticket.load(std::memory_order_acquire), std::memory_order_seq_cst);
   void_gaps();
+  claim.t0.store(0, std::memory_order_seq_cst);
   count_voids();
 }
 

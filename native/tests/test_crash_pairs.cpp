@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "changing.h"
 #include "core/check.h"
 #include "core/priorities.h"
 #include "core/store.h"
@@ -274,6 +275,39 @@ TEST(what_others_write_after_a_killed_emptying_stays_when_he_is_buried) {
     EXPECT(memory.leaf(row) > 0);
   }
   expect_sound_rows(memory.blocks);
+}
+
+// Two processes died, and two repair them: each finds rows that were reserved and never begun. One is stopped at each state of the
+// rows and of their count, while the other one repairs and counts.
+TEST(void_rows_are_counted_once_by_two_that_repair) {
+  std::uint64_t stops = 0;
+  for (bool over = false; !over; ++stops) {
+    const Changing shared(4);
+    const Control control = shared.blocks().view();
+    Store store = shared.blocks().open(0), other = shared.blocks().open(1);
+    control.lane(0).cursor.store(2);
+    const auto state = [&] {
+      return control.counters().void_rows.load() * 31 + control.word(0).load() * 17 + control.word(1).load() * 7;
+    };
+    Stepped child([&] { store.repair(control.participant(2)); });
+    std::uint64_t before = state();
+    for (std::uint64_t seen = 0; seen < stops && child.end() == Stepped::End::running;) {
+      child.step();
+      seen += state() != before;
+      before = state();
+    }
+    if (child.end() == Stepped::End::refused) return;  // nothing here may step
+    over = child.end() != Stepped::End::running;
+    other.repair(control.participant(3));
+    if (!over) {
+      const ClaimGuard writes(control.participant(1));  // so that the first one cannot count again at its end
+      child.resume();
+      EXPECT(child.finish());
+    }
+    expect_sound_rows(shared.blocks());
+    EXPECT_EQ(control.counters().void_rows.load(), 2u);
+  }
+  EXPECT(stops > 3);
 }
 
 }  // namespace
