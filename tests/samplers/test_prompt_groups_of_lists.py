@@ -320,6 +320,31 @@ def test_rows_that_are_in_no_group(row, error, match):
     assert rb.sample() == [good, good]
 
 
+@pytest.mark.parametrize("strategy", ["random", "recency", "reward", "variance"])
+def test_removed_rows_are_in_no_group(strategy):
+    """Also of a buffer that was pickled, or whose state was loaded, since."""
+
+    def made():
+        sampler = PromptGroupSampler(num_groups=2, strategy=strategy, reward_key="worth")
+        return ReplayBuffer(storage=LazyStackStorage(8), sampler=sampler, batch_size=4, collate_fn=list)
+
+    rb = made()
+    rb.extend(
+        [{"query": torch.tensor(i % 3), "worth": torch.tensor(float(i)), "id": torch.tensor(i)} for i in range(7)]
+    )
+    rb.extend([{"nothing": torch.tensor(0)}])
+    with pytest.raises(KeyError, match="query"):
+        rb.sample()
+    assert rb.remove([0, 3, 6, 4, 7]) == 5  # all of one group, one of another, and what is in none
+    loaded = made()
+    loaded.load_state_dict(rb.state_dict())
+    for one in (rb, loaded, pickle.loads(pickle.dumps(rb))):
+        assert one.sampler.groups == 2
+        assert {int(row["id"]) for _ in range(30) for row in one.sample()} == {1, 2, 5}
+        one.extend([{"query": torch.tensor(0), "worth": torch.tensor(9.0), "id": torch.tensor(8)}])
+        assert one.sampler.groups == 3
+
+
 def test_without_a_strategy_by_rewards_none_are_needed():
     rb = buffer([TensorDict({"query": "why"}), TensorDict({"query": "who"})], 2)
     assert sorted(rb.sample()["query"]) == ["who", "why"]

@@ -63,6 +63,12 @@ class ItemGroups:
             )
             self._store.write(WritePlan(rows=torch.tensor(rows, device="cpu")), columns, len(rewards))
 
+    def lost(self, rows: Tensor) -> None:
+        """These rows, int64 ``[n]``, hold no items any more."""
+        self._store.core.remove(rows.data_ptr(), len(rows), 0)
+        self._no_key.difference_update(rows.tolist())
+        self._no_reward.difference_update(rows.tolist())
+
     def emptied(self) -> None:
         """There are no items."""
         self._store.empty(keep_write_count=True)

@@ -303,6 +303,8 @@ class ListStorage(Storage):
             index.lost(rows)
         for counts in self._counts.values():
             counts.lost(rows)
+        for groups in self._groups.values():
+            groups.lost(rows)
 
     def empty(self, *, keep_write_count: bool) -> None:
         with self._lock:
@@ -354,8 +356,9 @@ class ListStorage(Storage):
 
     def _tell_groups(self, groups: ItemGroups) -> None:
         """In the order in which the items were written, of which draws are made. The lock is held."""
-        by_age = sorted(range(len(self._items)), key=self._numbers.__getitem__)
+        by_age = [row for row in sorted(range(len(self._items)), key=self._numbers.__getitem__) if self._holds(row)]
         groups.written(by_age, [self._items[row] for row in by_age])
+        groups.lost(self._void_rows())
 
     def _tell_counts(self) -> None:
         """Each item was not drawn yet. The lock is held."""
