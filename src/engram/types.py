@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping, Sized
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sized
     from pathlib import Path
 
     import numpy as np
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     Watch: TypeAlias = Callable[[Progress], object] | None
     StrPath: TypeAlias = str | os.PathLike[str]
     Size: TypeAlias = int | None
+    #: Makes a tensor of a compressed one, and of its ``"shape"``, ``"dtype"`` and ``"device"``.
+    Decompress: TypeAlias = Callable[[Tensor, dict[str, object]], Tensor]
     #: Columns, rows and info of a batch.
     ReadBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
     #: Which of these a user will see beside the columns: neither rows nor info; or both, of which the info's entries are not in the
@@ -591,6 +593,40 @@ class RowsTarget(tuple["Tensor", ...]):
 
     #: Writes rows of a field from one on, past its mapping: ``(number, first, rows)``. None: write to the tensors.
     put: Callable[[int, int, Tensor], None] | None = None
+
+
+class ItemsSource(Protocol):
+    """Items of a list that another library saved."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def length(self) -> int:
+        """How many there are, in rows ``[0, length)``."""
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows of a list that is full and whose oldest item is not the first; None: of one of any size."""
+
+    @property
+    def position(self) -> int:
+        """Position that the next item gets."""
+
+    @property
+    def write_count(self) -> int:
+        """Items ever written."""
+
+    def read(self, decompress: Decompress | None, *, whole: bool) -> Iterator[object]:
+        """The items in the order of their rows.
+
+        Args:
+            decompress: reads the streams; None: they are zlib's or Zstandard's.
+            whole: all items are kept in memory as they are.
+
+        Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``.
+        """
 
 
 class RowsSource(Protocol):

@@ -9,10 +9,10 @@ from tensordict import TensorDict, tensorclass
 
 from engram import IncompatibleCheckpoint
 from engram.format.schema import Field, Node, Schema
-from engram.migrate.torchrl.dump import is_torchrl_dump, read
+from engram.migrate.torchrl.dump import is_torchrl_dump
 from engram.storages._structure import Structure
 from engram.store import Store
-from tests.migrate.torchrl_dumps import ENTRIES, columns_of, make_dump, oldest_first, put, quietly_read, raw
+from tests.migrate.torchrl_dumps import ENTRIES, columns_of, make_dump, oldest_first, quietly_read, raw
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
@@ -300,25 +300,6 @@ def test_priorities_of_torchrl(tmp_path, torchrl):
         priorities.leaves, (torch.tensor([1.0, 0.0, 3.0, 2.0]).double() + 1e-8) ** 0.6, rtol=1e-6, atol=1e-6
     )
     assert (priorities.max_priority, priorities.max_row) == (3.0, 2)
-
-
-def test_ensembles_and_compressed_storages_of_torchrl_are_refused_by_name(tmp_path, torchrl):
-    from torchrl.data.replay_buffers import samplers, writers
-
-    members = [torchrl.TensorDictReplayBuffer(storage=torchrl.LazyTensorStorage(4), batch_size=2) for _ in range(2)]
-    for rb in members:
-        rb.extend(steps(0, 3))
-    rb = torchrl.ReplayBufferEnsemble(*members, batch_size=2)
-    rb._storage.dumps(tmp_path / "a" / "storage")
-    put(tmp_path / "a" / "buffer_metadata.json", {"batch_size": 2})
-    with pytest.raises(IncompatibleCheckpoint, match="ensemble"):
-        read(tmp_path / "a")
-    storage = torchrl.CompressedListStorage(4)
-    rb = torchrl.ReplayBuffer(storage=storage, sampler=samplers.RandomSampler(), writer=writers.RoundRobinWriter())
-    rb.extend(steps(0, 3).select("obs"))
-    rb.dumps(tmp_path / "b")
-    with pytest.raises(IncompatibleCheckpoint, match="compressed"):
-        read(tmp_path / "b")
 
 
 def test_folders_by_hand_are_as_torchrl_makes_them(tmp_path, torchrl):

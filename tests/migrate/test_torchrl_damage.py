@@ -27,6 +27,7 @@ from tests.migrate.torchrl_dumps import (
     obs,
     put,
     quietly_read,
+    snapshot,
     text,
     watched,
 )
@@ -35,19 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:last_cursor is None"),  # TorchRL, of a storage that nothing was written to
 ]
-
-
-def snapshot(folder):
-    found = {}
-    for path in sorted(Path(folder).rglob("*")):
-        status = path.lstat()
-        found[str(path)] = (
-            status.st_mode,
-            status.st_size,
-            status.st_mtime_ns,
-            path.read_bytes() if path.is_file() and not path.is_symlink() else None,
-        )
-    return found
 
 
 def bytes_of(name, change):

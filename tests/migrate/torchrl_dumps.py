@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,6 +47,19 @@ def columns_of(dump):
 def raw(tensor):
     tensor = tensor.contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def snapshot(folder):
+    found = {}
+    for path in sorted(Path(folder).rglob("*")):
+        status = path.lstat()
+        found[str(path)] = (
+            status.st_mode,
+            status.st_size,
+            status.st_mtime_ns,
+            path.read_bytes() if path.is_file() and not path.is_symlink() else None,
+        )
+    return found
 
 
 def oldest_first(dump, values):

@@ -244,8 +244,8 @@ class Saving:
                 raise IncompatibleCheckpoint(
                     f"{path}: a dump of {foreign.library}'s cannot be converted. Load it into a buffer of its size."
                 )
-            dump = foreign.read(folder, ndim=self._wiring.storage.ndim, max_bytes=_free_bytes())
-            self._prepare_foreign(dump, foreign.library).commit()
+            dump = foreign.read(folder, ndim=self._wiring.storage.ndim, max_bytes=most_bytes())
+            self.prepare_foreign(dump).commit()
             return
         if series.is_series(folder):
             raise IncompatibleCheckpoint(
@@ -271,7 +271,7 @@ class Saving:
         kind = self._settings.kind
         foreign = foreign_state(state, self._wiring.storage.ndim)
         if foreign is not None:
-            return self._prepare_foreign(foreign, "TorchRL")
+            return self.prepare_foreign(foreign)
         check_keys(state, _ENTRIES, kind)
         return self._prepare(state, self._wiring.storage.prepare_load(state["_storage"]), default_rng=default_rng)
 
@@ -370,18 +370,10 @@ class Saving:
             self._prefetching.materialize()
         return other_sampler.converted(states, found, self._kinds(), self._wiring, self._settings.batch_size, where)
 
-    def _prepare_foreign(self, dump: ForeignDump, library: str) -> BufferLoad:
+    def prepare_foreign(self, dump: ForeignDump) -> BufferLoad:
         """Check a dump of another library's. What it does not say stays as it is here."""
-        storage = self._wiring.storage
-        if not storage.form.takes_rows:
-            raise IncompatibleCheckpoint(
-                f"{dump.path}: expected a dump of engram's for a {type(storage).__name__}, got one of {library}'s. Load it into a "
-                "LazyTensorStorage or a LazyMemmapStorage."
-            )
         synthesised = ("index", "index_generation") if self._reading.shows_rows else ()
-        here = None if storage.memory is None else storage.memory.schema
-        schema = dump.schema(here, (*self._settings.ignored, *synthesised))
-        rows = storage.prepare_rows(dump.state(schema), dump.source(schema))
+        rows = dump.prepare(self._wiring.storage, (*self._settings.ignored, *synthesised))
         state = self._state_but_rows()
         sampler = state["_sampler"] = saved_parts.reset_epoch(state["_sampler"], 0)
         if dump.priorities is not None and sampler.keys() >= {"alpha", "eps", "highest"}:
@@ -585,7 +577,7 @@ class _BufferLoad(NamedTuple):
             self.recipe.note_if_possible()
 
 
-def _free_bytes() -> int:
+def most_bytes() -> int:
     """What rows that a dump claims may take: half of the memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 

@@ -11,8 +11,8 @@ import torch
 
 from engram._checks import check_count, check_path
 from engram.buffer.prefetching import prepare_batches
-from engram.buffer.saving import checked_generator_state, checked_rng
-from engram.errors import IncompatibleCheckpoint
+from engram.buffer.saving import checked_generator_state, checked_rng, most_bytes
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.ensembles.members import Member
+    from engram.persist.foreign import ForeignEnsemble
     from engram.types import Commit
 
 State = dict[str, object]
@@ -156,10 +157,13 @@ class EnsembleSaving:
         check_path("loads: path", path)
         folder = standing(Path(path))
         if (foreign := foreign_format(folder)) is not None:
-            raise IncompatibleCheckpoint(
-                f"{path}: expected an ensemble that engram dumped, got a dump of {foreign.library}'s, which is not read as one. Load it "
-                "there, dump each of its buffers, and load those into the buffers here: ensemble[i].loads(path)."
-            )
+            if convert:
+                raise IncompatibleCheckpoint(
+                    f"{path}: a dump of {foreign.library}'s cannot be converted. Load it into an ensemble of buffers of its sizes."
+                )
+            ndims = [member.wiring.storage.ndim for member in self._members]
+            self._prepare_foreign(foreign.read_ensemble(folder, ndims, max_bytes=most_bytes())).commit()
+            return
         with ExitStack() as opened:
             reader = opened.enter_context(PartReader.open(folder))
             check_kind(reader, _PART, self._kind)
@@ -179,6 +183,22 @@ class EnsembleSaving:
                     member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
                 )
             self._loads(loads, own).commit()
+
+    def _prepare_foreign(self, dump: ForeignEnsemble) -> Commit:
+        """Check a dump of another library's. What it does not say stays as it is here."""
+        loads: list[Commit] = []
+        for member, found in zip(self._members, dump.members, strict=True):
+            try:
+                loads.append(member.saving.prepare_foreign(found))
+            except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+                error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was loaded.")
+                raise
+        state = self._own_state()
+        state["_batch_size"] = self._settings.batch_size or dump.batch_size
+        if dump.rng_state is not None and self._wiring.generator is not None:
+            state["_rng"] = [dump.rng_state, "cpu"]
+        state["_prefetch_state"] = None
+        return self._loads(loads, self._prepare_own(state, default_rng=False))
 
 
 def _folder_of(folder: Path, member: int) -> Path:

@@ -97,11 +97,15 @@ class Folder:
             return False
         return True
 
-    def json(self, parts: Sequence[str]) -> dict[str, object]:
+    def read(self, parts: Sequence[str], most: int = MAX_BYTES) -> bytes:
+        """All of a file, of at most so many bytes."""
         with self.open(parts) as fd, open(fd, "rb", closefd=False) as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise CorruptCheckpoint(f"{self.name(parts)}: expected at most {MAX_BYTES} bytes, got more.")
+            if (size := os.fstat(fd).st_size) > most:
+                raise CorruptCheckpoint(f"{self.name(parts)}: expected at most {most} bytes, got {size}.")
+            return file.read(size)
+
+    def json(self, parts: Sequence[str]) -> dict[str, object]:
+        raw = self.read(parts)
         try:
             tree = strict.parse(raw)
             if not isinstance(tree, dict):

@@ -125,6 +125,17 @@ def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> object:
         raise ValueError(f"nested more than {max_depth} deep") from error
 
 
+def parse_loosely(raw: bytes) -> object:
+    """The tree that a JSON text of another program says, of any length: NaN, infinities and long integers are numbers in it, too.
+
+    Raises ``ValueError``: the text is not UTF-8 or not JSON, a key appears twice, or it is nested too deep for Python.
+    """
+    try:
+        return json.loads(raw.decode(), object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
 def decode(raw: bytes, path: StrPath, kind: type[D]) -> D:
     """A document of that kind.
 

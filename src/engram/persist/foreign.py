@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
-    from engram.format.schema import Schema
-    from engram.types import RowsSource
+    from engram.store import Store
+    from engram.types import Form, ItemsSource, RowsSource, StorageLoad
 
 #: A file that lies in folders of a format, and the module whose ``FORMAT`` reads those.
 _FORMATS = {"buffer_metadata.json": "engram.migrate.torchrl.dump"}
@@ -33,11 +33,22 @@ class DumpedPriorities(NamedTuple):
     """The row that has it, if that is known."""
 
 
+class Loading(Protocol):
+    """A storage that is loaded."""
+
+    memory: Store | None
+
+    @property
+    def form(self) -> Form: ...
+
+    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad: ...
+    def prepare_items(self, source: ItemsSource) -> StorageLoad: ...
+    def prepare_unwritten(self) -> StorageLoad: ...
+
+
 class ForeignDump(Protocol):
     """A checked folder of another library, of one buffer."""
 
-    @property
-    def path(self) -> Path: ...
     @property
     def batch_size(self) -> int | None: ...
     @property
@@ -45,14 +56,19 @@ class ForeignDump(Protocol):
     @property
     def rng_state(self) -> Tensor | None: ...
 
-    def schema(self, like: Schema | None, without: Collection[str]) -> Schema:
-        """The schema of a store with its rows, as that of the storage, ``like``, if there is one; without some entries."""
+    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+        """Check its rows, without some entries, for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
 
-    def state(self, schema: Schema) -> dict[str, object]:
-        """The state without rows of a storage of that schema."""
 
-    def source(self, schema: Schema) -> RowsSource:
-        """Its rows."""
+class ForeignEnsemble(Protocol):
+    """A checked folder of another library, of several buffers."""
+
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def rng_state(self) -> Tensor | None: ...
+    @property
+    def members(self) -> Sequence[ForeignDump]: ...
 
 
 class ForeignFormat(Protocol):
@@ -65,7 +81,10 @@ class ForeignFormat(Protocol):
         """Whether a folder looks like one of this format. Opens nothing."""
 
     def read(self, path: Path, *, ndim: int, max_bytes: int) -> ForeignDump:
-        """Describe and check a folder. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``, ``OSError``."""
+        """Describe and check a folder of one buffer. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``, ``OSError``."""
+
+    def read_ensemble(self, path: Path, ndims: Sequence[int], *, max_bytes: int) -> ForeignEnsemble:
+        """As :meth:`read`, of as many buffers."""
 
 
 def foreign_format(path: Path) -> ForeignFormat | None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engram.limits import Rules
     from engram.persist.components import Preparation, Snapshot
     from engram.store import Store
-    from engram.types import Listener, RowsSource, StorageLoad, Write
+    from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 
@@ -600,6 +600,39 @@ class Storage(Declared, Dumpable, Port):
         [7, 7, 7]
         """
         raise IncompatibleCheckpoint(f"expected a storage of tensors, got a {type(self).__name__}.")
+
+    def prepare_items(self, source: ItemsSource) -> StorageLoad:
+        """Check items that another library saved, as :meth:`prepare_rows` does a state.
+
+        Raises ``IncompatibleCheckpoint``: this is no list, or one of another size. Nothing is changed.
+
+        >>> from engram import ListStorage, ReplayBuffer
+        >>> class Words:
+        ...     name, length, capacity, position, write_count = "example", 2, None, 2, 2
+        ...     def read(self, decompress, *, whole):
+        ...         return iter(["a", "bc"])
+        >>> rb = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
+        >>> rb.storage.prepare_items(Words()).commit()
+        >>> rb[:]
+        ['a', 'bc']
+        """
+        raise IncompatibleCheckpoint(
+            f"{source.name}: expected rows of tensors for a {type(self).__name__}, got the items of a list. Load them into a "
+            "CompressedListStorage or a ListStorage."
+        )
+
+    def prepare_unwritten(self) -> StorageLoad:
+        """What makes this storage one without rows, whose write count is 0.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> rb.storage.prepare_unwritten().commit()
+        >>> len(rb)
+        0
+        """
+        raise IncompatibleCheckpoint(f"expected a storage that can be loaded, got a {type(self).__name__}.")
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 

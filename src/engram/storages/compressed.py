@@ -13,6 +13,7 @@ from torch import Tensor
 from engram._checks import check_count
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._raw import raw_bytes
+from engram._streams import inflated, zstd
 from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type
 from engram.nested import map_leaves
 from engram.storages._item_groups import ItemGroups
@@ -20,7 +21,6 @@ from engram.storages.list import ListStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from tensordict import TensorDict
 
@@ -140,7 +140,7 @@ class _CompressedItems(ListStorage):
 
     compression_level: int
     _compress: Callable[[Tensor], Tensor] | None
-    _decompress: Callable[[Tensor, dict[str, object]], Tensor] | None
+    _keeps_whole = False
 
     def _stored(self, items: list[object]) -> list[object]:
         return [self._compressed(item) for item in items]
@@ -154,7 +154,7 @@ class _CompressedItems(ListStorage):
             if self._compress is not None:
                 data = self._compress(plain)
             else:
-                raw = _zstd(type(self).__name__).compress(_bytes_of(plain), level=self.compression_level)
+                raw = zstd(type(self).__name__).compress(_bytes_of(plain), level=self.compression_level)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             return _Leaf(data, leaf.shape, leaf.dtype)
         if is_plain_tensordict(leaf):
@@ -177,9 +177,10 @@ class _CompressedItems(ListStorage):
         if self._decompress is not None:
             made = self._decompress(leaf.data, {"shape": leaf.shape, "dtype": leaf.dtype, "device": device})
         else:
-            raw = bytearray(_zstd(who).decompress(_bytes_of(leaf.data)))
-            if len(raw) != leaf.shape.numel() * leaf.dtype.itemsize:
-                raise RuntimeError(f"{who}: expected the bytes of {list(leaf.shape)} {leaf.dtype}, got {len(raw)}.")
+            try:
+                raw = bytearray(inflated(_bytes_of(leaf.data), leaf.shape.numel() * leaf.dtype.itemsize, who))
+            except ValueError as error:
+                raise RuntimeError(f"{who}: a tensor {list(leaf.shape)} {leaf.dtype}: {error}.") from error
             made = torch.frombuffer(raw, dtype=leaf.dtype) if raw else torch.empty(0, dtype=leaf.dtype)
             made = made.reshape(leaf.shape)
         return made.to(device)
@@ -256,7 +257,7 @@ class CompressedListStorage(_CompressedItems):
         self.compression_level = level
         self._compress, self._decompress = compression_fn, decompression_fn
         if compression_fn is None:
-            low, high = _zstd(who).CompressionParameter.compression_level.bounds()
+            low, high = zstd(who).CompressionParameter.compression_level.bounds()
             if not low <= level <= high:
                 raise ValueError(
                     f"{who}: compression_level: expected one in [{low}, {high}], as Zstandard has, got {level}."
@@ -284,21 +285,6 @@ class CompressedListStorage(_CompressedItems):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"to_bytestream: expected a tensor or an array, got {type(data).__name__}.")
         return _bytes_of(tensor)
-
-
-def _zstd(who: str) -> ModuleType:
-    """Zstandard, of the standard library or its backport. Raises ``ModuleNotFoundError``."""
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{who}: Zstandard is part of Python from 3.14 on. Before: pip install 'engram-replay[zstd]', or pass compression_fn and "
-            "decompression_fn."
-        ) from error
-    return zstd
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engram.groups import Groups
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._port import Rows
-    from engram.types import StorageLoad
+    from engram.types import Decompress, ItemsSource, StorageLoad
 
 
 class Void:
@@ -443,6 +443,36 @@ class ListStorage(Storage):
             raise ValueError(f"{where}: items: expected {len(tickets)}, one per ticket, got {len(items)}.")
         priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")
         return _ItemsLoad(self, rows, bound, state_dict, items, priorities)
+
+    #: Reads what another library compressed; None: zlib and Zstandard do.
+    _decompress: Decompress | None = None
+    #: Whether items take as much memory as they say.
+    _keeps_whole = True
+
+    def prepare_items(self, source: ItemsSource) -> StorageLoad:
+        n, here = source.length, self._max_size
+        if source.capacity is not None and here not in (None, source.capacity):
+            raise IncompatibleCheckpoint(
+                f"{source.name}: expected a list of {here} items, as here, got a full one of {source.capacity}, whose oldest item is not "
+                f"the first. Make the storage with max_size={source.capacity}."
+            )
+        bound = here or source.capacity
+        if n > (bound or n):
+            raise IncompatibleCheckpoint(
+                f"{source.name}: expected at most {bound} items, as here, got {n}. Make the storage with a max_size of at least {n}."
+            )
+        ages = (torch.arange(n, device="cpu") - source.position) % max(n, 1)  # of each row: 0 is the oldest
+        state = {"numbers": ages + 1, "clock": n + 1, "cursor": source.position, "write_count": source.write_count}
+        items = [
+            kept
+            for item in source.read(self._decompress, whole=self._keeps_whole)
+            for kept in self._stored([item])  # one by one: each may become smaller
+        ]
+        return _ItemsLoad(self, bound or self.max_size, bound, state, items, {})
+
+    def prepare_unwritten(self) -> StorageLoad:
+        state = {"numbers": torch.zeros(0, dtype=torch.int64, device="cpu"), "clock": 1, "cursor": 0, "write_count": 0}
+        return _ItemsLoad(self, self.max_size, self._max_size, state, [], {})
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
         del whole  # items are copied in any case

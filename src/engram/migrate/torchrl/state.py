@@ -15,7 +15,7 @@ from engram._dtypes import DTYPE_NAMES
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node
-from engram.migrate.torchrl.dump import TorchRLDump
+from engram.migrate.torchrl.rows import TorchRLDump
 from engram.persist.foreign import DumpedPriorities
 from engram.state import integer, real, typed
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import convert
 from engram.format.layout import SINGLE, encode_key
-from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS, MAX_FIELDS, Field, Node, validate_key
+from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.layouts.keys import Keys
 from engram.layouts.parts import open_layout
+from engram.migrate.torchrl.leaves import Count, Leaf, Parts, Shape, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,22 +23,9 @@ if TYPE_CHECKING:
     from engram.format.folder import Folder
     from engram.layouts.reading import LayoutDump
 
-MAX_ROWS = 1 << 58
-
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _CLASS = re.compile(r"<class '([\w.<>]+)'>")
-
-Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
-Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
-
-
-class Leaf(msgspec.Struct):
-    """What TorchRL's JSON says of a tensor."""
-
-    dtype: str
-    shape: Shape
-    is_nested: bool = False
 
 
 class _Description(msgspec.Struct):
@@ -47,10 +35,11 @@ class _Description(msgspec.Struct):
 
 
 class Storage:
-    """Goes through ``storage/`` and notes fields, files and structure."""
+    """Goes through ``storage/``, or what ``parts`` names, and notes fields, files and structure."""
 
-    def __init__(self, folder: Folder, ndim: int) -> None:
+    def __init__(self, folder: Folder, parts: Parts, ndim: int) -> None:
         self.folder = folder
+        self.parts = parts
         self.ndim = ndim
         self.fields: list[Field] = []
         self.files: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -71,21 +60,18 @@ class Storage:
         return self.lead[1:]
 
     def read(self) -> None:
-        self.layout = open_layout(self.folder, ("storage",), Keys(), "loads")
+        self.layout = open_layout(self.folder, self.parts, Keys(), "loads")
         if self.layout is not None:
             self._take(self.layout)
             return
-        names = self.folder.names(("storage",))
-        parts = ("storage", "storage_metadata.json")
-        if parts[1] not in names:
-            _refuse_other_layouts(names, self.folder.name(("storage",)))
+        parts = (*self.parts, "storage_metadata.json")
         described = self.folder.described(_Description, parts)
         if described.is_pytree:
             self._read_pytree(described.metadata, self.folder.name(parts))
         else:
-            self.structure = self._node(("storage",), ())
+            self.structure = self._node(self.parts, ())
         if not self.fields:
-            raise IncompatibleCheckpoint(f"{self.folder.name(('storage',))}: expected at least one tensor, got none.")
+            raise IncompatibleCheckpoint(f"{self.folder.name(self.parts)}: expected at least one tensor, got none.")
         self._set_length(described.len, self.folder.name(parts))
 
     def _take(self, found: LayoutDump) -> None:
@@ -173,7 +159,7 @@ class Storage:
         return Node("tensordict", children=children, batch=shape[self.ndim :])
 
     def _entry(self, value: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...], name: str) -> Node | None:
-        _check_key(key, name)
+        check_key(key, name)
         kind = _type_of(value)
         if kind in _NOT_TENSORS:
             folder = "/".join((*parts, encode_key(key[-1])))
@@ -200,7 +186,7 @@ class Storage:
 
     def _read_pytree(self, leaves: dict[str, Leaf], name: str) -> None:
         if set(leaves) == {SINGLE}:
-            self.structure = self._leaf(leaves[SINGLE], (SINGLE,), ("storage", SINGLE + ".memmap"), name)
+            self.structure = self._leaf(leaves[SINGLE], (SINGLE,), (*self.parts, SINGLE + ".memmap"), name)
             return
         files = self._leaf_files(leaves, name)
         tree: dict[str, object] = {}
@@ -208,9 +194,9 @@ class Storage:
             key = files.get(dotted)
             if key is None and 0 not in leaf.shape:
                 raise CorruptCheckpoint(f"{name}: field {dotted!r}: expected a file for it, found none.")
-            file = None if key is None else ("storage", *key[:-1], key[-1] + ".memmap")
+            file = None if key is None else (*self.parts, *key[:-1], key[-1] + ".memmap")
             key = key or tuple(dotted.split("."))
-            _check_key(key, name)
+            check_key(key, name)
             node = self._leaf(leaf, key, file, name)
             _put(tree, key, node, name)
         self.structure = _containers(tree)
@@ -225,7 +211,7 @@ class Storage:
         waiting: list[tuple[str, ...]] = [()]
         while waiting:
             parts = waiting.pop()
-            for entry in self.folder.names(("storage", *parts)):
+            for entry in self.folder.names((*self.parts, *parts)):
                 leaf, folder = (*parts, entry.removesuffix(".memmap")), (*parts, entry)
                 if leaf != folder and ".".join(leaf) in wanted:
                     if other := found.get(".".join(leaf)):
@@ -236,7 +222,7 @@ class Storage:
                 if (
                     ".".join(folder) in inner
                     and len(folder) < MAX_DEPTH
-                    and self.folder.is_folder(("storage", *folder))
+                    and self.folder.is_folder((*self.parts, *folder))
                 ):
                     waiting.append(folder)
         return found
@@ -244,13 +230,6 @@ class Storage:
 
 def _type_of(entry: object) -> object:
     return entry.get("type") if isinstance(entry, dict) else None
-
-
-def _check_key(key: tuple[str, ...], name: str) -> None:
-    try:
-        validate_key(key)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{name}: {str(error).removesuffix('.')}.") from error
 
 
 def _class_name(dotted: str) -> str:
@@ -274,18 +253,3 @@ def _containers(tree: dict[str, Any]) -> Node:
     """Nested dicts of leaves as a structure. What may as well be a list or a tuple is called a list."""
     children = {key: _containers(value) if isinstance(value, dict) else value for key, value in tree.items()}
     return Node("list" if all(key == str(i) for i, key in enumerate(tree)) else "dict", children=children)
-
-
-def _refuse_other_layouts(names: Collection[str], name: str) -> None:
-    """Raise ``IncompatibleCheckpoint`` if the storage was saved in a layout that is not read."""
-    if {"data_indices.json", "compressed_data"} & set(names):
-        _refuse("compressed", name)
-    if "metadata.json" in names or any(entry.isdecimal() for entry in names):
-        _refuse("ensemble", name)
-
-
-def _refuse(layout: str, name: str) -> NoReturn:
-    raise IncompatibleCheckpoint(
-        f"{name}: the storage was saved in TorchRL's {layout} layout, which is not read. Load it with TorchRL and save it with "
-        "the default checkpointer of its storage."
-    )

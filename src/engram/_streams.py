@@ -1,0 +1,63 @@
+"""Compressed bytes."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+#: What a stream of Zstandard's begins with.
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+class NoStreamError(ValueError):
+    """Bytes that are neither a stream of zlib's nor of Zstandard's."""
+
+
+def zstd(who: str) -> ModuleType:
+    """Zstandard, of the standard library or its backport. Raises ``ModuleNotFoundError``."""
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{who}: Zstandard is part of Python from 3.14 on. Before: pip install 'engram-replay[zstd]', or pass compression_fn and "
+            "decompression_fn."
+        ) from error
+    return zstd
+
+
+def inflated(data: bytes, nbytes: int, who: str) -> bytes:
+    """What a stream of zlib's or Zstandard's holds. Of one that holds more than it should, no more is made.
+
+    Args:
+        data: the stream.
+        nbytes: how many bytes it must hold.
+        who: what messages begin with that say that there is no Zstandard.
+
+    Raises:
+        NoStreamError: it is neither. ValueError: it is damaged, or holds another number of bytes.
+        ModuleNotFoundError: there is no Zstandard.
+    """
+    kind: type[Exception] = zlib.error
+    if data.startswith(_ZSTD):
+        module = zstd(who)
+        stream, kind = module.ZstdDecompressor(), module.ZstdError
+    elif len(data) > 1 and data[0] & 15 == zlib.DEFLATED and int.from_bytes(data[:2]) % 31 == 0:
+        stream = zlib.decompressobj()
+    else:
+        raise NoStreamError("expected a stream of zlib's or Zstandard's")
+    try:
+        made: bytes = stream.decompress(data, nbytes + 1)  # not 0, which means any number
+    except kind as error:
+        raise ValueError(f"expected a stream of {nbytes} bytes, got a damaged one ({error})") from error
+    if len(made) > nbytes:
+        raise ValueError(f"expected a stream of {nbytes} bytes, got one of more")
+    if len(made) < nbytes or not stream.eof or stream.unused_data:
+        raise ValueError(f"expected a stream of {nbytes} bytes, got one of {len(made)} that is cut off or goes on")
+    return made
