@@ -93,6 +93,55 @@ def test_a_save_hook_returns_something_else(tmp_path, odd):
     assert len(rb) == 4
 
 
+def nothing(data, path=None):
+    return TensorDict({}, [8])
+
+
+def no_rows(data, path=None):
+    return data[:0]
+
+
+def text_alone(data, path=None):
+    return TensorDict({"text": "rows"}, [])
+
+
+def nothing_in_place(data, path=None):
+    return data.exclude(*data.keys(), inplace=True)
+
+
+@pytest.mark.parametrize("hook", [nothing, no_rows, text_alone, nothing_in_place])
+def test_a_save_hook_returns_nothing(tmp_path, hook):
+    """Which would be found out when it is loaded, and the rows are gone."""
+    rb = buffer()
+    rb.extend(rows())
+    rb.register_save_hook(unchanged)
+    rb.dumps(tmp_path / "dump")
+    rb.register_save_hook(hook)
+    for dump in (rb.dumps, rb.storage.dumps):
+        path = tmp_path / ("dump" if dump == rb.dumps else "rows")
+        with pytest.raises(
+            ValueError,
+            match=rf"dumps: expected tensors of 4 slots from the save hooks, .*unchanged.*, .*{hook.__name__}.*got none",
+        ):
+            dump(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["dump"], "the older dump is still there"
+    assert len(rb) == 4
+    other = buffer()
+    other.register_load_hook(lambda data, out=None: data)
+    other.loads(tmp_path / "dump")
+    assert other[:]["obs"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_rows_without_elements_are_saved(tmp_path):
+    rb, other = buffer(), buffer()
+    rb.extend(TensorDict({"obs": torch.zeros(4, 0)}, [4]))
+    rb.register_save_hook(unchanged)
+    rb.dumps(tmp_path / "dump")
+    other.register_load_hook(lambda data, out=None: data)
+    other.loads(tmp_path / "dump")
+    assert other[:]["obs"].shape == (4, 0)
+
+
 def test_a_save_hook_raises(tmp_path):
     rb = buffer()
     rb.extend(rows())

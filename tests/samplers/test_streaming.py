@@ -229,6 +229,81 @@ def test_a_state_of_later_rows_begins_again():
     assert other.sample(6)["time"].tolist() == list(range(6))
 
 
+@pytest.mark.parametrize("written", [20, 30])
+def test_a_state_of_other_rows_begins_again(written):
+    """Although there are as many, or more: what another buffer has drawn is still to come here."""
+    rb, other = buffer(capacity=48), buffer(capacity=48)
+    rb.extend(rows(0, 20))
+    assert rb.sample(18)["time"].tolist() == list(range(18))
+    state = rb.sampler.state_dict()
+    other.extend(rows(100, written))
+    other.sampler.load_state_dict(state)
+    assert other.sample(18)["time"].tolist() == list(range(100, 118))
+    rb.sampler.load_state_dict({name: value for name, value in state.items() if name != "rows"})
+    assert rb.sample(18)["time"].tolist() == list(range(18)), (
+        "states of older versions do not say which rows they are of"
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_state_alone_goes_on_in_its_own_rows(shared):
+    rb = buffer(capacity=48)
+    rb.extend(rows(0, 9))
+    rb.sample(3)
+    state = rb.sampler.state_dict()
+    assert rb.sample(3)["time"].tolist() == [3, 4, 5]
+    if shared:
+        rb.share()
+    rb.extend(rows(9, 3))
+    rb.sampler.load_state_dict(state)
+    assert same(state, rb.sampler.state_dict())
+    assert rb.sample(9)["time"].tolist() == list(range(3, 12))
+    before = rb.sampler.state_dict()
+    other = buffer(capacity=48)
+    other.extend(rows(200, 12))
+    rb.load_state_dict(other.state_dict())  # other rows in the same store
+    rb.sampler.load_state_dict(before)
+    assert rb.sample(12)["time"].tolist() == list(range(200, 212))
+    rb.close()
+
+
+def test_a_state_of_another_process_goes_on_in_its_directory(tmp_path):
+    rb = buffer(storage=LazyMemmapStorage(24, scratch_dir=tmp_path / "store"))
+    rb.extend(rows(0, 9))
+    rb.sample(3)
+    state = rb.sampler.state_dict()
+    rb.close()
+    rb = ReplayBuffer.open(tmp_path / "store")
+    rb.sampler.load_state_dict(state)
+    assert rb.sample(6)["time"].tolist() == list(range(3, 9))
+    rb.close()
+
+
+@pytest.mark.parametrize("way", ["state_dict", "dumps"])
+def test_a_state_with_its_rows_goes_on(tmp_path, way):
+    """Whatever the store was before, and also before anything is drawn."""
+    rb = buffer()
+    rb.extend(rows(0, 12))
+    rb.sample(3)
+    for _ in range(2):
+        other = buffer()
+        other.extend(rows(500, 21))
+        if way == "dumps":
+            rb.dumps(tmp_path)
+            other.loads(tmp_path)
+        else:
+            other.load_state_dict(rb.state_dict())
+        rb = other  # of which nothing was drawn
+    rb.extend(rows(12, 3))
+    assert rb.sample(12)["time"].tolist() == list(range(3, 15))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name] for name in a
+    )
+
+
 def test_prefetched_batches_that_are_dropped_go_back():
     rb = buffer(batch_size=3, prefetch=2)
     rb.extend(rows(0, 12))

@@ -750,7 +750,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
         self._saving.dumps(path, prefetch)
 
     def loads(self, path: str | os.PathLike[str], *, convert: bool = False, default_rng: bool = False) -> None:
-        """Take over what :meth:`dumps` saved. All of it is checked first.
+        """Take over what :meth:`dumps` saved, or TorchRL's. All of it is checked first.
 
         Args:
             path: the folder.

@@ -74,7 +74,8 @@ class StorageCheckpointerBase(abc.ABC):
                 ``shift`` and ``is_full`` are set, if it has them: the slot behind the newest one, and whether all slots are live.
 
         Raises:
-            TypeError: a hook that cannot be called so. ``dumps`` raises it, too, where it returns no TensorDict.
+            TypeError: a hook that cannot be called so. ``dumps`` raises it, too, where it returns no TensorDict; and ``ValueError``, where
+                no tensor with an element is left to be saved.
 
         >>> import tempfile
         >>> import torch

@@ -82,6 +82,7 @@ class HookedSnapshot:
 
         Raises:
             TypeError: a hook returned no TensorDict, or something in it that is no tensor, which would be pickled.
+            ValueError: they returned nothing.
             OSError: no space, or an I/O error.
         """
         ring = self._ring
@@ -89,10 +90,17 @@ class HookedSnapshot:
         data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
         for key, tensor in fields_of(self._store, ring).items():
             data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
+        holds = _has_elements(data)
         for hook in self._hooks:
             if isinstance(hook, _Timed):
                 hook.shift, hook.is_full = ring.shift, ring.full
             data = saved_by(hook, data, folder, self._who)
+        if holds and not _has_elements(data):
+            names = ", ".join(f"{hook!r:.80}" for hook in self._hooks)
+            raise ValueError(
+                f"{self._who}: dumps: expected tensors of {ring.live} slots from the save hooks, {names}, got none with an element: the "
+                "rows would be lost. Return from them what is to be saved."
+            )
         data.memmap(folder, copy_existing=True)
         live = ring.live * ring.width
         disk.put(folder / METADATA, msgspec.json.encode({"metadata": {}, "is_pytree": False, "len": live}))
@@ -109,6 +117,10 @@ class HookedSnapshot:
         return SavedRows(
             info, ShardRows(Cut(typed(self.state, "clock", int, "storage")), Totals(steps=live, episodes=0), NO_SCHEMA)
         )
+
+
+def _has_elements(data: TensorDict) -> bool:
+    return any(tensor.numel() for tensor in data.values(True, True) if isinstance(tensor, torch.Tensor))
 
 
 def _files(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
+import xxhash
 
 from engram import _native
 from engram._unsupported import reject_unsupported
@@ -55,7 +56,9 @@ class StreamingSliceSampler(SliceSampler):
     by number are no new ones. Each sampler counts for itself which windows it has drawn, as each process has its own: two processes
     that share a store draw every window once each. A sampler that is new to a store, which may be an opened one, begins with the
     windows that are stored, where a trajectory begins with its oldest stored step. ``state_dict``, and so dumps and checkpoints, hold
-    where it is. Where rows were moved to other shards, lanes or a storage of another capacity, all stored windows come again.
+    where it is. Where rows were moved to other shards, lanes or a storage of another capacity, all stored windows come again. So they
+    do after ``load_state_dict`` of the sampler alone, unless the storage holds the rows of that state: no window is passed over because
+    another buffer has drawn it.
 
     Args:
         slice_len: steps per window. The only length there is: a batch of ``B`` rows is ``B / slice_len`` windows.
@@ -102,8 +105,9 @@ class StreamingSliceSampler(SliceSampler):
         replacement: bool = True,
         **windows: Unpack[StreamingArguments],
     ) -> None:
-        #: As loaded, until the first draw knows the store: the store's clock, and :meth:`state_dict`'s ``next``.
-        self._loaded: tuple[int, Tensor] | None = None
+        #: As loaded, until the first draw knows the store: the store's clock, and ``next`` and ``rows`` of :meth:`state_dict`, without
+        #: ``rows`` where they were loaded, too.
+        self._loaded: tuple[int, Tensor, int | None] | None = None
         name, known = type(self).__name__, StreamingArguments.__annotations__
         reject_unsupported(name, {argument: v for argument, v in windows.items() if argument not in known}, {}, known)
         super().__init__(slice_len=slice_len, cache_values=cache_values, pad_output=pad_output, span=span, **windows)
@@ -123,9 +127,9 @@ class StreamingSliceSampler(SliceSampler):
     def _taken_of(self, table: _native.Trajectories) -> Tensor:
         """Of each track the place at which its next window begins, int64 ``[tracks]``. Draws write to it."""
         if self._loaded is not None:
-            clock, positions = self._loaded
+            clock, positions, rows = self._loaded
             now, base = self._clock()
-            if len(positions) == table.tracks and clock <= now - base:
+            if len(positions) == table.tracks and clock <= now - base and rows in (None, self._stored_rows()):
                 self._taken = torch.from_numpy(table.places_of(positions.data_ptr(), len(positions)))
             self._loaded = None
         if self._taken is None or len(self._taken) != table.tracks:
@@ -135,7 +139,7 @@ class StreamingSliceSampler(SliceSampler):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """Which windows are still to come: int64 ``next`` ``[lanes]`` and ``clock`` of the store.
+        """Which windows are still to come: int64 ``next`` ``[lanes]``, ``clock`` of the store, and ``rows``, which names its rows.
 
         ``next``: of each lane (with ``ndim > 1`` of each column) how many steps were appended before the first of its next window;
         empty where nothing was drawn yet.
@@ -150,20 +154,27 @@ class StreamingSliceSampler(SliceSampler):
         [2]
         """
         with self._lock:
-            clock, positions = self._position()
-        return {"clock": clock, "next": positions.clone()}
+            clock, positions, rows = self._position()
+        return {"clock": clock, "next": positions.clone(), "rows": self._stored_rows() if rows is None else rows}
 
-    def _position(self) -> tuple[int, Tensor]:
+    def _stored_rows(self) -> int:
+        """Names the rows of the storage: after a load they have another name, and so they have in other stores. 0: there are none."""
+        memory = None if self._storage is None else self._storage.memory
+        return 0 if memory is None else xxhash.xxh3_64_intdigest(f"{memory.origin} {memory.replaced}".encode()) >> 1
+
+    def _position(self) -> tuple[int, Tensor, int | None]:
         if self._loaded is not None:
             return self._loaded
         table, taken, (clock, base) = self._table, self._taken, self._clock()
         if not isinstance(table, _native.Trajectories) or taken is None:
-            return clock - base, _NONE
+            return clock - base, _NONE, None
         spec = self.settings.native(self.settings.length)
-        return clock - base, torch.from_numpy(table.positions_of(taken.data_ptr(), len(taken), spec))
+        return clock - base, torch.from_numpy(table.positions_of(taken.data_ptr(), len(taken), spec)), None
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         """Check a :meth:`state_dict`; what is returned takes it over.
+
+        ``capacity``: of the rows that are loaded, too; None: the sampler's state is loaded alone.
 
         Raises ``KeyError``, ``TypeError``, ``ValueError``: it is no such state.
 
@@ -172,21 +183,26 @@ class StreamingSliceSampler(SliceSampler):
         >>> change = sampler.prepare_load(sampler.state_dict())
         """
         where = type(self).__name__
-        check_keys(state_dict, ("clock", "next"), where)
-        clock = integer(state_dict, "clock", 0, 1 << 62, where)
-        return Change(self._begin, clock, tensor_in(state_dict, "next", torch.int64, (None,), where).clone())
+        state = {"rows": 0, **state_dict}  # older versions did not name them
+        check_keys(state, ("clock", "next", "rows"), where)
+        clock = integer(state, "clock", 0, 1 << 62, where)
+        rows = integer(state, "rows", 0, 1 << 63, where)
+        positions = tensor_in(state, "next", torch.int64, (None,), where).clone()
+        return Change(self._begin, clock, positions, rows if capacity is None else None)
 
-    def _begin(self, clock: int, positions: Tensor) -> None:
+    def _begin(self, clock: int, positions: Tensor, rows: int | None) -> None:
         """The next draw goes on there, if the rows are those of the state."""
         with self._lock:
-            self._loaded, self._taken, self._bound = (clock, positions), None, None
+            self._loaded, self._taken, self._bound = (clock, positions, rows), None, None
 
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
-            clock, positions = self._position()
+            clock, positions, rows = self._position()
             # By value: another process would look for the memory of a new tensor after it is gone.
-            return {**super().__getstate__(), "_loaded": (clock, positions.tolist()), "_taken": None}
+            return {**super().__getstate__(), "_loaded": (clock, positions.tolist(), rows), "_taken": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        clock, positions = cast("tuple[int, list[int]]", state["_loaded"])
-        super().__setstate__({**state, "_loaded": (clock, torch.tensor(positions, dtype=torch.int64, device="cpu"))})
+        clock, positions, rows = cast("tuple[int, list[int], int | None]", state["_loaded"])
+        super().__setstate__(
+            {**state, "_loaded": (clock, torch.tensor(positions, dtype=torch.int64, device="cpu"), rows)}
+        )

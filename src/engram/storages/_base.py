@@ -22,6 +22,7 @@ from engram.groups import StoredGroups
 from engram.layouts.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages._port import Count, Port, Rows
+from engram.storages.tensor_state import KeptRows, unwritten
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
@@ -632,7 +633,7 @@ class Storage(Declared, Dumpable, Port):
         >>> len(rb)
         0
         """
-        raise IncompatibleCheckpoint(f"expected a storage that can be loaded, got a {type(self).__name__}.")
+        return self.prepare_rows(unwritten(), KeptRows([]))
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 

@@ -748,9 +748,6 @@ class TensorStorage(Storage):
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
         return RowsLoad(self, source, schema, RowsState.checked(state, schema, store, where))
 
-    def prepare_unwritten(self) -> StorageLoad:
-        return self.prepare_rows(unwritten(), KeptRows([]))
-
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 
     @property

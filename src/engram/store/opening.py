@@ -202,6 +202,7 @@ def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -
             to.copy_(tensor)
         shared.core.copy_state(store.core)
         store.indexes.copy_to(shared.indexes)
+        shared.origin = store.origin
     except BaseException:
         shared.remove()
         raise

@@ -171,20 +171,7 @@ def _read_buffer(
     batch_size = None if buffer is None else buffer.batch_size
     rng_state = None if buffer is None else read_rng(folder)
     if is_compressed(folder, places.storage):
-        items = CompressedItems(folder, places.storage, max_bytes)
-        left_out += items.left_out
-        writer = described_writer(folder, places.writer)
-        name = folder.name((*places.writer, "metadata.json"))
-        cursor = len(items) if writer is None else writer.cursor
-        if cursor > len(items):
-            raise CorruptCheckpoint(
-                f"{name}: expected a cursor of at most {len(items)}, as many as are live, got {cursor}."
-            )
-        priorities, drop_last = read_sampler(folder, places.sampler, len(items), left_out)
-        count = None if writer is None else writer.write_count
-        return TorchRLItems(
-            folder.path, items, cursor, count, batch_size, priorities, drop_last, rng_state, tuple(left_out)
-        )
+        return _read_items(folder, places, max_bytes, left_out)._replace(batch_size=batch_size, rng_state=rng_state)
     if ndim > 2:
         raise IncompatibleCheckpoint(
             f"{folder.path}: expected a storage with ndim of 1 or 2, got {ndim}: a dump does not say in which order the dimensions "
@@ -221,6 +208,20 @@ def _read_buffer(
         _files=storage.files,
         **found,
     )
+
+
+def _read_items(folder: Folder, places: Places, max_bytes: int | None, left_out: list[str]) -> TorchRLItems:
+    items = CompressedItems(folder, places.storage, max_bytes)
+    left_out += items.left_out
+    writer = described_writer(folder, places.writer)
+    cursor, count = (len(items), None) if writer is None else (writer.cursor, writer.write_count)
+    if cursor > len(items):
+        name = folder.name((*places.writer, "metadata.json"))
+        raise CorruptCheckpoint(
+            f"{name}: expected a cursor of at most {len(items)}, as many as are live, got {cursor}."
+        )
+    priorities, drop_last = read_sampler(folder, places.sampler, len(items), left_out)
+    return TorchRLItems(folder.path, items, cursor, count, None, priorities, drop_last, None, tuple(left_out))
 
 
 def _is_ensemble(folder: Folder, parts: tuple[str, ...] = ("storage",)) -> bool:

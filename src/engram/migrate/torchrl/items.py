@@ -20,7 +20,7 @@ from engram.format.strict import parse_loosely
 from engram.migrate.torchrl.leaves import Count, Leaf, Shape, check_bools, check_key, read_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from engram.format.folder import Folder
@@ -330,7 +330,7 @@ def _checked(dtype: str, where: str) -> str:
     return name
 
 
-def _by(decompress: Decompress, stream: Tensor, shape: torch.Size, dtype: torch.dtype, file: str) -> Tensor:
+def _by(decompress: Callable[..., object], stream: Tensor, shape: torch.Size, dtype: torch.dtype, file: str) -> Tensor:
     """What a function of the user's makes of a stream. Raises ``IncompatibleCheckpoint``: not what it should."""
     try:
         made = decompress(stream, {"shape": shape, "dtype": dtype, "device": torch.device("cpu")})
