@@ -13,10 +13,6 @@ if TYPE_CHECKING:
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-class NoStreamError(ValueError):
-    """Bytes that are neither a stream of zlib's nor of Zstandard's."""
-
-
 def zstd(who: str) -> ModuleType:
     """Zstandard, of the standard library or its backport. Raises ``ModuleNotFoundError``."""
     try:
@@ -32,6 +28,12 @@ def zstd(who: str) -> ModuleType:
     return zstd
 
 
+def is_stream(data: bytes) -> bool:
+    """Whether bytes begin as a stream of zlib's or Zstandard's does."""
+    deflated = len(data) > 1 and data[0] & 15 == zlib.DEFLATED and int.from_bytes(data[:2]) % 31 == 0
+    return deflated or data.startswith(_ZSTD)
+
+
 def inflated(data: bytes, nbytes: int, who: str) -> bytes:
     """What a stream of zlib's or Zstandard's holds. Of one that holds more than it should, no more is made.
 
@@ -41,17 +43,15 @@ def inflated(data: bytes, nbytes: int, who: str) -> bytes:
         who: what messages begin with that say that there is no Zstandard.
 
     Raises:
-        NoStreamError: it is neither. ValueError: it is damaged, or holds another number of bytes.
+        ValueError: it is damaged, or holds another number of bytes.
         ModuleNotFoundError: there is no Zstandard.
     """
     kind: type[Exception] = zlib.error
     if data.startswith(_ZSTD):
         module = zstd(who)
         stream, kind = module.ZstdDecompressor(), module.ZstdError
-    elif len(data) > 1 and data[0] & 15 == zlib.DEFLATED and int.from_bytes(data[:2]) % 31 == 0:
-        stream = zlib.decompressobj()
     else:
-        raise NoStreamError("expected a stream of zlib's or Zstandard's")
+        stream = zlib.decompressobj()
     try:
         made: bytes = stream.decompress(data, nbytes + 1)  # not 0, which means any number
     except kind as error:

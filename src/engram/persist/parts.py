@@ -139,11 +139,11 @@ def reset(part: str, state: dict[str, object], seed: int, generator: object) -> 
 def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
     """The state of a sampler for rows that were moved: an epoch begins again, and no row was drawn. ``seed``: of the epoch's order."""
     none = {name: torch.zeros(0, dtype=dtype, device="cpu") for name, dtype in _DRAWN.items() if name in state}
+    if not none and "visited" not in state:
+        return state
     begin = {name: 0 for name in _OF_AN_EPOCH if name in state}
     if none:
         return {**state, **none, **begin, **({"ran_out": False} if "ran_out" in state else {})}
-    if "visited" not in state:
-        return state
     return {**state, **begin, "key": seed, "ran_out": False}
 
 

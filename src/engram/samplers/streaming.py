@@ -12,6 +12,7 @@ from engram import _native
 from engram._unsupported import reject_unsupported
 from engram.samplers.slices import SliceSampler
 from engram.state import Change, check_keys, integer, tensor_in
+from engram.store import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +161,7 @@ class StreamingSliceSampler(SliceSampler):
     def _stored_rows(self) -> int:
         """Names the rows of the storage: after a load they have another name, and so they have in other stores. 0: there are none."""
         memory = None if self._storage is None else self._storage.memory
-        return 0 if memory is None else xxhash.xxh3_64_intdigest(f"{memory.origin} {memory.replaced}".encode()) >> 1
+        return 0 if memory is None else xxhash.xxh3_64_intdigest(f"{origin_of(memory)} {memory.replaced}".encode()) >> 1
 
     def _position(self) -> tuple[int, Tensor, int | None]:
         if self._loaded is not None:

@@ -18,7 +18,16 @@ from engram.store.lifetime import (
     sweep_shared_memory,
 )
 from engram.store.memory import Block, Copied, as_rows, dlpack_specs, private_block, read_block, torch_dtype
-from engram.store.opening import create_store, holds_store, moved, open_readonly, open_store, reattach, skip_numbers
+from engram.store.opening import (
+    create_store,
+    holds_store,
+    moved,
+    open_readonly,
+    open_store,
+    origin_of,
+    reattach,
+    skip_numbers,
+)
 from engram.store.requests import OutOfOrder, Requests, Written
 from engram.store.store import Repair, Saved, Store, StoreState
 
@@ -62,6 +71,7 @@ __all__ = [
     "occupied",
     "open_readonly",
     "open_store",
+    "origin_of",
     "private_block",
     "read_block",
     "reattach",

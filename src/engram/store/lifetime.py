@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import tempfile
 import threading
@@ -260,15 +259,6 @@ def schema_in(directory: Path) -> Schema:
     """What the rows of the store in a folder are."""
     path = directory / layout.FOLDER / layout.STORE
     return schemas.decode_store(files.read_small(path, schemas.MAX_BYTES), str(path))
-
-
-def origin_of(directory: Path | None) -> str:
-    """A name for the store in a folder that every process that has it open knows; for private memory one that nobody else knows."""
-    with contextlib.suppress(OSError):
-        if directory is not None:
-            status = (directory / layout.FOLDER / layout.CONTROL).stat()
-            return f"{status.st_dev:x}-{status.st_ino:x}"
-    return secrets.token_hex(8)
 
 
 def maker_of(directory: Path) -> str:

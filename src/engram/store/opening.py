@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,6 +191,17 @@ def holds_store(directory: Path, call: str) -> bool:
     return False
 
 
+def origin_of(store: Store) -> str:
+    """A name that no other store has. Every process that has a directory open knows the same one; of private memory, no other process."""
+    if not store.origin:
+        with contextlib.suppress(OSError):
+            if store.directory is not None:
+                status = (store.directory / layout.FOLDER / layout.CONTROL).stat()
+                store.origin = f"{status.st_dev:x}-{status.st_ino:x}"
+        store.origin = store.origin or secrets.token_hex(8)
+    return store.origin
+
+
 def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -> Store:
     """A store in a folder with the rows, cursors and indexes of a private one, which must not be written to meanwhile.
 
@@ -202,7 +214,7 @@ def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -
             to.copy_(tensor)
         shared.core.copy_state(store.core)
         store.indexes.copy_to(shared.indexes)
-        shared.origin = store.origin
+        shared.origin = origin_of(store)
     except BaseException:
         shared.remove()
         raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
-from engram.store.lifetime import Attachment, erase, forget, opened, origin_of, remove_store
+from engram.store.lifetime import Attachment, erase, forget, opened, remove_store
 from engram.store.locks import exclusive, others_have_open
 from engram.store.memory import (
     Block,
@@ -132,6 +131,8 @@ class Store:
     is_native = True
     #: Whether every write is refused.
     readonly = False
+    #: Its name, once it was asked for.
+    origin = ""
 
     def __init__(
         self,
@@ -376,11 +377,6 @@ class Store:
         live = lanes[:, 1]
         ends = torch.arange(self.lanes, device="cpu") * self.lane_length + live
         return int(torch.where(live > 0, ends, 0).max())
-
-    @functools.cached_property
-    def origin(self) -> str:
-        """Names it, as no other store."""
-        return origin_of(self.directory)
 
     @property
     def base(self) -> int:

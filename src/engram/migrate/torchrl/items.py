@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._dtypes import DTYPE_OF
-from engram._streams import NoStreamError, inflated
+from engram._streams import inflated, is_stream
 from engram._tensordict import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import convert
@@ -64,12 +64,6 @@ class _Other(msgspec.Struct, tag_field="type", tag="other"):
     value: object
 
 
-class _Meta(msgspec.Struct):
-    """Of a TensorDict."""
-
-    type: str = msgspec.field(name="_type")
-
-
 def is_compressed(folder: Folder, parts: Parts) -> bool:
     """Whether the items of a ``CompressedListStorage`` lie in a folder."""
     return bool({_PLACES, _DATA} & set(folder.names(parts)))
@@ -90,6 +84,8 @@ class CompressedItems:
     def __init__(self, folder: Folder, parts: Parts, max_bytes: int | None) -> None:
         self._folder, self._parts = folder, parts
         self._most = _MOST if max_bytes is None else max_bytes
+        #: What was read last of TensorDicts: where, and what its description says.
+        self._meta: tuple[Parts, dict[str, object]] = (), {}
         self._name = folder.name((*parts, _DESCRIPTIONS))
         self._items: list[_Tensor | _TensorDict | _Other] = convert(
             self._json(_DESCRIPTIONS), list[_Tensor | _TensorDict | _Other], self._name
@@ -195,15 +191,14 @@ class CompressedItems:
         file = self._folder.name((*parts, f"{encode_key(key)}.memmap"))
         if decompress is not None:
             return _by(decompress, stream, shape, dtype, file)
-        if stream.dtype is not torch.uint8:
-            raise IncompatibleCheckpoint(f"{file}: {_OTHERWISE}")
+        data = b"" if stream.dtype is not torch.uint8 else stream.numpy().tobytes()
+        if not is_stream(data):
+            raise IncompatibleCheckpoint(f"{file}: expected a stream of zlib's or Zstandard's. {_OTHERWISE}")
         try:
-            made = bytearray(inflated(stream.numpy().tobytes(), shape.numel() * dtype.itemsize, "loads"))
-        except NoStreamError as error:
-            raise IncompatibleCheckpoint(f"{file}: {error}. {_OTHERWISE}") from error
+            made = bytearray(inflated(data, shape.numel() * dtype.itemsize, "loads"))
         except ValueError as error:
             raise CorruptCheckpoint(f"{file}: {error}. Nothing was changed. Copy the dump again.") from error
-        values = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype)
+        values = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype, device="cpu")
         check_bools(values, file)
         return values.reshape(shape)
 
@@ -212,7 +207,9 @@ class CompressedItems:
         for part in (*parts[len(self._parts) :], key):
             check_key((part,), where)
         name = self._folder.name((*parts, "meta.json"))
-        leaf = convert(self._folder.json((*parts, "meta.json")).get(key), Leaf, f"{name}: field {key!r:.100}")
+        if self._meta[0] != parts:
+            self._meta = parts, self._folder.json((*parts, "meta.json"))
+        leaf = convert(self._meta[1].get(key), Leaf, f"{name}: field {key!r:.100}")
         if leaf.is_nested:
             raise IncompatibleCheckpoint(f"{name}: field {key!r:.100}: nested tensors cannot be read.")
         nbytes = math.prod(leaf.shape) * DTYPES[_checked(leaf.dtype, f"{name}: field {key!r:.100}")]
