@@ -63,6 +63,18 @@ def test_shares_are_those_of_torchrl(size, fraction, step, total):
     assert counts[0] == counts[1]
 
 
+def test_hooks_of_torchrls_trainer_save_and_anneal_the_share():
+    hooks = pytest.importorskip("torchrl.trainers.algorithms.offline_to_online")
+    rb, twin = (OfflineToOnlineReplayBuffer(recorded(make=TensorDict), online_capacity=20) for _ in range(2))
+    hook, of_twin = (hooks.OfflineToOnlineReplayBufferHook(replay_buffer=it, batch_size=4) for it in (rb, twin))
+    rb.extend(data(torch.arange(100, 110), TensorDict))
+    rb.anneal(1, 2)
+    of_twin.load_state_dict(hook.state_dict())
+    assert (twin.offline_fraction, len(twin)) == (0.25, 60)
+    twin.anneal(0, 2)
+    assert twin.offline_fraction == 0.5
+
+
 def test_transform_and_storage(tmp_path):
     rb = OfflineToOnlineReplayBuffer(
         recorded(), online_storage=lambda: LazyTensorStorage(5), batch_size=4, transform=lambda batch: batch["a"] * 2
@@ -106,6 +118,13 @@ def test_what_is_refused():
         ({"online_capacity": 3, "online_storage": LazyTensorStorage(3)}, ValueError, "got both"),
         ({"online_capacity": 0}, ValueError, "online_capacity"),
         ({"online_capacity": 3, "offline_fraction": 1.0}, ValueError, "a number between 0 and 1, got 1.0"),
+        (
+            {"online_capacity": 3, "offline_fraction": "0.5"},
+            TypeError,
+            r"offline_fraction: expected a number in \[0, 1\], got str",
+        ),
+        ({"online_capacity": 3, "offline_fraction": None}, TypeError, "offline_fraction: .* got NoneType"),
+        ({"online_capacity": 3, "transform": 3}, TypeError, "transform: expected a function of a batch, got int"),
         ({"online_capacity": 3, "batch_size": 0}, ValueError, "batch_size"),
     ):
         with pytest.raises(error, match=said):
@@ -119,6 +138,18 @@ def test_what_is_refused():
         rb.sample()
     with pytest.raises(ValueError, match="total_steps"):
         rb.anneal(1, 0)
+    for step, error in ((-1, ValueError), (float("nan"), ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="anneal: step: expected a finite number of at least 0, got"):
+            rb.anneal(step, 10)
+    assert rb.offline_fraction == 0.5
+    with pytest.raises(TypeError, match="prefill_replay_buffer: rb: expected a buffer to write to, got int"):
+        prefill_replay_buffer(3, offline)
+    wide = OfflineToOnlineReplayBuffer(offline, online_capacity=3)
+    wide.extend({"a": torch.zeros(3, 7, dtype=torch.int64), "next": {"b": torch.zeros(3, 1)}})
+    with pytest.raises(
+        RuntimeError, match=r"field 'a': expected rows of one shape .* \[\] of the dataset and \[7\] of the online"
+    ):
+        wide.sample(4)
     rb.extend({"other": torch.zeros(3)})
     with pytest.raises(KeyError, match="same fields in both buffers"):
         rb.sample(4)

@@ -122,11 +122,38 @@ def test_state_goes_on():
             ValueError,
             "min_value of at most max_value, got 2 and 1",
         ),
+        (
+            lambda: LinearScheduler(sampler(0.4), "beta", "1", 2),
+            TypeError,
+            "final_value: expected a finite number, got str",
+        ),
+        (lambda: LinearScheduler(sampler(0.4), "beta", float("nan"), 2), ValueError, "final_value: .* got nan"),
+        (lambda: StepScheduler(sampler(0.4), "beta", None), TypeError, "gamma: expected a finite number, got NoneType"),
+        (lambda: StepScheduler(sampler(0.4), "beta", min_value="0"), TypeError, "min_value: .* got str"),
+        (lambda: StepScheduler(sampler(0.4), "beta", max_value=float("nan")), ValueError, "max_value: .* got nan"),
+        (lambda: LambdaScheduler(sampler(0.4), "beta", 3), TypeError, "lambda_fn: expected a function .* got int"),
+        (lambda: SchedulerList(None), TypeError, "expected schedulers, such as a LinearScheduler, got None"),
     ],
 )
 def test_what_is_refused(make, error, said):
     with pytest.raises(error, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "said"),
+    [
+        (None, TypeError, "lambda_fn: expected a finite number, got NoneType"),
+        (float("nan"), ValueError, "lambda_fn: .* got nan"),
+        (-1.0, ValueError, "beta: expected a finite number of at least 0, got -0.4"),
+    ],
+)
+def test_a_step_that_is_refused_was_not_taken(factor, error, said):
+    own = sampler(0.4)
+    scheduler = LambdaScheduler(own, "beta", lambda step: factor)
+    with pytest.raises(error, match=said):
+        scheduler.step()
+    assert (own.beta, scheduler.step_count) == (0.4, 0)
 
 
 def test_one_of_ones_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from pathlib import Path
@@ -42,6 +43,25 @@ def _as_int(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type] # that is the question
     except TypeError:
         return None
+
+
+def check_number(what: str, value: object, *, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite number of Python's or NumPy's, or that of a tensor or array without a dimension, as a float.
+
+    Raises ``TypeError``: it is none. ``ValueError``: it is not finite, below ``least`` or above ``most``.
+    """
+    held = value.item() if isinstance(value, Tensor | np.ndarray) and not value.ndim else value
+    span = f"a number in [{least:g}, {most:g}]" if most < math.inf else f"a finite number of at least {least:g}"
+    wanted = "a finite number" if least == -math.inf else span
+    if isinstance(held, bool) or not isinstance(held, int | float | np.integer | np.floating):
+        raise TypeError(f"{what}: expected {wanted}, got {type(value).__name__}.")
+    try:
+        number = float(held)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and least <= number <= most):
+        raise ValueError(f"{what}: expected {wanted}, got {value}.")
+    return number
 
 
 def check_path(what: str, value: object) -> Path:

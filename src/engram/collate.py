@@ -68,7 +68,8 @@ def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Te
         how: puts the tensors of a field together, such as ``torch.cat``. TensorDicts are put together by it as they are.
 
     Raises:
-        KeyError: one has other fields than the first. RuntimeError: another dtype, or what ``how`` raises.
+        KeyError: one has other fields than the first. RuntimeError: another dtype, or, for ``torch.cat``, rows of another shape; what
+            ``how`` raises.
     """
     own = _leaves(batches[0])
     for batch, owner in zip(batches[1:], owners[1:], strict=True):
@@ -80,7 +81,14 @@ def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Te
             )
         for key, leaf in own.items():
             other = others[key]
-            if isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.dtype != other.dtype:
+            if not (isinstance(leaf, Tensor) and isinstance(other, Tensor)):
+                continue
+            if how is torch.cat and leaf.shape[1:] != other.shape[1:]:
+                raise RuntimeError(
+                    f"sample: field {public(key)!r}: expected rows of one shape in both buffers, got {list(leaf.shape[1:])} {owners[0]} "
+                    f"and {list(other.shape[1:])} {owner}. Give them transforms that leave the same rows."
+                )
+            if leaf.dtype != other.dtype:
                 raise RuntimeError(
                     f"sample: field {public(key)!r}: expected one dtype in both buffers, got {leaf.dtype} {owners[0]} and "
                     f"{other.dtype} {owner}. Cast one with DTypeCastTransform."

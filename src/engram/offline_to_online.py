@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from engram._checks import check_count
+from engram._checks import check_count, check_number
 from engram._tensordict import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
@@ -89,8 +89,11 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         if (online_storage is None) == (online_capacity is None):
             got = "none" if online_storage is None else "both"
             raise ValueError(f"{who}: expected one of online_storage and online_capacity, got {got}.")
-        if not 0.0 < offline_fraction < 1.0:
+        fraction = check_number(f"{who}: offline_fraction", offline_fraction, least=0, most=1)
+        if fraction in (0, 1):
             raise ValueError(f"{who}: offline_fraction: expected a number between 0 and 1, got {offline_fraction}.")
+        if transform is not None and not callable(transform):
+            raise TypeError(f"{who}: transform: expected a function of a batch, got {type(transform).__name__}.")
         self._batch_size = None if batch_size is None else check_count(f"{who}: batch_size", batch_size)
         if online_capacity is not None:
             online_storage = LazyTensorStorage(check_count(f"{who}: online_capacity", online_capacity))
@@ -100,17 +103,18 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         #: The rows that are added.
         self.online_buffer: ReplayBuffer[Batch] = kind(storage=online_storage)
         self._transform = transform
-        self._first_fraction = self._fraction = offline_fraction
+        # By these names trainers of TorchRL's save and load them.
+        self._base_offline_fraction = self._offline_fraction = fraction
 
     @property
     def offline_fraction(self) -> float:
         """The share of a batch that is of the dataset now."""
-        return self._fraction
+        return self._offline_fraction
 
     def anneal(self, step: int, total_steps: int) -> None:
         """Let the share fall linearly, from what the constructor was given at step 0 to 0 at ``total_steps``, and stay there.
 
-        Raises ``ValueError``: ``total_steps`` below 1.
+        Raises ``TypeError``: one of them is no number. ``ValueError``: ``step`` below 0, or ``total_steps`` below 1.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
@@ -125,7 +129,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         0.0
         """
         total = check_count("anneal: total_steps", total_steps)
-        self._fraction = self._first_fraction * min(max(1.0 - step / total, 0.0), 1.0)
+        taken = check_number("anneal: step", step, least=0)
+        self._offline_fraction = self._base_offline_fraction * max(1.0 - taken / total, 0.0)
 
     def add(self, data: object) -> object:
         """Write a row to the online buffer, as :meth:`ReplayBuffer.add`.
@@ -166,7 +171,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
             rows of both.
 
         Raises:
-            ValueError: there is no batch size, or it is below 1. KeyError: the two have other fields. What the two draws raise.
+            ValueError: there is no batch size, or it is below 1. KeyError: the two have other fields. RuntimeError: fields of another shape
+                or dtype. What the two draws raise.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
@@ -180,7 +186,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         size = self._batch_size if batch_size is None else check_count("sample: batch_size", batch_size)
         if size is None:
             raise ValueError("sample: batch_size: expected a number of rows, here or in the constructor, got none.")
-        offline = size if not len(self.online_buffer) else round(self._fraction * size)
+        offline = size if not len(self.online_buffer) else round(self._offline_fraction * size)
         if offline == size:
             batch = _anonymous(self.offline_buffer.sample(size))
         elif offline == 0:
@@ -200,7 +206,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(offline={len(self.offline_buffer)}, online={len(self.online_buffer)}, "
-            f"offline_fraction={self._fraction:g}, batch_size={self._batch_size})"
+            f"offline_fraction={self._offline_fraction:g}, batch_size={self._batch_size})"
         )
 
 
@@ -236,6 +242,8 @@ def prefill_replay_buffer(
     [0, 1, 2]
     """
     who = "prefill_replay_buffer"
+    if not {"extend"} <= set(dir(rb)):
+        raise TypeError(f"{who}: rb: expected a buffer to write to, got {type(rb).__name__}.")
     _check_dataset(f"{who}: dataset", dataset)
     chunk = check_count(f"{who}: chunk_size", chunk_size)
     # Not those that a queue has left; with ndim > 1 slots, as they are read and written by number.
@@ -253,8 +261,12 @@ def _check_dataset(what: str, dataset: object) -> None:
     """Raise ``TypeError`` for what nothing can be drawn from."""
     if not {"sample", "__len__"} <= set(dir(dataset)):
         raise TypeError(
-            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {dataset!r:.60}. Load a dataset first, and pass it."
+            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {_said(dataset)}. Load a dataset first, and pass it."
         )
+
+
+def _said(value: object) -> str:
+    return repr(value) if isinstance(value, str) else type(value).__name__
 
 
 def _anonymous(batch: Batch) -> Batch:

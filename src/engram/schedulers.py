@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from engram._checks import check_count
+from engram._checks import check_count, check_number
 from engram.buffer import ReplayBuffer
 from engram.state import check_keys, integer, real
 from engram.types import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 __all__ = ["LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"]
 
@@ -52,11 +53,12 @@ class ParameterScheduler:
             raise TypeError(f"{who}: obj: expected a ReplayBuffer or a sampler, got {type(found).__name__}.")
         if param_name not in dir(found):
             raise ValueError(f"{who}: param_name: expected an attribute of {found!r}, got {param_name!r}.")
-        if min_value is not None and max_value is not None and min_value > max_value:
+        self.min_value = None if min_value is None else check_number(f"{who}: min_value", min_value)
+        self.max_value = None if max_value is None else check_number(f"{who}: max_value", max_value)
+        if self.min_value is not None and self.max_value is not None and self.min_value > self.max_value:
             raise ValueError(f"{who}: expected min_value of at most max_value, got {min_value} and {max_value}.")
         self.sampler = found
         self.param_name = param_name
-        self.min_value, self.max_value = min_value, max_value
         #: What the attribute was when the scheduler was made.
         self.initial_value = self._current()
         #: Calls of :meth:`step`.
@@ -91,7 +93,8 @@ class ParameterScheduler:
         raise NotImplementedError(f"{type(self).__name__}: a scheduler of your own says in value() what to set.")
 
     def step(self) -> None:
-        """Set the attribute, for all processes where it belongs to the store, as ``alpha`` and ``beta`` do. Raises what setting it does.
+        """Set the attribute, for all processes where it belongs to the store, as ``alpha`` and ``beta`` do. Raises what setting it does,
+        and has taken no step then.
 
         >>> from engram import LinearScheduler, PrioritizedSampler
         >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.5)
@@ -101,12 +104,16 @@ class ParameterScheduler:
         (0.625, 1)
         """
         self.step_count += 1
-        value = self.value()
-        if self.min_value is not None:
-            value = max(value, self.min_value)
-        if self.max_value is not None:
-            value = min(value, self.max_value)
-        setattr(self.sampler, self.param_name, value)
+        try:
+            value = self.value()
+            if self.min_value is not None:
+                value = max(value, self.min_value)
+            if self.max_value is not None:
+                value = min(value, self.max_value)
+            setattr(self.sampler, self.param_name, value)
+        except BaseException:
+            self.step_count -= 1
+            raise
 
     def state_dict(self) -> dict[str, float]:
         """``step_count`` and ``initial_value``. What the scheduler was made with, such as a function, is not in it.
@@ -164,10 +171,14 @@ class LambdaScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
+        if not callable(lambda_fn):
+            raise TypeError(
+                f"LambdaScheduler: lambda_fn: expected a function of the number of steps, got {type(lambda_fn).__name__}."
+            )
         self.lambda_fn = lambda_fn
 
     def value(self) -> float:
-        return self.initial_value * self.lambda_fn(self.step_count)
+        return self.initial_value * check_number("LambdaScheduler: lambda_fn", self.lambda_fn(self.step_count))
 
 
 class LinearScheduler(ParameterScheduler):
@@ -189,7 +200,7 @@ class LinearScheduler(ParameterScheduler):
 
     def __init__(self, obj: ReplayBuffer | Sampler, param_name: str, final_value: float, num_steps: int) -> None:
         super().__init__(obj, param_name)
-        self.final_value = final_value
+        self.final_value = check_number("LinearScheduler: final_value", final_value)
         self.num_steps = check_count("LinearScheduler: num_steps", num_steps)
 
     def value(self) -> float:
@@ -231,7 +242,7 @@ class StepScheduler(ParameterScheduler):
         super().__init__(obj, param_name, min_value, max_value)
         if mode not in ("multiplicative", "additive"):
             raise ValueError(f"StepScheduler: mode: expected 'multiplicative' or 'additive', got {mode!r}.")
-        self.gamma, self.mode = gamma, mode
+        self.gamma, self.mode = check_number("StepScheduler: gamma", gamma), mode
         self.n_steps = check_count("StepScheduler: n_steps", n_steps)
 
     def value(self) -> float:
@@ -261,7 +272,9 @@ class SchedulerList:
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
         self.schedulers: list[ParameterScheduler] = []
-        for scheduler in [schedulers] if isinstance(schedulers, ParameterScheduler) else schedulers:
+        if not isinstance(schedulers, Iterable):
+            schedulers = [schedulers]
+        for scheduler in schedulers:
             self.append(scheduler)
 
     def __repr__(self) -> str:

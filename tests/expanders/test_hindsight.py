@@ -491,6 +491,12 @@ def test_a_share_outside_of_0_and_1_is_refused(ratio):
         HERReplayBuffer(reward, her_ratio=ratio, storage=LazyTensorStorage(10))
 
 
+@pytest.mark.parametrize("ratio", [None, "0.5", True])
+def test_a_share_that_is_no_number_is_refused(ratio):
+    with pytest.raises(TypeError, match=r"her_ratio: expected a number in \[0, 1\], got"):
+        HERReplayBuffer(reward, her_ratio=ratio, storage=LazyTensorStorage(10))
+
+
 def test_an_unknown_strategy_is_refused():
     with pytest.raises(ValueError, match="strategy: expected one of .*'random'.*, got 'nearest'"):
         Hindsight(RandomSampler(), reward, strategy="nearest")

@@ -151,6 +151,26 @@ def test_only_the_fields_of_a_predicate_are_read(monkeypatch):
     assert read == [(None, 2)]
 
 
+def test_a_predicate_of_ones_own_gets_the_fields_that_it_names(monkeypatch):
+    rb = buffer(steps([3, 4, 2]))
+    got = []
+
+    def long_enough(it):
+        got.append(sorted(map(str, it.keys(True, True))))
+        return it.reward.sum() > 3  # of the next step
+
+    asked = []
+    read = type(rb.storage.memory).read
+    monkeypatch.setattr(type(rb.storage.memory), "read", lambda *a, **k: asked.append(k.get("which")) or read(*a, **k))
+    found = rb.query(~TrajectoryPredicate(long_enough, keys={"reward"}))
+    expected = rb.query(lambda it: not it.reward.sum() > 3)
+    assert [it.length for it in found] == [it.length for it in expected]
+    assert set(map(tuple, got)) == {("('next', 'reward')",)}
+    assert [which is None or len(which) for which in asked] == [1, True, True]  # all fields of those that are returned
+    with pytest.raises(KeyError, match="query: expected a stored field 'nothing'"):
+        rb.query(TrajectoryPredicate(lambda it: True, keys={"nothing"}))
+
+
 def test_results_are_copies():
     rb = buffer(steps([3, 4]))
     found = rb.query()
@@ -294,6 +314,40 @@ def test_comparisons_of_steps_are_no_predicates():
         rb.query(3)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TrajectoryPredicate(3), "fn: expected a function of a Trajectory, got int"),
+        (lambda: TrajectoryPredicate(len, keys="obs"), "keys: expected a set of keys, got 'obs'"),
+        (lambda: TrajectoryPredicate(len, keys={3}), "keys: expected a string or a tuple of strings, got 3"),
+        (lambda: 2 < traj.length < 5, "expected & and | between predicates"),
+        (lambda: (traj.length > 2) and (traj.length < 5), "expected & and | between predicates"),
+        (lambda: traj.length > "a", r"\(traj.length > 'a'\): expected one number to compare with, got 'a'"),
+        (lambda: traj.reward.sum() > torch.zeros(2), "expected one number to compare with, got tensor"),
+        (lambda: Trajectory(3), "data: expected a TensorDict .* got NonTensorData.*3"),
+        (Trajectory, "data: expected a TensorDict"),
+    ],
+)
+def test_what_is_no_predicate_or_trajectory(make, said):
+    with pytest.raises(TypeError, match=said):
+        make()
+
+
+def test_answers_that_are_no_bool():
+    rb = buffer(steps([3, 2]))
+    for predicate, got in ((lambda it: None, "None"), (lambda it: it.reward > 3, r"a tensor \[3")):
+        for query in (
+            rb.query,
+            lambda p: filter_trajectories(steps([3]), p),
+            lambda p: rb.query(TrajectoryPredicate(p)),
+        ):
+            with pytest.raises(TypeError, match=f"expected one bool for each trajectory, got {got}"):
+                query(predicate)
+    with pytest.raises(TypeError, match="filter_trajectories: expected a predicate"):
+        filter_trajectories(steps([3]), 3)
+    assert [it.length for it in rb.query(lambda it: it.length == 3)] == [3]
+
+
 def test_keys_that_are_not_there():
     rb = buffer(steps([3, 2]))
     for predicate in (traj.nothing.sum() > 3, (traj.nothing > 3).any(), traj["next", "nothing"].sum() > 3):
@@ -305,6 +359,9 @@ def test_keys_that_are_not_there():
         rb.query(trajectory_key="nothing")
     with pytest.raises(KeyError, match=r"trajectory ids.*trajectory_key"):
         buffer(TensorDict({"x": torch.arange(4)}, [4])).query()
+    for entry in (lambda it: it["nothing"].sum() > 3, lambda it: it["next", "nothing"].sum() > 3):
+        with pytest.raises(KeyError, match=r"expected an entry .*'nothing'.*'next', 'reward'.*'obs'"):
+            rb.query(entry)
     with pytest.raises(RuntimeError, match=r"one number of each trajectory.*\[2\]"):
         rb.query(traj.obs.first() > 3)
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from engram import _fork, samplers
-from engram._checks import check_count
+from engram._checks import check_count, check_number
 from engram.errors import NoSampleable
 from engram.expanders.expansion import Expansion
 from engram.expanders.reading import MARK, Reading
@@ -497,9 +497,6 @@ def check_steps(what: str, value: object) -> int:
     return steps
 
 
-def check_discount(what: str, value: float) -> float:
-    """A discount. Raises ``ValueError``: it is outside [0, 1]."""
-    number = float(value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{what}: expected a number in [0, 1], got {value}.")
-    return number
+def check_discount(what: str, value: object) -> float:
+    """A discount, or a share. Raises ``TypeError``: it is no number. ``ValueError``: it is outside [0, 1]."""
+    return check_number(what, value, least=0, most=1)

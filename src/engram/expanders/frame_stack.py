@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from engram._checks import check_count
+from engram._checks import check_count, check_number
 from engram.expanders._base import Expander, check_steps
 from engram.expanders.reading import is_of_next_step, observed_before
 from engram.field_paths import as_paths, public
@@ -95,9 +94,7 @@ class FrameStack(Expander):
         self.dim = dim
         self.in_keys = keys
         self.padding = padding
-        self.padding_value = float(padding_value)
-        if not math.isfinite(self.padding_value):
-            raise ValueError(f"FrameStack: padding_value: expected a finite number, got {padding_value}.")
+        self.padding_value = check_number("FrameStack: padding_value", padding_value)
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from engram._checks import check_number
 from engram.expanders._base import Expander
 from engram.expanders.reading import boundaries_of
 from engram.expanders.relabelling import Relabelling, Rule
@@ -123,9 +124,7 @@ class Hindsight(Expander):
             raise TypeError(
                 f"Hindsight: reward_fn: expected a function of the relabelled rows, got {type(reward_fn).__name__}."
             )
-        ratio = float(her_ratio)
-        if not 0 <= ratio <= 1:
-            raise ValueError(f"Hindsight: her_ratio: expected a number in [0, 1], got {her_ratio}.")
+        ratio = check_number("Hindsight: her_ratio", her_ratio, least=0, most=1)
         if strategy not in list(HindsightStrategy):
             raise ValueError(
                 f"Hindsight: strategy: expected one of {[*map(str, HindsightStrategy)]}, got {strategy!r}."

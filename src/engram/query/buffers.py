@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from engram.query.boundaries import boundary_keys
-from engram.query.predicates import TrajectoryPredicate, reject
+from engram.query.predicates import TrajectoryPredicate, holds, reject
 from engram.query.segments import Segments, missing
 from engram.samplers.trajectory_tables import Boundaries, numbers_by_path, shared_table
 
@@ -73,7 +73,7 @@ class Query:
         self, predicate: Callable[[Trajectory], object] | None = None, *, trajectory_key: object = None
     ) -> list[Trajectory]:
         """As the class says."""
-        reject(predicate)
+        reject(predicate, "query")
         storage = self._buffer.storage
         if storage.traits.is_remote:
             raise RuntimeError(
@@ -94,12 +94,13 @@ class Query:
         transforms = self._buffer.transform.reads
         if predicate is None:
             return self._made(stored)
-        many = predicate.many if isinstance(predicate, TrajectoryPredicate) else None
-        if transforms or many is None:
-            return [it for it in self._made(stored) if bool(predicate(it))]
-        named = cast("TrajectoryPredicate", predicate).required_keys() or frozenset()
-        segments = stored.segments(named)
+        known = predicate if isinstance(predicate, TrajectoryPredicate) else None
+        keys = None if known is None else known.required_keys()
+        if transforms or known is None or keys is None:
+            return [it for it in self._made(stored) if holds(predicate, it)]
+        segments = stored.segments(keys)
         if len(segments.lengths):
+            many = known.many or _one_by_one(known)
             stored.keep(many(segments))
         return self._made(stored)
 
@@ -138,7 +139,18 @@ class Query:
         ]
         if transform.reads:
             found = [Trajectory(transform.forward(it.data.clone())) for it in found]
-        return [it for it in found if predicate is None or bool(predicate(it))]
+        return [it for it in found if predicate is None or holds(predicate, it)]
+
+
+def _one_by_one(predicate: TrajectoryPredicate) -> Callable[[Segments], Tensor]:
+    """Asks it of each trajectory, of which it gets the fields that were read."""
+
+    def of_many(segments: Segments) -> Tensor:
+        from engram.query.trajectory import Trajectory
+
+        return torch.tensor([predicate(Trajectory(data)) for data in segments.split()], dtype=torch.bool, device="cpu")
+
+    return of_many
 
 
 class Stored:

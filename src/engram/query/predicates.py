@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +31,9 @@ class TrajectoryPredicate:
     Args:
         fn: says so of a :class:`Trajectory`.
         description: for messages.
-        keys: of the entries that it reads, if they are known: no others are read then.
+        keys: of the entries that it reads, if they are known: ``rb.query`` gives it no others.
+
+    Raises ``TypeError``: ``fn`` is no function, or a key is none.
 
     >>> from engram import traj
     >>> (traj.reward.sum() > 100) & ~(traj.length >= 200)
@@ -35,11 +41,16 @@ class TrajectoryPredicate:
     """
 
     def __init__(
-        self, fn: Callable[[Trajectory], object], description: str = "predicate", keys: frozenset[object] | None = None
+        self, fn: Callable[[Trajectory], object], description: str = "predicate", keys: Iterable[object] | None = None
     ) -> None:
+        who = "TrajectoryPredicate"
+        if not callable(fn):
+            raise TypeError(f"{who}: fn: expected a function of a Trajectory, got {type(fn).__name__}.")
+        if isinstance(keys, str) or not (keys is None or isinstance(keys, Iterable)):
+            raise TypeError(f"{who}: keys: expected a set of keys, got {keys!r}. Put one in braces.")
         self._fn = fn
         self._description = description
-        self._keys = keys
+        self._keys = None if keys is None else frozenset(public(checked_path(key, f"{who}: keys")) for key in keys)
 
     @property
     def many(self) -> OfMany | None:
@@ -61,11 +72,17 @@ class TrajectoryPredicate:
         return self._keys
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        return bool(self._fn(trajectory))
+        return holds(self._fn, trajectory)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self._description}: expected & and | between predicates and ~ before one, got and, or, not or a chain of comparisons, "
+            "which would take one of them. Write (traj.length > 3) & (traj.length < 9)."
+        )
 
     def _joined(self, other: object, symbol: str, joins: Compare) -> TrajectoryPredicate:
         if not isinstance(other, TrajectoryPredicate):
-            reject(other)
+            reject(other, self._description)
             raise TypeError(
                 f"{self._description} {symbol} …: expected a TrajectoryPredicate, got {type(other).__name__}."
             )
@@ -203,6 +220,10 @@ class Scalar(_Comparable):
     def _compared(self, other: object, symbol: str, compare: Compare) -> TrajectoryPredicate:
         self._check(other)
         description = f"({self.description} {symbol} {other!r})"
+        if not isinstance(other, Real | Tensor | np.ndarray) or (
+            isinstance(other, Tensor | np.ndarray) and math.prod(other.shape) != 1
+        ):
+            raise TypeError(f"{description}: expected one number to compare with, got {other!r:.40}.")
 
         def of_many(segments: Segments) -> Tensor:
             held = cast("Tensor", compare(self._of_many(segments), other))
@@ -213,8 +234,7 @@ class Scalar(_Comparable):
                 )
             return held.reshape(-1).bool()
 
-        many = None if isinstance(other, Tensor) and other.ndim else of_many
-        return BatchedPredicate(lambda it: compare(self._of_one(it), other), description, self._keys, many)
+        return BatchedPredicate(lambda it: compare(self._of_one(it), other), description, self._keys, of_many)
 
 
 class Field(_Comparable):
@@ -308,9 +328,22 @@ traj = TrajectoryRef()
 """Begins predicates: ``(traj.reward.sum() > 100) & (traj.length < 200)``."""
 
 
-def reject(predicate: object) -> None:
+def holds(predicate: Callable[[Trajectory], object], trajectory: Trajectory) -> bool:
+    """Whether it is true of a trajectory. Raises ``TypeError``: it does not say so."""
+    said = predicate(trajectory)
+    if said is None or (isinstance(said, Tensor) and said.numel() != 1):
+        got = "None" if said is None else f"a tensor {list(said.shape)}"
+        raise TypeError(
+            f"query: predicate: expected one bool for each trajectory, got {got}. Return one, such as that of any() or all()."
+        )
+    return bool(said)
+
+
+def reject(predicate: object, call: str) -> None:
     """Raise ``TypeError`` for a comparison of each step, or what cannot be called."""
     if isinstance(predicate, Comparison):
         predicate()
     if predicate is not None and not callable(predicate):
-        raise TypeError(f"query: expected a predicate, or a callable, got {type(predicate).__name__}.")
+        raise TypeError(
+            f"{call}: expected a predicate, such as traj.length > 3, or a function of a Trajectory, got {type(predicate).__name__}."
+        )

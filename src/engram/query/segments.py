@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from engram.field_paths import public
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from tensordict import TensorDictBase
     from torch import Tensor
 
 Reduction = Literal["sum", "mean", "max", "min", "first", "last"]
@@ -38,6 +39,15 @@ class Segments:
             if found in self._fields:
                 return self._fields[found]
         raise KeyError(missing(path, self._fields))
+
+    def split(self) -> Sequence[TensorDictBase]:
+        """The fields of each trajectory, ``[T]``."""
+        from tensordict import TensorDict
+
+        data = TensorDict({}, [len(self._of)])
+        for path, column in self._fields.items():
+            data.set(path, column)
+        return cast("Sequence[TensorDictBase]", data.split(self.lengths.tolist()))
 
     def any(self, steps: Tensor) -> Tensor:
         """Bool ``[K]``: whether something is true in a trajectory. ``steps``: bool ``[N, ...]``."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engram.query.boundaries import boundary_keys
-from engram.query.predicates import reject
+from engram.query.predicates import holds, reject
 from engram.trajectories import find_start_stop_traj
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def filter_trajectories(
     >>> filter_trajectories(data, traj.x.sum() > 3)[0].x.tolist()
     [2, 3, 4]
     """
-    reject(predicate)
+    reject(predicate, "filter_trajectories")
     check_flat(data, "filter_trajectories")
-    return [it for it in iter_trajectories(data, trajectory_key) if predicate is None or bool(predicate(it))]
+    return [it for it in iter_trajectories(data, trajectory_key) if predicate is None or holds(predicate, it)]
 
 
 def check_flat(data: object, call: str) -> None:

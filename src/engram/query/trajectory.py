@@ -36,7 +36,7 @@ class Trajectory(_Steps):
     Args:
         data: a TensorDict with one batch dimension.
 
-    Raises ``ValueError``: more batch dimensions.
+    Raises ``TypeError``: no TensorDict. ``ValueError``: more batch dimensions.
 
     >>> import torch
     >>> from engram import Trajectory
@@ -49,7 +49,9 @@ class Trajectory(_Steps):
     data: TensorDictBase
 
     def __post_init__(self) -> None:
-        if not self.batch_size and self.data is not None and self.data.batch_dims:
+        if not isinstance(self.data, TensorDictBase):
+            raise TypeError(f"Trajectory: data: expected a TensorDict [T], got {self.data!r:.60}.")
+        if not self.batch_size and self.data.batch_dims:
             if self.data.batch_dims != 1:
                 raise ValueError(
                     f"Trajectory: expected a TensorDict with one batch dimension, [T], got {list(self.data.batch_size)}. Make one of each "
@@ -103,16 +105,22 @@ def _entry(self: Trajectory, name: str) -> object:
     except AttributeError:
         value = None if name.startswith("_") else self.get(name)
         if value is None:
-            found = sorted(map(str, self.data.keys(include_nested=True, leaves_only=True)))
-            raise AttributeError(
-                f"Trajectory: expected an entry {name!r} or {('next', name)!r}, got {found}."
-            ) from None
+            raise AttributeError(_missing(self, name)) from None
         return value
+
+
+def _missing(self: Trajectory, key: Key) -> str:
+    found = sorted(self.data.keys(include_nested=True, leaves_only=True), key=str)
+    either = f"{key!r} or {('next', key)!r}" if isinstance(key, str) else f"{key!r}"
+    return f"Trajectory: expected an entry {either}, got {found}."
 
 
 def _entry_or_steps(self: Trajectory, index: object) -> object:
     if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(part, str) for part in index)):
-        return self.data[index]
+        value = self.get(cast("Key", index))
+        if value is None:
+            raise KeyError(_missing(self, cast("Key", index)))
+        return value
     return _item_of(self, cast("slice", index))
 
 

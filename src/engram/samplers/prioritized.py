@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers, check_count
+from engram._checks import as_numbers, check_count, check_number
 from engram._devices import named_device
 from engram._unsupported import reject_unsupported
 from engram._words import warn
@@ -530,11 +530,5 @@ def rows_of(index: object, call: str) -> Tensor:
     return rows.to("cpu", torch.int64).reshape(-1).contiguous()
 
 
-def _number(name: str, value: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"PrioritizedSampler: {name}: expected a number, got {type(value).__name__}.") from None
-    if not (0 <= number < float("inf")):
-        raise ValueError(f"PrioritizedSampler: {name}: expected a finite number of at least 0, got {value}.")
-    return number
+def _number(name: str, value: object) -> float:
+    return check_number(f"PrioritizedSampler: {name}", value, least=0)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from engram._checks import check_number
 from engram.storages import coordinates
 
 
@@ -45,11 +46,7 @@ class AnchorPriorities(NamedTuple):
 
 def checked_eta(what: str, eta: object) -> float:
     """The weight of the largest error. Raises ``TypeError``, ``ValueError``: it is no number in [0, 1]."""
-    if isinstance(eta, bool) or not isinstance(eta, int | float):
-        raise TypeError(f"{what}: expected a number in [0, 1], got {eta!r}.")
-    if not 0 <= eta <= 1:
-        raise ValueError(f"{what}: expected a number in [0, 1], got {eta}.")
-    return float(eta)
+    return check_number(what, eta, least=0, most=1)
 
 
 def r2d2_priority(td_error: Tensor, mask: Tensor | None = None, *, eta: float = 0.9) -> Tensor:
