@@ -90,6 +90,14 @@ def check_her(said):
     assert int(shares["without"]) < 20
 
 
+def check_offline_to_online(said):
+    """Recordings know another world; with rows of this one, the agent arrives."""
+    before, after = (int(share) for share in re.findall(r": (\d+)% arrive$", said, re.MULTILINE))
+    assert before < 20
+    assert after > 60
+    assert "24000 rows more, a share of 0 recordings in the end" in said
+
+
 def check_recurrent_slices(said):
     assert "32 windows of up to 12 steps, each from one episode: True" in said
     assert len(re.findall(r"^step \d+, \d+ s: right in \d+%$", said, re.MULTILINE)) == 10
@@ -120,6 +128,7 @@ CHECKS = {
     "r2d2.py": check_r2d2,
     "recurrent_slices.py": check_recurrent_slices,
     "resumable_training.py": check_resumable_training,
+    "offline_to_online.py": check_offline_to_online,
     "own_storage.py": check_own_storage,
     "two_indexes.py": check_two_indexes,
 }
@@ -130,6 +139,7 @@ QUICKLY = {
     "her.py": ["--bits", "10", "--steps", "1600"],
     "grpo_data_path.py": ["--rounds", "150"],
     "larger_than_memory.py": ["--memory", "0", "--updates", "60"],
+    "offline_to_online.py": ["--updates", "1500"],
     "r2d2.py": ["--steps", "400"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
 }
