@@ -11,11 +11,14 @@ FieldPath: TypeAlias = tuple[str, ...]
 
 
 def checked_path(key: object, what: str) -> FieldPath:
-    """A user's key as a path. Raises ``TypeError`` unless it is a string, or a tuple or list of strings."""
-    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, tuple | list) else ()
-    if not parts or not all(isinstance(part, str) for part in parts):
+    """A user's key as a path: ints, which keys of dicts may be, by their digits.
+
+    Raises ``TypeError`` unless it is a string or an int, or a tuple or list of them.
+    """
+    parts = tuple(key) if isinstance(key, tuple | list) else (key,)
+    if not parts or not all(isinstance(part, str | int) and not isinstance(part, bool) for part in parts):
         raise TypeError(f"{what}: expected a string or a tuple of strings, got {key!r}.")
-    return parts
+    return tuple(map(str, parts))
 
 
 def as_path(key: object, what: str) -> FieldPath | None:

@@ -205,7 +205,7 @@ REFUSED = {
     ),
     "lane too": ((X, {"lane": 0, "lane_key": "x"}), ValueError, "lane_key: expected neither lane= nor layout="),
     "no such field": ((X, {"lane_key": "env"}), KeyError, "lane_key: expected a field of the data, got 'env'"),
-    "no key": ((X, {"lane_key": 3}), TypeError, "lane_key: expected a string or a tuple of strings, got 3"),
+    "no key": ((X, {"lane_key": 1.5}), TypeError, "lane_key: expected a string or a tuple of strings, got 1.5"),
     "outside": ((X, {"lane_key": "x"}), RowError, r"'x' names the lanes: .*\[0, 3\).* Name them with lane="),
     "floats": (({"x": np.zeros(8)}, {"lane_key": "x"}), TypeError, "lane: expected ints"),
     "of another shape": (

@@ -41,7 +41,7 @@ from tests.ensembles.buffers import member, members, rows
         ({"num_buffer_sampled": 2.5}, TypeError, "num_buffer_sampled"),
         ({"routing_key": "a", "routing_dim": 0}, ValueError, "got both"),
         ({"routing_dim": "a"}, TypeError, "routing_dim"),
-        ({"routing_key": 3}, TypeError, "routing_key"),
+        ({"routing_key": 1.5}, TypeError, "routing_key"),
         ({"collate_fn": 3}, TypeError, "collate_fn"),
         ({"samplers": SamplerEnsemble(RandomSampler())}, RuntimeError, "got both"),
         ({"collate_fns": [None, None]}, RuntimeError, "got both"),

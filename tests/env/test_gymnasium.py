@@ -424,7 +424,7 @@ def test_other_names():
         ({"obs": "o"}, KeyError, "expected some of"),
         ({"observation": "action"}, ValueError, "collide"),
         ({"observation": "next"}, ValueError, "collide"),
-        ({"observation": 3}, TypeError, "expected a string or a tuple of strings, got 3"),
+        ({"observation": 1.5}, TypeError, "expected a string or a tuple of strings, got 1.5"),
     ],
 )
 def test_names_that_cannot_be(names, error, said):

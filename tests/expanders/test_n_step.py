@@ -381,7 +381,7 @@ def test_bad_numbers(arguments, error, text):
 
 
 def test_bad_keys():
-    for more in ({"reward_key": 3}, {"end_keys": "done"}, {"traj_key": ()}, {"next_keys": [1]}):
+    for more in ({"reward_key": 1.5}, {"end_keys": "done"}, {"traj_key": ()}, {"next_keys": [1.5]}):
         with pytest.raises(TypeError, match="expected a"):
             NStep(RandomSampler(), 2, 0.9, **more)
     with pytest.raises(ValueError, match="index"):

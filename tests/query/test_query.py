@@ -319,7 +319,7 @@ def test_comparisons_of_steps_are_no_predicates():
     [
         (lambda: TrajectoryPredicate(3), "fn: expected a function of a Trajectory, got int"),
         (lambda: TrajectoryPredicate(len, keys="obs"), "keys: expected a set of keys, got 'obs'"),
-        (lambda: TrajectoryPredicate(len, keys={3}), "keys: expected a string or a tuple of strings, got 3"),
+        (lambda: TrajectoryPredicate(len, keys={1.5}), "keys: expected a string or a tuple of strings, got 1.5"),
         (lambda: 2 < traj.length < 5, "expected & and | between predicates"),
         (lambda: (traj.length > 2) and (traj.length < 5), "expected & and | between predicates"),
         (lambda: traj.length > "a", r"\(traj.length > 'a'\): expected one number to compare with, got 'a'"),

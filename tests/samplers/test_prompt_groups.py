@@ -488,8 +488,8 @@ def test_prefetched_batches_are_groups():
         ({"num_groups": 0}, ValueError, "num_groups"),
         ({"samples_per_group": -1}, ValueError, "samples_per_group"),
         ({"num_groups": 1, "strategy": "best"}, ValueError, "strategy.*random"),
-        ({"num_groups": 1, "group_key": 3}, TypeError, "group_key"),
-        ({"num_groups": 1, "reward_key": 3}, TypeError, "reward_key"),
+        ({"num_groups": 1, "group_key": 1.5}, TypeError, "group_key"),
+        ({"num_groups": 1, "reward_key": 1.5}, TypeError, "reward_key"),
         ({"num_groups": 1, "index": "a/b"}, ValueError, "index"),
     ],
 )

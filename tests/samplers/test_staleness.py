@@ -198,7 +198,7 @@ def test_bad_arguments():
         ({"max_staleness": -2}, ValueError),
         ({"max_staleness": 1.5}, TypeError),
         ({"staleness_weight_fn": 3}, TypeError),
-        ({"version_key": 3}, TypeError),
+        ({"version_key": 1.5}, TypeError),
         ({"index": "a/b"}, ValueError),
     ):
         with pytest.raises(error, match=next(iter(given))):

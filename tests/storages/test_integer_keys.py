@@ -13,13 +13,23 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
+    ActionChunkTransform,
     Checkpointer,
     CorruptStore,
+    DTypeCastTransform,
+    ExcludeTransform,
+    FrameStack,
     IncompatibleStore,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PromptGroupSampler,
+    RandomSampler,
+    RenameTransform,
     ReplayBuffer,
+    RoundRobinWriter,
+    SelectTransform,
+    SliceSampler,
 )
 from engram.format.schema import decode, encode
 from engram.packing import pack, unpack
@@ -168,6 +178,64 @@ def test_paths_name_them_by_their_digits():
     assert rb["1"].tolist() == [0.0] * N
     with pytest.raises(KeyError, match=r"expected one of \['1', '0'\], got '2'"):
         rb["2"]
+
+
+def test_users_name_them_by_themselves():
+    steps = {0: torch.rand(20, 3), 1: {2: torch.arange(20) // 5, "end": torch.arange(20) % 5 == 4}}
+
+    def made(sampler=None, **arguments):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(20, dtypes={0: torch.float64}), sampler=sampler, batch_size=10, **arguments
+        )
+        rb.extend(steps)
+        return rb
+
+    rb = made(writer=RoundRobinWriter(track_generations=True))
+    assert rb[0][0].dtype is torch.float64
+    rb.set_at_((1, 2), torch.tensor([9]), [3])
+    index = torch.arange(4)
+    rb.update_if_present(
+        index=index, generation=rb.writer.generations_of(index), patch={0: torch.ones(4, 3, dtype=torch.float64)}
+    )
+    assert rb[:4][0].eq(1).all()
+    assert rb[3][1][2] == 9
+    for sampler in (SliceSampler(slice_len=5, traj_key=(1, 2)), SliceSampler(slice_len=5, end_key=(1, "end"))):
+        assert made(sampler).sample()[1][2].view(2, 5).unique(dim=1).shape[1] == 1
+    stacked = made(FrameStack(RandomSampler(), n=2, dim=-1, in_keys=[0], traj_key=(1, 2))).sample()
+    assert stacked[0].shape == (10, 6)
+    assert (
+        made(PromptGroupSampler(num_groups=2, group_key=(1, 2))).sample()[1][2].view(2, 5).unique(dim=1).shape[1] == 1
+    )
+
+
+@pytest.mark.parametrize("name", [0, "0"])
+def test_transforms_name_them(name):
+    data = {0: torch.rand(4, 3), 1: {2: torch.rand(4)}}
+    cast = DTypeCastTransform(torch.float32, torch.float64, in_keys=[name, (1, 2)])(data)
+    assert list(cast) == [0, 1]
+    assert cast[0].dtype is cast[1][2].dtype is torch.float64
+    assert list(RenameTransform([name], ["obs"])(data)) == [1, "obs"]
+    assert list(SelectTransform(name, ("1", "2"))(data)) == [0, 1]
+    assert SelectTransform((1, 2))(data).keys() == {1}
+    assert list(ExcludeTransform(name, (1, "2"))(data)) == [1]
+    with pytest.raises(TypeError, match="in_keys: expected a string or a tuple of strings, got True"):
+        DTypeCastTransform(torch.float32, torch.float64, in_keys=[True])
+    for key in ("action_key", "chunk_key", "pad_key", "done_key"):
+        with pytest.raises(TypeError, match=rf"{key}: expected a string or a tuple of strings, got \(\)"):
+            ActionChunkTransform(2, **{key: ()})
+
+
+def test_fields_that_are_added_are_strings():
+    rb = buffer()
+    rb.extend(filled(TREE))
+    before = rb[:]
+    for key in (5, (0, 5), ("v", 5)):
+        with pytest.raises(TypeError, match="add_field: key: expected new keys that are strings, got"):
+            rb.add_field(key, torch.zeros(1))
+    with pytest.raises(KeyError, match=r"unknown \[7\]"):
+        rb[:] = {**before, 7: torch.zeros(N)}
+    rb.add_field((0, "v"), torch.zeros(2))
+    assert rb[:][0]["v"].shape == (N, 2)
 
 
 @pytest.mark.parametrize(

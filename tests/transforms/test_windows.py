@@ -185,7 +185,7 @@ def test_frames_of_windows_that_are_written():
         (lambda: CatFrames(2, 0), ValueError, "dim: expected a negative number.*got 0"),
         (lambda: CatFrames(2, -1, padding="zeros"), ValueError, "expected 'same' or 'constant', got 'zeros'"),
         (lambda: CatFrames(2, -1, ["a"], ["b", "c"]), ValueError, "equally many in_keys and out_keys, got 1 and 2"),
-        (lambda: CatFrames(2, -1, [3]), TypeError, "got 3"),
+        (lambda: CatFrames(2, -1, [1.5]), TypeError, "got 1.5"),
         (lambda: ActionChunkTransform(0), ValueError, "chunk_size: expected at least 1, got 0"),
         (lambda: ActionChunkTransform(2, time_dim=1), ValueError, "time_dim: expected a negative number.*got 1"),
     ],

@@ -255,7 +255,7 @@ class TestBadInput:
         with pytest.raises(TypeError, match="Sequence: length"):
             Sequence(2.5)
         with pytest.raises(TypeError, match="done_key"):
-            Sequence(2, done_key=3)
+            Sequence(2, done_key=1.5)
         with pytest.raises(ValueError, match="priority_eta"):
             Sequence(2, priority_eta=1.5)
         with pytest.raises(TypeError, match="priority_eta"):

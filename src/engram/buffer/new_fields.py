@@ -11,7 +11,7 @@ from engram import storages
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram.field_paths import checked_path
 from engram.format.schema import Field
-from engram.nested import flatten, has_entries
+from engram.nested import find, flatten, has_entries
 from engram.storages._columns import rows_of_selection
 from engram.storages._dtypes import cast
 from engram.storages._structure import Structure, as_tensor
@@ -70,6 +70,13 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
     """
     storage = _checked(self.storage)
     path = checked_path(key, f"{_CALL}: key")
+    nested: object = 0
+    for part in reversed(key if isinstance(key, tuple | list) else (key,)):
+        nested = {part: nested}
+    if _has_int(nested, path, {one.key for one in storage.store.schema.fields}):
+        raise TypeError(
+            f"{_CALL}: key: expected new keys that are strings, got {key!r}. Rows have ints from the first one on."
+        )
     nested = example
     for part in reversed(path):
         nested = {part: nested}
@@ -134,7 +141,7 @@ def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored:
     for path, leaf in flatten(data):
         if path in known or path[0] in ignored:
             continue
-        field = _field(path, leaf, dims, call)
+        field = None if _has_int(data, path, known) else _field(path, leaf, dims, call)
         if field is None:
             return
         try:
@@ -157,3 +164,13 @@ def _field(path: FieldPath, leaf: object, dims: int, call: str) -> Field | None:
     if value.dtype not in DTYPE_NAMES or value.ndim < dims:
         return None
     return Field(path, DTYPE_NAMES[value.dtype], tuple(value.shape[dims:]))
+
+
+def _has_int(data: object, path: FieldPath, known: set[FieldPath]) -> bool:
+    """Whether a key on the way to an entry of data is an int that is no key of the rows yet."""
+    for at, name in enumerate(path):
+        new = not any(one[: at + 1] == path[: at + 1] for one in known)
+        if new and isinstance(data, dict) and name not in data:
+            return True
+        data = find(data, (name,))
+    return False

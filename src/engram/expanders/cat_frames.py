@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._checks import check_count
+from engram._checks import check_count, check_number
 from engram.expanders.frame_stack import FrameStack
 from engram.nested import is_tensordict
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
-from engram.transforms._base import as_keys, entry, path_of, put, shallow
+from engram.transforms._base import as_key, as_keys, entry, path_of, put, shallow
 from engram.transforms.windows import Windows, ends_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class CatFrames(Transform):
         padding: ``"same"`` or ``"constant"``.
         padding_value: for ``"constant"``.
         as_inverse: join frames of windows that are written instead.
+        reset_key: not used: TorchRL's, of environments.
         done_key: the end flag beside the next observation; default ``"done"``.
         future: each frame and the ``N - 1`` frames after it. End flags need not be there then.
         mask_key: an entry ``[*batch, T, N]``, bool, which says what was padded.
@@ -68,6 +69,7 @@ class CatFrames(Transform):
         padding: str = "same",
         padding_value: float = 0,
         as_inverse: bool = False,
+        reset_key: Key | None = None,  # noqa: ARG002 - of environments
         done_key: Key | None = None,
         future: bool = False,
         mask_key: Key | None = None,
@@ -78,7 +80,8 @@ class CatFrames(Transform):
             raise ValueError(f"CatFrames: dim: expected a negative number, counted from the last dimension, got {dim}.")
         if padding not in ("same", "constant"):
             raise ValueError(f"CatFrames: padding: expected 'same' or 'constant', got {padding!r}.")
-        self.dim, self.padding, self.padding_value = dim, padding, padding_value
+        self.dim, self.padding = dim, padding
+        self.padding_value = check_number("CatFrames: padding_value", padding_value)
         self.in_keys = as_keys(["pixels"] if in_keys is None else in_keys, "CatFrames: in_keys")
         self.out_keys = list(self.in_keys) if out_keys is None else as_keys(out_keys, "CatFrames: out_keys")
         if len(self.in_keys) != len(self.out_keys):
@@ -86,8 +89,8 @@ class CatFrames(Transform):
                 f"CatFrames: expected equally many in_keys and out_keys, got {len(self.in_keys)} and {len(self.out_keys)}."
             )
         self.as_inverse, self.future = bool(as_inverse), bool(future)
-        self.done_key: Key = "done" if done_key is None else done_key
-        self.mask_key = mask_key
+        self.done_key = as_key("done" if done_key is None else done_key, "CatFrames: done_key")
+        self.mask_key = None if mask_key is None else as_key(mask_key, "CatFrames: mask_key")
         self.reads, self.writes = not self.as_inverse, self.as_inverse
 
     def forward(self, data: object) -> object:

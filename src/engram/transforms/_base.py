@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram import nested
 from engram._tensordict import is_tensor_collection, tensordict_type
+from engram.field_paths import checked_path, public
 from engram.nested import is_tensordict
 
 if TYPE_CHECKING:
@@ -127,15 +128,18 @@ def as_keys(keys: object, name: str) -> list[Key]:
     """
     if keys is None:
         return []
-    if isinstance(keys, str | tuple):
+    if isinstance(keys, str | tuple | int) and not isinstance(keys, bool):
         keys = [keys]
     if not isinstance(keys, list):
         raise TypeError(f"{name}: expected a list of keys, strings or tuples of strings, got {keys!r}.")
-    for key in keys:
-        parts = (key,) if isinstance(key, str) else key
-        if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str) for part in parts):
-            raise TypeError(f"{name}: expected keys that are strings or tuples of strings, got {key!r}.")
-    return [key[0] if isinstance(key, tuple) and len(key) == 1 else key for key in keys]
+    return [as_key(key, name) for key in keys]
+
+
+def as_key(key: object, name: str) -> Key:
+    """A user's key. Raises ``TypeError``: it is neither a string or int nor a tuple of them."""
+    if isinstance(key, list):
+        raise TypeError(f"{name}: expected keys that are strings or tuples of strings, got {key!r}.")
+    return public(checked_path(key, name))
 
 
 def _pairs(given: object, others: object, who: str, which: str) -> tuple[list[Key], list[Key]]:
@@ -152,6 +156,17 @@ def _pairs(given: object, others: object, who: str, which: str) -> tuple[list[Ke
 
 def path_of(key: Key) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
+
+
+def keys_of(data: Any, key: Key) -> tuple[str, ...]:
+    """The keys on the way to an entry of nested data, where ints may stand for their digits."""
+    found: list[str] = []
+    for part in path_of(key):
+        if isinstance(data, dict) and part not in data:
+            part = next((held for held in data if nested.name_of(held) == part), part)
+        found.append(part)
+        data = data.get(part) if nested.has_entries(data) else None
+    return tuple(found)
 
 
 def is_tensor(data: object) -> TypeGuard[Array]:
@@ -201,7 +216,7 @@ def shallow(data: object, call: str) -> Any:
 
 def put(data: Any, key: Key, value: object) -> None:
     """Set an entry in containers that :func:`shallow` returned, creating the containers on its path."""
-    *way, last = path_of(key)
+    *way, last = keys_of(data, key)
     for part in way:
         inner = data.get(part, None)
         if not nested.has_entries(inner):

@@ -11,7 +11,7 @@ from engram.transforms._base import (
     as_keys,
     described,
     find,
-    path_of,
+    keys_of,
     put,
     shallow,
 )
@@ -105,7 +105,7 @@ class SelectTransform(Transform):
         for key in self._kept:
             value = find(data, key)
             if value is not None:
-                put(selected, key, shallow(value, "SelectTransform") if has_entries(value) else value)
+                put(selected, keys_of(data, key), shallow(value, "SelectTransform") if has_entries(value) else value)
         return selected
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class ExcludeTransform(Transform):
 
 
 def _remove(data: dict[str, object] | TensorDictBase, key: Key) -> None:
-    *way, last = path_of(key)
+    *way, last = keys_of(data, key)
     for part in way:
         data = data.get(part)
     if isinstance(data, dict):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._checks import check_count
-from engram.transforms._base import Transform, entry, find, path_of, put, shallow
+from engram.transforms._base import Transform, as_key, entry, find, path_of, put, shallow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,8 +117,11 @@ class ActionChunkTransform(Transform):
             raise ValueError(
                 f"ActionChunkTransform: time_dim: expected a negative number, counted from the last dimension, got {time_dim}."
             )
-        self.action_key, self.chunk_key, self.pad_key = action_key, chunk_key, pad_key
-        self.time_dim, self.done_key = time_dim, done_key
+        self.action_key = as_key(action_key, "ActionChunkTransform: action_key")
+        self.chunk_key = as_key(chunk_key, "ActionChunkTransform: chunk_key")
+        self.pad_key = as_key(pad_key, "ActionChunkTransform: pad_key")
+        self.done_key = None if done_key is None else as_key(done_key, "ActionChunkTransform: done_key")
+        self.time_dim = time_dim
 
     def forward(self, data: object) -> object:
         """Add the chunks and the mask to a batch of windows. What it is given stays as it is; other entries are not copied.
