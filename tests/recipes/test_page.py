@@ -22,6 +22,7 @@ HELD = {
     "`Collector`": "tests/buffer/test_collectors.py::test_collectors_with_an_env_creator",
     "`DQNTrainer`": FAMILY,
     "`Trainer` with": "tests/buffer/test_trainers.py::test_a_trainer_is_saved_and_goes_on",
+    "`OfflineToOnlineTrainer`": "tests/test_offline_to_online.py::test_hooks_of_torchrls_trainer_save_and_anneal_the_share",
     "`MultiStepTransform`": TRANSFORMS,
     "`CatFrames`": TRANSFORMS,
     "`ActionChunkTransform`": TRANSFORMS,

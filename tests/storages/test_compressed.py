@@ -268,3 +268,10 @@ def test_a_collate_function_gets_the_items():
     rb = ReplayBuffer(storage=LazyStackStorage(5), collate_fn=lambda items: [len(item["a"]) for item in items])
     rb.extend(ragged())
     assert set(rb.sample(50)) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("cls", [CompressedListStorage, LazyStackStorage])
+def test_lists_are_called_by_their_class(cls):
+    assert repr(cls(3)) == f"{cls.__name__}(size=0/3)"
+    with pytest.raises(ValueError, match=f"{cls.__name__}: max_size: expected at least 1, got 0"):
+        cls(0)

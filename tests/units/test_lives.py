@@ -440,7 +440,7 @@ class TestUnitsOfOnesOwn:
                 return self.made
 
         for made, error, message in (
-            (3, TypeError, r"expected \(index, info\), got int"),
+            (3, TypeError, r"expected \(index, info\), an index and a dict, got int"),
             ((torch.rand(3), {}), TypeError, "ints"),
             ((torch.tensor([7]), {}), Exception, "row 7"),
             ((torch.tensor([11]), {}), Exception, "11"),

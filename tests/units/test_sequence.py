@@ -17,6 +17,7 @@ from engram import (
     ReplayBuffer,
     RowError,
     SamplerWithoutReplacement,
+    SampleUnit,
     Sequence,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
@@ -303,6 +304,25 @@ class TestBadInput:
         for row in (7, 12, -1):
             with pytest.raises(RowError):
                 Sequence(2).expand(torch.tensor([row]), {}, rb.storage)
+
+    @pytest.mark.parametrize(
+        ("answer", "error", "said"),
+        [
+            (lambda index, info: (index + 10, info), RowError, r"Own.expand: expected rows in \[0, 10\), got 1"),
+            (lambda index, info: (index - 9, info), RowError, r"Own.expand: expected rows in \[0, 10\), got -"),
+            (lambda index, info: (index * 0 + 7, info), RowError, "Own.expand: expected live rows, got row 7"),
+            (lambda index, info: index, TypeError, r"Own.expand: expected \(index, info\), .* got Tensor"),
+            (lambda index, info: (index, None), TypeError, r"expected .* got \['Tensor', 'NoneType'\]"),
+        ],
+    )
+    def test_what_a_unit_of_ones_own_must_not_return(self, answer, error, said):
+        class Own(SampleUnit):
+            def expand(self, index, info, storage):
+                return answer(index, info)
+
+        rb = filled(1, 10, [(0, [False] * 4)], Own())
+        with pytest.raises(error, match=said):
+            rb.sample(2)
 
     def test_samplers_that_draw_more_than_rows(self):
         storage = LazyTensorStorage(10)

@@ -301,6 +301,9 @@ def test_arguments():
     for wrong in (Lifo, object(), "lifo"):
         with pytest.raises(TypeError, match="remover: expected a component with the method choose"):
             ReplayBuffer(storage=LazyTensorStorage(4), remover=wrong)
+    for name, error in ((3, TypeError), ("a b", ValueError)):
+        with pytest.raises(error, match="LowestPriority: index: expected a name"):
+            LowestPriority(name)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,11 @@ def test_arguments():
         (LowestPriority(), RuntimeError, "expected priorities 'main' in the store"),
         (LowestPriority("critic"), RuntimeError, "expected priorities 'critic'"),
         (MaxTimesSampled(), RuntimeError, "Call rb.count_usage"),
-        (StalestFirst("absent"), KeyError, "absent"),
+        (
+            StalestFirst("absent"),
+            KeyError,
+            r"StalestFirst: version_key: expected a stored field, one of .*'a'.* got 'absent'",
+        ),
         (StalestFirst("wide"), ValueError, "expected one number per row"),
     ],
 )

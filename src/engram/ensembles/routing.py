@@ -14,7 +14,7 @@ from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.ensembles.selection import check_ids, routed
 from engram.errors import RowError
-from engram.field_paths import FieldPath, as_path
+from engram.field_paths import FieldPath, as_path, public
 from engram.nested import find, has_entries, map_leaves
 from engram.samplers.prioritized import rows_of
 
@@ -60,7 +60,7 @@ class Routing:
             found = find(data, self.key)
             if found is None:
                 raise KeyError(
-                    f"extend: routing_key: expected the field {self.key}, got {sorted(map(str, data.keys(True, True)))}."
+                    f"extend: routing_key: expected the field {public(self.key)!r}, got {sorted(data.keys(True, True), key=str)}."
                 )
             ids = check_ids(found, members, f"extend: routing_key {self.key}")
             if ids.numel() != batch.numel() or ids.shape[: len(batch)] != batch:

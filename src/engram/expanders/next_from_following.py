@@ -399,7 +399,7 @@ class NextFromFollowing(Expander):
     def change(self, reading: Reading) -> None:
         if MARK not in reading.numbers:
             raise KeyError(
-                f"sample: NextFromFollowing: expected rows with {public(MARK)!r}, got {[f.name for f in reading.fields]}. Write them "
+                f"sample: NextFromFollowing: expected rows with {public(MARK)!r}, got {[*map(public, reading.numbers)]}. Write them "
                 "through ReplayBuffer(..., transform=finals)."
             )
         fields = {key: reading.number(key, "NextFromFollowing") for key in self.finals.keys}

@@ -115,7 +115,7 @@ class Reading:
         return self.numbers[key]
 
     def _missing(self, key: FieldPath, who: str) -> str:
-        return f"sample: {who}: expected a stored field, one of {[f.name for f in self.fields]}, got {public(key)!r}."
+        return f"sample: {who}: expected a stored field, one of {[public(f.key) for f in self.fields]}, got {public(key)!r}."
 
     def below(self, key: FieldPath) -> list[int]:
         """The fields under a key. For a next observation that is not stored, that which says where it is."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from engram.field_paths import public
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -89,7 +91,7 @@ def roles_of(fields: Sequence[Field], given: Roles | None = None) -> tuple[str, 
     for key, role in (given or {}).items():
         path = (key,) if isinstance(key, str) else tuple(key)
         if path not in stored:
-            raise KeyError(f"roles: expected stored fields, {[field.name for field in fields]}, got {key!r}.")
+            raise KeyError(f"roles: expected stored fields, {[public(field.key) for field in fields]}, got {key!r}.")
         roles[stored.pop(path)] = role
     told = {*(given or {}).values()}
     usual = {key: _USUAL[key[-1]] for key in stored if key[-1] in _USUAL and _USUAL[key[-1]] not in told}

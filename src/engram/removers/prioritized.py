@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engram import _native, priorities
+from engram.store import check_index_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,7 @@ class LowestPriority:
         index: name of the priorities, as the sampler's ``index=``.
 
     Raises:
+        TypeError, ValueError: ``index`` is no name of an index.
         RuntimeError: when the store is full: it has no such priorities (use a :class:`PrioritizedSampler`), or fewer rows than are to go
             have one above zero (use ``eps`` above 0).
 
@@ -37,6 +39,7 @@ class LowestPriority:
     """
 
     def __init__(self, index: str = "main") -> None:
+        check_index_name(index, "LowestPriority: index")
         self.index = index
 
     def choose(self, storage: Removable, n: int) -> Tensor:

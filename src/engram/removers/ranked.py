@@ -160,7 +160,10 @@ class StalestFirst(_Ranked):
         return public(self._key)
 
     def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-        values, moved = storage.field(self._key, torch.from_numpy(rows), torch.from_numpy(numbers))
+        try:
+            values, moved = storage.field(self._key, torch.from_numpy(rows), torch.from_numpy(numbers))
+        except KeyError as error:
+            raise KeyError(f"StalestFirst: version_key: {error.args[0]} Store the version with every row.") from error
         if values.numel() != len(rows):
             raise ValueError(
                 f"StalestFirst: version_key: expected one number per row, field {self.version_key!r} has shape {list(values.shape[1:])}."

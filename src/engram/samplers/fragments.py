@@ -45,8 +45,10 @@ def fragments_table(memory: Store, settings: WindowSettings, window: int) -> tup
     id_key = next((key for key in ids if key in numbers), None)
     step_key = settings.step_key
     if id_key is None or step_key not in numbers:
-        missing = f"traj_key {[public(key) for key in ids]}" if id_key is None else f"step_key {step_key!r}"
-        got = [field.name for field in memory.schema.fields] if numbers else "rows of one tensor each"
+        missing = (
+            f"traj_key {[public(key) for key in ids]}" if id_key is None else f"step_key {public(step_key or ())!r}"
+        )
+        got = [public(field.key) for field in memory.schema.fields] if numbers else "rows of one tensor each"
         raise RuntimeError(f"sample: fragmented: expected rows with the {missing}, got {got}. Name a stored field.")
     which = _Fields(numbers[id_key], numbers[step_key])
     for number, argument in zip(which, ("traj_key", "step_key"), strict=True):

@@ -203,11 +203,14 @@ class StalenessAwareSampler(NativeSampler):
         else:
             made = self._weigh(staleness.float())
             if not isinstance(made, Tensor):
-                raise TypeError(f"staleness_weight_fn: expected a tensor of weights, got {type(made).__name__}.")
+                raise TypeError(
+                    f"sample: staleness_weight_fn: expected a tensor of weights, got {type(made).__name__}."
+                )
             weights = made.detach().to("cpu", torch.float64)
             if weights.shape != staleness.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
                 raise ValueError(
-                    f"staleness_weight_fn: expected {len(staleness)} finite weights of at least 0, [V], got {weights.tolist()!r:.80} of "
+                    f"sample: staleness_weight_fn: expected {len(staleness)} finite weights of at least 0, [V], got "
+                    f"{weights.tolist()!r:.80} of "
                     f"shape {list(weights.shape)}."
                 )
         if self.max_staleness >= 0:
@@ -247,7 +250,7 @@ class StalenessAwareSampler(NativeSampler):
             found, moved = storage.field(self._key, rows, numbers)
         except KeyError as error:
             raise KeyError(
-                f"sample: expected rows with the field {self.version_key!r}, the policy version that made them: {error.args[0]} Store it "
+                f"sample: expected rows with the field {self.version_key!r}, the policy version that made them. {error.args[0]} Store it "
                 "with every row, or name another field: version_key=…."
             ) from error
         values = cast("Tensor", found)

@@ -137,7 +137,7 @@ class TrajectoryKeys(NamedTuple):
         ends_first = self.traj_key is None and self.end_keys is not None
         for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
             return found
-        got = [field.name for field in fields] if numbers else "rows of one tensor each"
+        got = [public(field.key) for field in fields] if numbers else "rows of one tensor each"
         also = ", or of these names beside the observation," if self.end_keys is None else ""
         raise RuntimeError(
             f"{call}: expected rows with one of the trajectory ids {[public(key) for key in ids]}, of the end flags "

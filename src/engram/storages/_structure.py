@@ -27,6 +27,7 @@ from engram._tensordict import (
     transparent_type,
     wrap,
 )
+from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
@@ -382,7 +383,7 @@ class Structure:
             if field.key == path:
                 return i
         raise KeyError(
-            f"{call and f'{call}: '}expected a stored field, one of {[f.name for f in self.fields]}, got {key}."
+            f"{call and f'{call}: '}expected a stored field, one of {[public(f.key) for f in self.fields]}, got {public(path)!r}."
         )
 
 

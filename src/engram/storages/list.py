@@ -74,7 +74,7 @@ class ListStorage(Storage):
         reject_unsupported("ListStorage", later, NOT_TRACED, type(self))
         super().__init__()
         if max_size is not None:
-            max_size = Geometry.checked("ListStorage", max_size).max_size
+            max_size = Geometry.checked(type(self).__name__, max_size).max_size
         self._max_size = max_size
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         self._items: list[object] = []
@@ -507,7 +507,7 @@ class ListStorage(Storage):
 
     def __repr__(self) -> str:
         bound = "unbounded" if self._max_size is None else f"{self._max_size}"
-        return f"ListStorage(size={len(self)}/{bound})"
+        return f"{type(self).__name__}(size={len(self)}/{bound})"
 
 
 class _ItemsPreparation(NamedTuple):

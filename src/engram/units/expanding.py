@@ -70,10 +70,17 @@ class ExpandedReader(UnitReader):
         index = self.named.index_of(drawn)
         expanded: object = self._unit.expand(tuple(index.unbind(-1)) if index.ndim > 1 else index, info, storage)
         if not isinstance(expanded, tuple) or len(expanded) != 2 or not isinstance(expanded[1], dict):
+            got = [type(it).__name__ for it in expanded] if isinstance(expanded, tuple) else type(expanded).__name__
             raise TypeError(
-                f"sample: {type(self._unit).__name__}.expand: expected (index, info), got {type(expanded).__name__}."
+                f"sample: {type(self._unit).__name__}.expand: expected (index, info), an index and a dict, got {got}."
             )
-        return as_rows(self.named.rows_of(expanded[0])), expanded[1]
+        rows, capacity = as_rows(self.named.rows_of(expanded[0])), storage.extent().capacity
+        outside = rows[(rows < 0) | (rows >= capacity)]
+        if len(outside):
+            raise RowError(
+                f"sample: {type(self._unit).__name__}.expand: expected rows in [0, {capacity}), got {int(outside[0])}."
+            )
+        return rows, expanded[1]
 
     def _check_live(self, storage: Storage, rows: Tensor) -> None:
         gone = torch.nonzero(storage.hold_nothing(rows))
