@@ -367,7 +367,7 @@ REFUSED = {
     "another number of rows": (ValueError, "shape", {"patch": {"state": torch.ones(3, 2)}}),
     "another dtype": (ValueError, "float32", {"patch": {"state": torch.ones(2, 2).double()}}),
     "no patch": (TypeError, "dict or TensorDict", {"patch": torch.ones(2, 2)}),
-    "a key that is none": (TypeError, "string", {"patch": {3: torch.ones(2, 2)}}),
+    "a key that is none": (TypeError, "string", {"patch": {1.5: torch.ones(2, 2)}}),
     "too few generations": (ValueError, "one generation per row", {"generation": [1]}),
     "generations that are none": (TypeError, "ints", {"generation": [1.0, 2.0]}),
     "rows that are none": (TypeError, "ints", {"index": [0.0, 1.0]}),

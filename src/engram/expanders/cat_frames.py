@@ -39,10 +39,10 @@ class CatFrames(Transform):
         padding: ``"same"`` or ``"constant"``.
         padding_value: for ``"constant"``.
         as_inverse: join frames of windows that are written instead.
-        reset_key: not used: TorchRL's, of environments.
         done_key: the end flag beside the next observation; default ``"done"``.
         future: each frame and the ``N - 1`` frames after it. End flags need not be there then.
         mask_key: an entry ``[*batch, T, N]``, bool, which says what was padded.
+        reset_key: not used: TorchRL's, of environments.
 
     Raises:
         ValueError: ``N``, ``dim`` or ``padding`` is out of range, or there are not as many ``out_keys`` as ``in_keys``; on use: a batch
@@ -69,10 +69,10 @@ class CatFrames(Transform):
         padding: str = "same",
         padding_value: float = 0,
         as_inverse: bool = False,
-        reset_key: Key | None = None,  # noqa: ARG002 - of environments
         done_key: Key | None = None,
         future: bool = False,
         mask_key: Key | None = None,
+        reset_key: Key | None = None,  # noqa: ARG002 - of environments
     ) -> None:
         self.N = check_count("CatFrames: N", N)
         dim = check_count("CatFrames: dim", dim, least=-(1 << 31))

@@ -158,14 +158,14 @@ def path_of(key: Key) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
 
 
-def keys_of(data: Any, key: Key) -> tuple[str, ...]:
+def keys_of(data: object, key: Key) -> tuple[str, ...]:
     """The keys on the way to an entry of nested data, where ints may stand for their digits."""
     found: list[str] = []
     for part in path_of(key):
         if isinstance(data, dict) and part not in data:
             part = next((held for held in data if nested.name_of(held) == part), part)
         found.append(part)
-        data = data.get(part) if nested.has_entries(data) else None
+        data = nested.find(data, (part,))
     return tuple(found)
 
 
