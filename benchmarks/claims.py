@@ -100,6 +100,8 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("indexes/without-replacement", "TorchRL"): Floor("times", 8),
     ("indexes/max-value", "TorchRL"): Floor("times", 20),
     ("groups/random", "TorchRL"): Floor("times", 10),
+    ("staleness/rest", "TorchRL"): Floor("times", 10),
+    ("staleness/written", "TorchRL"): Floor("times", 10),
     ("query/reward-sum", "TorchRL"): Floor("times", 5),
     ("slices/by-end", "TorchRL"): Floor("times", 40),
     ("slices/by-id", "TorchRL"): Floor("times", 20),
@@ -116,6 +118,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("scaling/tree", "1e+06 rows"): Floor("share", 3),
     ("scaling/slices", "1e+05 rows"): Floor("share", 1.5),
     ("scaling/groups", "1e+05 rows"): Floor("share", 2),
+    ("scaling/staleness", "1e+05 rows"): Floor("share", 2),
     **_every(
         (f"removers/{r}/{n}/{m}" for r in _CHOOSING for n in (1, 256) for m in ("alone", "in-turn")),
         "1e+05 rows",

@@ -39,16 +39,16 @@ void ConsumerVersion::raise_to(std::int64_t version) {
 
 VersionTable::VersionTable(Control control)
     : control_(control),
-      numbers_(control.capacity()),
-      versions_(control.capacity()),
-      drawn_(control.capacity()),
+      known_(control.capacity()),
       next_(control.lanes()),
       base_(control.lanes(), ~std::uint64_t{0}) {}
 
 void VersionTable::forget(std::uint64_t row) {
-  if (numbers_[row] == 0) return;
-  numbers_[row] = 0;
-  if (const auto found = buckets_.find(versions_[row]); found != buckets_.end()) found->second.changed = true;
+  if (known_[row].number == 0) return;
+  known_[row].number = 0;
+  const auto found = buckets_.find(known_[row].version);
+  found->second.erase(row);
+  if (found->second.size() == 0) buckets_.erase(found);
 }
 
 // A row that was reserved for a step holds an earlier one until its writer begins: it is looked at again.
@@ -59,7 +59,7 @@ void VersionTable::look_at(std::uint64_t row, std::uint32_t lap, Changed& change
   } else if (!is_committed(word)) {
     forget(row);
     if (control_.lap(row).load(std::memory_order_acquire) < lap && state_of(word) == State::unused) pending_.push_back({row, lap});
-  } else if (number_of(word) != numbers_[row]) {
+  } else if (number_of(word) != known_[row].number) {
     changed.rows.push_back(static_cast<std::int64_t>(row));
     changed.numbers.push_back(static_cast<std::int64_t>(number_of(word)));
   } else if (control_.lap(row).load(std::memory_order_acquire) < lap) {
@@ -98,15 +98,13 @@ void VersionTable::set(const std::int64_t* rows, const std::int64_t* numbers, co
   check_rows(rows, n, control_.capacity());
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (numbers_[row] == 0 || versions_[row] != versions[i]) {
+    if (known_[row].number == 0 || known_[row].version != versions[i]) {
       forget(row);
-      versions_[row] = versions[i];
+      known_[row].version = versions[i];
       if (std::isnan(versions[i])) continue;
-      Bucket& bucket = buckets_[versions[i]];
-      bucket.fresh.push_back(row);
-      bucket.changed = true;
+      buckets_[versions[i]].insert(row);
     }
-    numbers_[row] = static_cast<std::uint64_t>(numbers[i]);
+    known_[row].number = static_cast<std::uint64_t>(numbers[i]);
   }
 }
 
@@ -119,48 +117,30 @@ void VersionTable::put_off(const std::int64_t* rows, std::uint64_t n) {
   }
 }
 
-void VersionTable::tidy(double version, Bucket& bucket) const {
-  const auto elsewhere = [&](std::uint64_t row) { return numbers_[row] == 0 || versions_[row] != version; };
-  std::erase_if(bucket.rows, elsewhere);
-  std::erase_if(bucket.fresh, elsewhere);
-  std::sort(bucket.fresh.begin(), bucket.fresh.end());
-  const auto middle = static_cast<std::ptrdiff_t>(bucket.rows.size());
-  bucket.rows.insert(bucket.rows.end(), bucket.fresh.begin(), bucket.fresh.end());
-  std::inplace_merge(bucket.rows.begin(), bucket.rows.begin() + middle, bucket.rows.end());
-  bucket.rows.erase(std::unique(bucket.rows.begin(), bucket.rows.end()), bucket.rows.end());
-  bucket.fresh.clear();
-  bucket.changed = false;
-}
-
-void VersionTable::versions(std::vector<double>& values, std::vector<std::int64_t>& counts) {
-  for (auto it = buckets_.begin(); it != buckets_.end();) {
-    if (it->second.changed) tidy(it->first, it->second);
-    if (it->second.rows.empty()) {
-      it = buckets_.erase(it);
-      continue;
-    }
-    values.push_back(it->first);
-    counts.push_back(static_cast<std::int64_t>(it->second.rows.size()));
-    ++it;
+void VersionTable::versions(std::vector<double>& values, std::vector<std::int64_t>& counts) const {
+  for (const auto& [version, rows] : buckets_) {
+    values.push_back(version);
+    counts.push_back(static_cast<std::int64_t>(rows.size()));
   }
 }
 
 void VersionTable::take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions) {
   rows[i] = static_cast<std::int64_t>(row);
-  numbers[i] = static_cast<std::int64_t>(numbers_[row]);
-  versions[i] = versions_[row];
-  drawn_[row] = draws_;
+  numbers[i] = static_cast<std::int64_t>(known_[row].number);
+  versions[i] = known_[row].version;
+  known_[row].drawn = draws_;
 }
 
 // The n rows that come first of those that this draw does not have yet, where each arrives after an exponential time of rate `weight`:
 // as if they were drawn one after another (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
 std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::uint64_t n, const double* weights) const {
   std::vector<std::pair<double, std::uint64_t>> arrivals;
-  for (const auto& [version, bucket] : buckets_) {
+  for (const auto& [version, of_version] : buckets_) {
     const double weight = *weights++;
-    for (const std::uint64_t row : bucket.rows) {
-      if (weight > 0 && drawn_[row] != draws_) arrivals.emplace_back(-std::log(fraction(random.bits(row, 1))) / weight, row);
-    }
+    if (!(weight > 0)) continue;
+    of_version.each([&](std::uint64_t row) {
+      if (known_[row].drawn != draws_) arrivals.emplace_back(-std::log(fraction(random.bits(row, 1))) / weight, row);
+    });
   }
   std::partial_sort(arrivals.begin(), arrivals.begin() + static_cast<std::ptrdiff_t>(n), arrivals.end());
   std::vector<std::uint64_t> rows;
@@ -173,16 +153,16 @@ std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::
 bool VersionTable::draw(std::uint64_t key, std::uint64_t n, const double* weights, std::int64_t* rows, std::int64_t* numbers,
                         double* versions) {
   const Random random(key);
-  std::vector<const Bucket*> buckets;
+  std::vector<const SortedRows*> buckets;
   std::vector<double> masses;  // summed up
   std::uint64_t admissible = 0;
   double total = 0;
-  for (const double* weight = weights; const auto& [version, bucket] : buckets_) {
+  for (const double* weight = weights; const auto& [version, of_version] : buckets_) {
     if (*weight > 0) {
-      admissible += bucket.rows.size();
-      total += *weight * static_cast<double>(bucket.rows.size());
+      admissible += of_version.size();
+      total += *weight * static_cast<double>(of_version.size());
       masses.push_back(total);
-      buckets.push_back(&bucket);
+      buckets.push_back(&of_version);
     }
     ++weight;
   }
@@ -194,9 +174,9 @@ bool VersionTable::draw(std::uint64_t key, std::uint64_t n, const double* weight
   for (std::uint64_t i = 0; taken < n && (!once || i < 4 * n + 64); ++i) {
     const double at = (1 - fraction(random.bits(2 * i))) * total;
     const auto found = std::min(std::upper_bound(masses.begin(), masses.end(), at), std::prev(masses.end()));
-    const std::vector<std::uint64_t>& among = buckets[static_cast<std::size_t>(found - masses.begin())]->rows;
-    const std::uint64_t row = among[random.below(among.size(), 2 * i + 1)];
-    if (!once || drawn_[row] != draws_) take(row, taken++, rows, numbers, versions);
+    const SortedRows& among = *buckets[static_cast<std::size_t>(found - masses.begin())];
+    const std::uint64_t row = among.at(random.below(among.size(), 2 * i + 1));
+    if (!once || known_[row].drawn != draws_) take(row, taken++, rows, numbers, versions);
   }
   if (taken < n) {
     for (const std::uint64_t row : least_first(random, n - taken, weights)) take(row, taken++, rows, numbers, versions);

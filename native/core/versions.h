@@ -17,6 +17,7 @@
 #include "control.h"
 #include "index.h"
 #include "random.h"
+#include "sorted_rows.h"
 
 namespace engram {
 
@@ -66,8 +67,8 @@ class VersionTable {
   /// The rows could not be read under their numbers: the next catch_up() names them again.
   void put_off(const std::int64_t* rows, std::uint64_t n);
 
-  /// Each version that rows have, ascending, and how many have it. Cost: O(versions + rows of those that changed since the last time).
-  void versions(std::vector<double>& values, std::vector<std::int64_t>& counts);
+  /// Each version that rows have, ascending, and how many have it. Cost: O(versions).
+  void versions(std::vector<double>& values, std::vector<std::int64_t>& counts) const;
 
   /// Draws n rows, with P(row) = weight of its version / sum over all rows: each once if as many rows have a weight above zero. Puts
   /// rows, ticket numbers and versions. False: no row has such a weight. `weights`: one per version, as versions() had them just
@@ -75,10 +76,10 @@ class VersionTable {
   bool draw(std::uint64_t key, std::uint64_t n, const double* weights, std::int64_t* rows, std::int64_t* numbers, double* versions);
 
  private:
-  /// The rows of one version: sorted, but for those that came last. Rows that have another one now are removed when that matters.
-  struct Bucket {
-    std::vector<std::uint64_t> rows, fresh;
-    bool changed = false;
+  struct Known {
+    std::uint64_t number;  // 0: in no version
+    double version;
+    std::uint64_t drawn;  // the draw that had it last
   };
   struct Pending {
     std::uint64_t row;
@@ -87,15 +88,12 @@ class VersionTable {
 
   void forget(std::uint64_t row);
   void look_at(std::uint64_t row, std::uint32_t lap, Changed& changed);
-  void tidy(double version, Bucket& bucket) const;
   void take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions);
   std::vector<std::uint64_t> least_first(const Random& random, std::uint64_t n, const double* weights) const;
 
   Control control_;
-  std::map<double, Bucket> buckets_;
-  std::vector<std::uint64_t> numbers_;      // of each row, 0: in no version
-  std::vector<double> versions_;            // of each row
-  std::vector<std::uint64_t> drawn_;        // of each row the draw that had it last
+  std::map<double, SortedRows> buckets_;    // the rows of each version that rows have
+  std::vector<Known> known_;                // of each row
   std::vector<std::uint64_t> next_, base_;  // of each lane: what was looked at, and where it began
   std::vector<Pending> pending_;
   std::uint64_t scatters_ = ~std::uint64_t{0}, draws_ = 0;

@@ -54,7 +54,7 @@ class StalenessAwareSampler(NativeSampler):
         NoSampleable (when drawing): no row, or all are too stale or have weight zero (a ``RuntimeError``).
 
     Cost: drawing ``B`` rows takes O(B log V + V), and O(rows written) after appends, for versions that are read; after an edit, or a
-    write by number, a look at a word per row of the storage. Writers do nothing. Memory: 24 bytes per row and process.
+    write by number, a look at a word per row of the storage. Writers do nothing. Memory: 32 bytes per row and process.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
