@@ -1,4 +1,4 @@
-"""Make ``torchrl.tar.xz`` anew, the dumps that tests read where there is no TorchRL: ``python -m tests.migrate.make_golden``.
+"""Make ``torchrl.tar.xz`` anew, the dumps and the state that tests read where there is no TorchRL: ``python -m tests.migrate.make_golden``.
 
 TorchRL 0.14.1 wrote what is committed. Pickles in it are TorchRL's, too; nothing opens them.
 """
@@ -52,6 +52,25 @@ def ensemble(rl, path, *, empty=True):
     rb.dumps(path)
 
 
+def ensemble_state(rl):
+    """Of a ring that is full, a buffer that holds nothing, a list, and a full list of streams whose oldest is in row 1."""
+    ring, nothing = (rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(size)) for size in (5, 4))
+    items = rl.ReplayBuffer(storage=rl.ListStorage(4), collate_fn=list)
+    streams = rl.ReplayBuffer(storage=rl.CompressedListStorage(2), collate_fn=list)
+    generator = torch.Generator().manual_seed(3)
+    rb = rl.ReplayBufferEnsemble(ring, nothing, items, streams, batch_size=8, generator=generator, collate_fn=list)
+    ring.extend(rows(0, 7))
+    inner = TensorDict({"b": torch.ones(1) * 2, "x.y": torch.zeros(2)})
+    for item in (
+        *TENSORS,
+        TensorDict({"a": torch.arange(4), "next": inner, "text": "number 2", "c.d": torch.ones(1)}),
+    ):
+        items.add(item)
+    for item in TENSORS:
+        streams.add(item)
+    return rb.state_dict()
+
+
 def main():
     import torchrl.data as rl
 
@@ -66,6 +85,8 @@ def main():
                 rb.add(item)
             rb.dumps(folder / name)
         ensemble(rl, folder / "ensemble")
+        (folder / "states").mkdir()
+        torch.save(ensemble_state(rl), folder / "states" / "ensemble.pt")
         ARCHIVE.write_bytes(pack(folder))
     print(f"==> {ARCHIVE.name}: {ARCHIVE.stat().st_size} bytes")
 

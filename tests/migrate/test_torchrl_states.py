@@ -138,7 +138,7 @@ def test_states_that_do_not_fit_are_refused():
         (state, LazyTensorStorage(9), IncompatibleCheckpoint, "8"),
         (state, ListStorage(8), IncompatibleCheckpoint, "Load it into a LazyTensorStorage"),
         (state, LazyTensorStorage(8, ndim=2), IncompatibleCheckpoint, "ndim of 1"),
-        (of_a_list.state_dict(), LazyTensorStorage(8), IncompatibleCheckpoint, "got a list"),
+        (of_a_list.state_dict(), LazyTensorStorage(8), IncompatibleCheckpoint, "got the items of a list"),
         (changed(state, "_storage", _len=9), LazyTensorStorage(8), ValueError, "_len"),
         (changed(state, "_writer", _cursor=-1), LazyTensorStorage(8), ValueError, "_cursor"),
         (

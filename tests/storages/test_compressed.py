@@ -275,3 +275,19 @@ def test_lists_are_called_by_their_class(cls):
     assert repr(cls(3)) == f"{cls.__name__}(size=0/3)"
     with pytest.raises(ValueError, match=f"{cls.__name__}: max_size: expected at least 1, got 0"):
         cls(0)
+
+
+@pytest.mark.parametrize("made", [None, b"bytes", 3])
+def test_what_is_no_compressed_tensor_is_refused_when_it_is_written(made):
+    outcome = {}
+    storage = CompressedListStorage(4, compression_fn=lambda x: outcome.get("it", small(x)), decompression_fn=large)
+    rb = ReplayBuffer(storage=storage, collate_fn=list)
+    rb.add(torch.ones(2))
+    outcome["it"] = made
+    for item in (torch.ones(3), TensorDict({"a": torch.ones(3)}), [{"a": torch.ones(3)}]):
+        with pytest.raises(TypeError, match=f"compression_fn: expected a uint8 tensor.*got a {type(made).__name__}"):
+            rb.add(item)
+    with pytest.raises(TypeError, match="compression_fn"):
+        storage[0] = torch.ones(3)
+    assert (len(rb), rb.write_count) == (1, 1)
+    assert storage[0].tolist() == [1, 1]

@@ -39,6 +39,11 @@ class _Named(TypedDict, total=False):
     is_full_key: str
 
 
+def _check(storage: object, call: str) -> None:
+    if not isinstance(storage, Dumpable):
+        raise TypeError(f"{call}: expected a storage of engram's, got a {type(storage).__name__}.")
+
+
 class LayoutPreparation(NamedTuple):
     """Takes a snapshot of a storage in the form that its checkpointer saves."""
 
@@ -296,6 +301,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> len(rb)
         3
         """
+        _check(storage, f"{type(self).__name__}: dumps")
         written_store(storage, type(self).__name__)
         if not self._save_hooks and self._layout is None:
             Dumpable.dumps(storage, Path(path))
@@ -323,6 +329,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> other[:].tolist()
         [0, 1, 2]
         """
+        _check(storage, f"{type(self).__name__}: loads")
         folder = standing(Path(path))
         if is_part(folder):
             with PartReader.open(folder) as reader:
@@ -401,6 +408,7 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
         >>> [len(other[row]) for row in range(2)]
         [2, 3]
         """
+        _check(storage, f"{type(self).__name__}: dumps")
         if not len(storage):
             raise RuntimeError(f"{type(self).__name__}: dumps: expected items, got a storage that was never written.")
         if self._save_hooks:
@@ -500,16 +508,26 @@ class H5StorageCheckpointer(TensorStorageCheckpointer):
         **kwargs: Unpack[_Named],
     ) -> None:
         super().__init__()
+        if not isinstance(checkpoint_file, str):
+            raise TypeError(
+                f"H5StorageCheckpointer: checkpoint_file: expected the name of a file, got a {type(checkpoint_file).__name__}."
+            )
         if "/" in checkpoint_file or not checkpoint_file.endswith(".h5"):
             raise ValueError(
                 f"H5StorageCheckpointer: checkpoint_file: expected the name of a file *.h5, got {checkpoint_file!r}."
             )
+        try:
+            options = dict(h5_kwargs or {})
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"H5StorageCheckpointer: h5_kwargs: expected keywords of create_dataset, got {h5_kwargs!r:.80}."
+            ) from error
         keys = Keys.of("H5StorageCheckpointer", done_keys, reward_keys)
         nested = TED2Nested(done_keys=keys.flags, reward_keys=keys.rewards, **kwargs)
         kwargs.pop("done_key", None)
         self._save_hooks += [nested, H5Split()]
         self._load_hooks += [H5Combine(), Nested2TED(done_keys=keys.flags, reward_keys=keys.rewards, **kwargs)]
-        self._layout = Layout("hdf5", nested.keys, type(self).__name__, checkpoint_file, dict(h5_kwargs or {}))
+        self._layout = Layout("hdf5", nested.keys, type(self).__name__, checkpoint_file, options)
 
     def register_save_hook(self, hook: SaveHook) -> None:
         """Raises ``TypeError``: the file has its own form.
@@ -541,6 +559,7 @@ class H5StorageCheckpointer(TensorStorageCheckpointer):
             super().dumps(storage, path)
             return
         layout = self._laid()
+        _check(storage, f"{layout.who}: dumps")
         if target.is_dir():
             raise FileExistsError(
                 f"{layout.who}: dumps: expected a free name or a file to replace, got the folder {target}."
@@ -562,6 +581,7 @@ class H5StorageCheckpointer(TensorStorageCheckpointer):
         if Path(path).suffix != ".h5":
             super().loads(storage, path)
             return
+        _check(storage, f"{self._laid().who}: loads")
         prepare_dump(storage, self._laid().open_file(Path(path))).commit()
         storage.notify(None, None)
 

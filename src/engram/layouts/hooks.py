@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._tensordict import tensordict_type
+from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.layouts.keys import FULL, SHAPE, SHIFT, Keys, as_key
 from engram.layouts.reading import LayoutDump, Leaf
@@ -59,7 +59,7 @@ class TED2Flat(_Hook):
     Raises:
         IncompatibleCheckpoint: data that is not saved without loss: a next observation is not the observation of the next
             step, a flag at the root is True, or a field has no counterpart.
-        RuntimeError: ``shift`` or ``is_full`` was not set.
+        RuntimeError: ``shift`` or ``is_full`` was not set. TypeError: no TensorDict.
 
     >>> import torch
     >>> from engram import Flat2TED, TED2Flat
@@ -95,6 +95,7 @@ class TED2Flat(_Hook):
 
     def _flat(self, data: TensorDict, path: Path | None) -> tuple[TensorDict, Steps]:
         who = type(self).__name__
+        _check(data, who)
         if self.shift is None or self.is_full is None:
             raise RuntimeError(f"{who}: expected shift and is_full to be set, as a checkpointer does, got None.")
         slots, columns = data.batch_size[0], tuple(data.batch_size[1:])
@@ -142,6 +143,7 @@ class Flat2TED(_Hook):
         super().__init__(done_key, shift_key, is_full_key, done_keys, reward_keys)
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
+        _check(data, type(self).__name__)
         leaves = _TensorDictLeaves(data, self.keys, type(self).__name__)
         dump = LayoutDump(leaves, self.keys)
         ring = dump.ring
@@ -199,6 +201,7 @@ class Nested2TED(Flat2TED):
     """
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
+        _check(data, type(self).__name__)
         flat = tensordict_type()(dict(data.non_tensor_items()))
         for key, value in data.items(True, True):
             flat.set(key, _flattened(value))
@@ -214,6 +217,7 @@ class H5Split(TED2Flat):
     """
 
     def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:  # noqa: ARG002 - as TorchRL calls it
+        _check(data, type(self).__name__)
         n = data.batch_size[0]
         digits = math.ceil(math.log10(n))
         split = tensordict_type()()
@@ -233,6 +237,7 @@ class H5Combine:
     """
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:  # noqa: ARG002 - as TorchRL calls it
+        _check(data, type(self).__name__)
         names = sorted(name for name in data.keys() if name.startswith("traj"))  # noqa: SIM118 - a TensorDict iterates over rows
         if not names:
             raise CorruptCheckpoint(
@@ -250,6 +255,11 @@ class H5Combine:
             shape = torch.tensor([list(value.shape) for value in values])
             made.make_memmap_from_storage(parts, whole.untyped_storage(), dtype=whole.dtype, shape=shape)
         return made
+
+
+def _check(data: object, who: str) -> None:
+    if not is_tensor_collection(data):
+        raise TypeError(f"{who}: expected a TensorDict, got a {type(data).__name__}.")
 
 
 def _flattened(value: Tensor) -> Tensor:

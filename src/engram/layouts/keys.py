@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engram.errors import IncompatibleCheckpoint
 from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
 Key: TypeAlias = tuple[str, ...]
 
@@ -61,6 +62,8 @@ class Keys(NamedTuple):
 def _all(keys: Iterable[object], where: str) -> frozenset[Key]:
     if isinstance(keys, str):
         raise TypeError(f"{where}: expected keys, got the str {keys!r}. Put it in a tuple: ({keys!r},).")
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"{where}: expected keys, strs or tuples of them, got a {type(keys).__name__}.")
     return frozenset(as_key(key, where) for key in keys)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -99,8 +99,22 @@ def foreign_format(path: Path) -> ForeignFormat | None:
 
 def foreign_state(state: object, ndim: int) -> ForeignDump | None:
     """A state that another library's buffer returned; None: it is none of those. Raises as its ``read_state``."""
-    storage = state.get("_storage") if isinstance(state, dict) else None
-    if not isinstance(storage, dict) or "_storage" not in storage:
-        return None
-    found: ForeignDump = importlib.import_module("engram.migrate.torchrl.state").read_state(state, ndim=ndim)
+    module = _module_of(state)
+    found: ForeignDump | None = None if module is None else module.read_state(state, ndim=ndim)
     return found
+
+
+def foreign_ensemble_state(state: object, ndims: Sequence[int]) -> ForeignEnsemble | None:
+    """As :func:`foreign_state`, of several buffers."""
+    module = _module_of(state)
+    found: ForeignEnsemble | None = None if module is None else module.read_ensemble_state(state, ndims=ndims)
+    return found
+
+
+def _module_of(state: object) -> Any:
+    """The module that reads such a state; None: there is none, or it is engram's own."""
+    storage = state.get("_storage") if isinstance(state, dict) else None
+    if not isinstance(storage, dict) or "clock" in storage or "_members" in state:
+        return None
+    module = importlib.import_module("engram.migrate.torchrl.state")
+    return module if module.is_torchrl_state(state) else None

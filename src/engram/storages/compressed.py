@@ -153,6 +153,11 @@ class _CompressedItems(ListStorage):
             plain = leaf.detach().to("cpu").resolve_conj().resolve_neg()
             if self._compress is not None:
                 data = self._compress(plain)
+                if not isinstance(data, Tensor):
+                    raise TypeError(
+                        f"{type(self).__name__}: compression_fn: expected a uint8 tensor from {self._compress!r:.80}, got a "
+                        f"{type(data).__name__}. Return one: torch.frombuffer(bytearray(data), dtype=torch.uint8) makes it of bytes."
+                    )
             else:
                 raw = zstd(type(self).__name__).compress(_bytes_of(plain), level=self.compression_level)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -214,7 +219,7 @@ class CompressedListStorage(_CompressedItems):
 
     Raises:
         ValueError: ``max_size`` below 1, or a level that Zstandard does not know. TypeError: one of the two functions alone, or no
-            function. ModuleNotFoundError: there is no Zstandard.
+            function; when rows are written: ``compression_fn`` returned no tensor. ModuleNotFoundError: there is no Zstandard.
 
     Objects that are no tensors are kept as they are. :meth:`bytes` says how much the tensors take.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -189,18 +189,7 @@ class CompressedItems:
         stream = self._leaf(parts, key, where)
         dtype, shape = DTYPE_OF[_checked(tensor.dtype.value, where)], torch.Size(tensor.shape.value)
         file = self._folder.name((*parts, f"{encode_key(key)}.memmap"))
-        if decompress is not None:
-            return _by(decompress, stream, shape, dtype, file)
-        data = b"" if stream.dtype is not torch.uint8 else stream.numpy().tobytes()
-        if not is_stream(data):
-            raise IncompatibleCheckpoint(f"{file}: expected a stream of zlib's or Zstandard's. {_OTHERWISE}")
-        try:
-            made = bytearray(inflated(data, shape.numel() * dtype.itemsize, "loads"))
-        except ValueError as error:
-            raise CorruptCheckpoint(f"{file}: {error}. Nothing was changed. Copy the dump again.") from error
-        values = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype, device="cpu")
-        check_bools(values, file)
-        return values.reshape(shape)
+        return whole_of(stream, shape, dtype, decompress, file)
 
     def _leaf(self, parts: Parts, key: str, where: str) -> Tensor:
         """A tensor as it lies there."""
@@ -260,14 +249,23 @@ class CompressedItems:
         return list(together.unbind(0))
 
 
-_OTHERWISE = "TorchRL had a compression_fn of your own. Load the dump into a CompressedListStorage that has the decompression_fn to it."
+_OTHERWISE = "TorchRL had a compression_fn of your own. Load it into a CompressedListStorage that has the decompression_fn to it."
+
+
+class Items(Protocol):
+    """The items of a list."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:
+        """As :meth:`CompressedItems.read`."""
 
 
 class TorchRLItems(NamedTuple):
     """A checked dump of a list. Rows ``[0, length)`` are live; the row written last is the one before ``cursor``."""
 
     path: Path
-    items: CompressedItems
+    items: Items
     cursor: int
     """Row that the next item gets: the number of items, if they do not fill the list."""
     writes: int | None
@@ -327,6 +325,27 @@ def _checked(dtype: str, where: str) -> str:
     return name
 
 
+def whole_of(
+    stream: Tensor, shape: torch.Size, dtype: torch.dtype, decompress: Decompress | None, where: str
+) -> Tensor:
+    """The tensor that a stream, on the CPU, holds.
+
+    Raises ``CorruptCheckpoint``: damaged. ``IncompatibleCheckpoint``: a stream that is read otherwise.
+    """
+    if decompress is not None:
+        return _by(decompress, stream, shape, dtype, where)
+    data = b"" if stream.dtype is not torch.uint8 else stream.numpy().tobytes()
+    if not is_stream(data):
+        raise IncompatibleCheckpoint(f"{where}: expected a stream of zlib's or Zstandard's. {_OTHERWISE}")
+    try:
+        made = bytearray(inflated(data, shape.numel() * dtype.itemsize, "loads"))
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{where}: {error}. Nothing was changed. Copy it again.") from error
+    values = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype, device="cpu")
+    check_bools(values, where)
+    return values.reshape(shape)
+
+
 def _by(decompress: Callable[..., object], stream: Tensor, shape: torch.Size, dtype: torch.dtype, file: str) -> Tensor:
     """What a function of the user's makes of a stream. Raises ``IncompatibleCheckpoint``: not what it should."""
     try:
@@ -334,7 +353,7 @@ def _by(decompress: Callable[..., object], stream: Tensor, shape: torch.Size, dt
     except Exception as error:
         raise IncompatibleCheckpoint(
             f"{file}: the storage's decompression_fn raised {type(error).__name__} ({error!s:.200}). It must be the one that TorchRL had, "
-            "whose default is zlib. Load the dump into a storage without one."
+            "whose default is zlib. Load it into a storage without one."
         ) from error
     if not isinstance(made, Tensor) or made.shape != shape or made.dtype is not dtype:
         got = f"{list(made.shape)} {made.dtype}" if isinstance(made, Tensor) else type(made).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -12,16 +12,24 @@ import torch
 from torch import Tensor
 
 from engram._dtypes import DTYPE_NAMES
+from engram._words import warn
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node
+from engram.migrate.torchrl.dump import EmptyMember, TorchRLEnsemble
+from engram.migrate.torchrl.items import TorchRLItems
+from engram.migrate.torchrl.listed import ListedItems, ListedStreams
 from engram.migrate.torchrl.rows import TorchRLDump
+from engram.migrate.torchrl.trees import lost, path_of, said_in
 from engram.persist.foreign import DumpedPriorities
 from engram.state import integer, real, typed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from engram.migrate.torchrl.trees import Said
+
+_PATH = Path("TorchRL's state")
 #: What messages call it.
 _WHERE = "load_state_dict: TorchRL's state"
 
@@ -42,44 +50,140 @@ class TorchRLState(TorchRLDump):
         out.copy_(self._tensors[key][first : first + len(out)])
 
 
-def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState:
-    """Describe and check a state. What TorchRL does not save, such as transforms' code, is not in it.
+def is_torchrl_state(state: object) -> bool:
+    """Whether a state looks like one that a buffer of TorchRL's returned, or an ensemble of such."""
+    return isinstance(state, dict) and (_is_storage(state.get("_storage")) or _is_ensemble(state))
+
+
+def _is_storage(state: object) -> bool:
+    return isinstance(state, dict) and "_storage" in state
+
+
+def _is_ensemble(state: Mapping[str, object]) -> bool:
+    members = state.get("_storage")
+    return isinstance(members, dict) and any(
+        _is_storage(one) or _is_ensemble({"_storage": one}) for one in members.values()
+    )
+
+
+def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState | TorchRLItems:
+    """Describe and check a state. Warns once, naming what of it is left out.
 
     Args:
-        state: what ``ReplayBuffer.state_dict()`` of TorchRL returned, of a tensor storage.
+        state: what ``ReplayBuffer.state_dict()`` of TorchRL returned, of a storage of tensors or of a list.
         ndim: of the storage it is for, which must be 1: a state does not say how rows are numbered otherwise.
 
     Raises:
-        IncompatibleCheckpoint: a list, no rows, a dtype that cannot be stored, or another ``ndim``.
+        IncompatibleCheckpoint: no rows of tensors, an ensemble, what cannot be stored, or another ``ndim``.
         KeyError, TypeError, ValueError: an entry that is missing, of another type or out of range.
     """
-    if ndim != 1:
+    if not _is_storage(state["_storage"]):
         raise IncompatibleCheckpoint(
-            f"{_WHERE}: expected a storage with ndim of 1, got {ndim}. Extend the buffer with its rows."
+            f"{_WHERE}: expected that of one buffer, got that of an ensemble. Load it into a ReplayBufferEnsemble of as many buffers."
         )
-    storage, writer = _part(state, "_storage"), _part(state, "_writer")
+    batch_size, rng_state, left_out = _of_the_buffer(state)
+    found = _read_buffer(state, ndim, _WHERE, left_out)
+    if isinstance(found, EmptyMember):
+        raise IncompatibleCheckpoint(f"{_WHERE}: expected rows, got none: nothing was ever written.")
+    _tell(left_out)
+    said = {"batch_size": batch_size, "rng_state": rng_state, "left_out": tuple(left_out)}
+    return found._replace(**said) if isinstance(found, TorchRLItems) else replace(found, **said)
+
+
+def read_ensemble_state(state: Mapping[str, object], *, ndims: Sequence[int]) -> TorchRLEnsemble:
+    """As :func:`read_state`, of a ``ReplayBufferEnsemble``.
+
+    Args:
+        state: what its ``state_dict()`` returned.
+        ndims: of the storage of each buffer.
+
+    Raises: as :func:`read_state`. IncompatibleCheckpoint, too: of one buffer, or of another number of them.
+    """
+    if _is_storage(state["_storage"]):
+        raise IncompatibleCheckpoint(
+            f"{_WHERE}: expected that of an ensemble, got that of one buffer. Load it into a ReplayBuffer, such as one of the buffers "
+            "here: ensemble[i].load_state_dict(state)."
+        )
+    parts = {name: _part(state, name, _WHERE) for name in ("_storage", "_sampler", "_writer")}
+    count = len(parts["_storage"])
+    if count != len(ndims):
+        raise IncompatibleCheckpoint(
+            f"{_WHERE}: expected an ensemble of {len(ndims)} members, as here, got one of {count}."
+        )
+    batch_size, rng_state, left_out = _of_the_buffer(state)
+    members = []
+    for number, ndim in enumerate(ndims):
+        where = f"{_WHERE}: member {number}"
+        of_member = {name: _part(part, str(number), f"{_WHERE}: {name}") for name, part in parts.items()}
+        if not _is_storage(of_member["_storage"]):
+            raise IncompatibleCheckpoint(
+                f"{where}: expected the rows of one buffer, got those of an ensemble in an ensemble. Save that by itself."
+            )
+        members.append(_read_buffer(of_member, ndim, where, left_out))
+    _tell(left_out)
+    return TorchRLEnsemble(_PATH, batch_size, rng_state, tuple(members), tuple(left_out))
+
+
+def _of_the_buffer(state: Mapping[str, object]) -> tuple[int | None, Tensor | None, list[str]]:
+    """Batch size and generator; and what of the rest is not read."""
+    batch_size, rng, batches = state.get("_batch_size"), state.get("_rng"), state.get("_prefetch_state")
+    left_out, rng_state = [], None
+    if rng is not None:
+        made, device = typed(state, "_rng", tuple, _WHERE)
+        if device == "cpu":
+            rng_state = made
+        else:
+            left_out.append(f"the state of the generator on {device!r:.40}")
+    if state.get("_transforms"):
+        left_out.append("the state of the transforms")
+    if isinstance(batches, dict) and batches.get("queue"):
+        left_out.append("prefetched batches")
+    return batch_size if isinstance(batch_size, int) and batch_size > 0 else None, rng_state, left_out
+
+
+def _tell(left_out: Sequence[str]) -> None:
+    if left_out:
+        warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
+
+
+def _read_buffer(
+    state: Mapping[str, object], ndim: int, where: str, left_out: list[str]
+) -> TorchRLState | TorchRLItems | EmptyMember:
+    """One buffer, or one of an ensemble. Notes what is left out."""
+    storage, writer, sampler = (_part(state, name, where) for name in ("_storage", "_writer", "_sampler"))
+    if sampler and "_sum_tree" not in sampler and "drop_last" not in sampler:
+        left_out.append(
+            f"the state of the sampler{where.removeprefix(_WHERE).replace(':', ' of')} ({', '.join(sampler)})"
+        )
     rows = storage["_storage"]
     if isinstance(rows, list):
-        raise IncompatibleCheckpoint(f"{_WHERE}: expected tensors, got a list. Extend the buffer with its items.")
-    tensors = _leaves(rows)
+        return _read_items(storage, rows, writer, sampler, where, left_out)
+    if ndim != 1:
+        raise IncompatibleCheckpoint(
+            f"{where}: expected a storage with ndim of 1, got {ndim}. Extend the buffer with its rows."
+        )
+    if isinstance(rows, dict) and not rows:
+        return EmptyMember(_PATH, _priorities(sampler, 0, where))
+    said = said_in(rows, where)
+    tensors = _leaves(rows, said, where)
+    if said is not None:
+        left_out += lost(said, cast("dict[str, object]", rows), objects=True)
     if not tensors:
-        raise IncompatibleCheckpoint(f"{_WHERE}: expected rows, got none: nothing was ever written.")
+        raise IncompatibleCheckpoint(f"{where}: expected fields that are tensors, got none.")
     capacity = min(len(tensor) for tensor in tensors.values())
-    length, position = (
-        integer(of, name, 0, capacity + 1, _WHERE) for of, name in ((storage, "_len"), (writer, "_cursor"))
-    )
-    batch_size = state.get("_batch_size")
+    length = integer(storage, "_len", 0, capacity + 1, where)
+    cursor, writes = _written(writer, length, capacity, where)
     return TorchRLState(
-        path=Path("TorchRL's state"),
+        path=_PATH,
         capacity=capacity,
         columns=(),
         length=length,
-        position=position % capacity,
-        write_count=integer(writer, "_write_count", 0, 1 << 62, _WHERE),
+        position=cursor % capacity,
+        write_count=writes,
         fields=tuple(Field(key, DTYPE_NAMES[one.dtype], tuple(one.shape[1:])) for key, one in tensors.items()),
         structure=_structure(list(tensors)),
-        batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
-        priorities=_priorities(_part(state, "_sampler"), length),
+        batch_size=None,
+        priorities=_priorities(sampler, length, where),
         drop_last=None,
         ranks=None,
         rng_state=None,
@@ -89,26 +193,50 @@ def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState:
     )
 
 
-def _part(state: Mapping[str, object], name: str) -> Mapping[str, object]:
+def _read_items(
+    storage: Mapping[str, object],
+    items: list[object],
+    writer: Mapping[str, object],
+    sampler: Mapping[str, object],
+    where: str,
+    left_out: list[str],
+) -> TorchRLItems:
+    made = ListedStreams(items, storage["_metadata"], where) if "_metadata" in storage else ListedItems(items, where)
+    left_out += made.left_out
+    cursor, writes = _written(writer, len(items), len(items), where)
+    return TorchRLItems(
+        _PATH, made, cursor, writes, None, _priorities(sampler, len(items), where), None, None, tuple(made.left_out)
+    )
+
+
+def _written(writer: Mapping[str, object], length: int, most: int, where: str) -> tuple[int, int]:
+    """Row that is written next, and rows ever written."""
+    if not writer:  # of a data set, which nothing is written to
+        return length, length
+    return integer(writer, "_cursor", 0, most + 1, where), integer(writer, "_write_count", 0, 1 << 62, where)
+
+
+def _part(state: Mapping[str, object], name: str, where: str) -> Mapping[str, object]:
     """Of a component."""
-    found: Mapping[str, object] = typed(state, name, (dict, OrderedDict), _WHERE)
+    found: Mapping[str, object] = typed(state, name, (dict, OrderedDict), where)
     return found
 
 
-def _leaves(rows: object) -> dict[tuple[str, ...], Tensor]:
+def _leaves(rows: object, said: Mapping[str, Said] | None, where: str) -> dict[tuple[str, ...], Tensor]:
     """The tensors of a storage, by key. In a state, the parts of a key are joined by points, as TorchRL reads them."""
     if not isinstance(rows, dict):
-        return {(SINGLE,): _checked(rows, "rows")}
+        return {(SINGLE,): _checked(rows, "rows", where)}
     names = [name for name in rows if name not in ("__batch_size", "__device")]  # of the TensorDict
-    return {tuple(name.split(".")): _checked(rows[name], name) for name in names}
+    keys = {name: tuple(name.split(".")) if said is None else path_of(name, said) for name in names}
+    return {key: _checked(rows[name], name, where) for name, key in keys.items()}
 
 
-def _checked(value: object, name: str) -> Tensor:
+def _checked(value: object, name: str, where: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise IncompatibleCheckpoint(f"{_WHERE}: {name}: expected a tensor, got a {type(value).__name__}.")
+        raise IncompatibleCheckpoint(f"{where}: {name}: expected a tensor, got a {type(value).__name__}.")
     if value.ndim < 1 or value.dtype not in DTYPE_NAMES:
         raise IncompatibleCheckpoint(
-            f"{_WHERE}: {name}: expected rows of a dtype that can be stored, got {value.dtype} of shape {list(value.shape)}."
+            f"{where}: {name}: expected rows of a dtype that can be stored, got {value.dtype} of shape {list(value.shape)}."
         )
     return value.detach()
 
@@ -126,16 +254,16 @@ def _structure(keys: list[tuple[str, ...]]) -> Node:
     return root
 
 
-def _priorities(state: Mapping[str, object], length: int) -> DumpedPriorities | None:
+def _priorities(state: Mapping[str, object], length: int, where: str) -> DumpedPriorities | None:
     """Of a prioritized sampler, whose tree is an object of TorchRL's that is read by row; None: of another sampler."""
     if "_sum_tree" not in state:
         return None
-    alpha, beta, eps = (real(state, name, _WHERE) for name in ("_alpha", "_beta", "_eps"))
+    alpha, beta, eps = (real(state, name, where) for name in ("_alpha", "_beta", "_eps"))
     leaves = torch.as_tensor(cast("_Tree", state["_sum_tree"])[torch.arange(length)], dtype=torch.float64).reshape(-1)
     if leaves.numel() != length or not bool((leaves.isfinite() & (leaves >= 0)).all()):
-        raise ValueError(f"{_WHERE}: _sum_tree: expected {length} priorities that are finite and at least 0.")
-    value, row = typed(state, "_max_priority", tuple, _WHERE)
+        raise ValueError(f"{where}: _sum_tree: expected {length} priorities that are finite and at least 0.")
+    value, row = typed(state, "_max_priority", tuple, where)
     highest = None if value is None else float(value)
     if highest is not None and not math.isfinite(highest):
-        raise ValueError(f"{_WHERE}: _max_priority: expected a finite one, got {highest}.")
+        raise ValueError(f"{where}: _max_priority: expected a finite one, got {highest}.")
     return DumpedPriorities(alpha, beta, eps, leaves, highest, None if row is None else int(row))
