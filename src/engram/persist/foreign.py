@@ -113,8 +113,10 @@ def foreign_ensemble_state(state: object, ndims: Sequence[int]) -> ForeignEnsemb
 
 def _module_of(state: object) -> Any:
     """The module that reads such a state; None: there is none, or it is engram's own."""
-    storage = state.get("_storage") if isinstance(state, dict) else None
-    if not isinstance(storage, dict) or "clock" in storage or "_members" in state:
+    if not isinstance(state, dict) or "_members" in state:
+        return None
+    storage = state.get("_storage")
+    if not isinstance(storage, dict) or "clock" in storage:
         return None
     module = importlib.import_module("engram.migrate.torchrl.state")
     return module if module.is_torchrl_state(state) else None

@@ -86,8 +86,10 @@ def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState | Torc
     if isinstance(found, EmptyMember):
         raise IncompatibleCheckpoint(f"{_WHERE}: expected rows, got none: nothing was ever written.")
     _tell(left_out)
-    said = {"batch_size": batch_size, "rng_state": rng_state, "left_out": tuple(left_out)}
-    return found._replace(**said) if isinstance(found, TorchRLItems) else replace(found, **said)
+    out = tuple(left_out)
+    if isinstance(found, TorchRLItems):
+        return found._replace(batch_size=batch_size, rng_state=rng_state, left_out=out)
+    return replace(found, batch_size=batch_size, rng_state=rng_state, left_out=out)
 
 
 def read_ensemble_state(state: Mapping[str, object], *, ndims: Sequence[int]) -> TorchRLEnsemble:
