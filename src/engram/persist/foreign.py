@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -111,7 +112,7 @@ def foreign_ensemble_state(state: object, ndims: Sequence[int]) -> ForeignEnsemb
     return found
 
 
-def _module_of(state: object) -> Any:
+def _module_of(state: object) -> ModuleType | None:
     """The module that reads such a state; None: there is none, or it is engram's own."""
     if not isinstance(state, dict) or "_members" in state:
         return None
