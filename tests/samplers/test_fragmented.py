@@ -56,7 +56,7 @@ def check_table(rb, stored, length):
     runs = runs_of(stored)
     table = rb.sampler._bound_to(rb.storage, length).table
     assert table.census() == (len(runs), max(map(len, runs), default=0))
-    spec = rb.sampler.settings.native(length)
+    spec = rb.sampler.settings.native(length, "")
     long = [run for run in runs if len(run) >= length]
     assert table.choices(rb.storage.memory.core, spec) == len(long)
     assert table.windows(rb.storage.memory.core, spec) == sum(len(run) - length + 1 for run in long)

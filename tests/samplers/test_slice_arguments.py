@@ -1,5 +1,6 @@
 """Arguments of slice samplers: which are refused, and settings that change between draws."""
 
+import re
 import threading
 import time
 
@@ -10,10 +11,12 @@ from engram import (
     LazyTensorStorage,
     ListStorage,
     NoSampleable,
+    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StreamingSliceSampler,
 )
 from engram.samplers.trajectory_tables import StaticTable
 from tests.samplers.slicing import BOTH, buffer, steps, windows
@@ -192,3 +195,28 @@ def test_torchrls_verbs():
     assert rows.shape == (6,)
     assert info["next", "truncated"].flatten().tolist() == [False, False, True] * 2
     assert sampler.can_sample(rb.storage, 6)
+
+
+class MineOfNone(SliceSampler):
+    """A subclass says its own name."""
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "kind", "message"),
+    [
+        (StreamingSliceSampler, {"span": 4}, ValueError, "span: expected less than the 4 steps"),
+        (StreamingSliceSampler, {"span": "x"}, TypeError, "span: expected a bool or an int"),
+        (StreamingSliceSampler, {"span": -1}, ValueError, "span: expected at least 0 steps"),
+        (StreamingSliceSampler, {"pad_output": True}, ValueError, "pad_output: expected strict_length=False"),
+        (StreamingSliceSampler, {"replacement": False}, TypeError, "expected replacement=True"),
+        (PrioritizedSliceSampler, {"span": (0, 4)}, ValueError, "span: expected less than the 4 steps"),
+        (PrioritizedSliceSampler, {"pad_output": True}, ValueError, "pad_output: expected strict_length=False"),
+        (MineOfNone, {"span": 4}, ValueError, "span: expected less than the 4 steps"),
+        (MineOfNone, {"ends": [True]}, RuntimeError, "ends and trajectories need cache_values=True"),
+        (MineOfNone, {"uniform_over": "x"}, ValueError, "uniform_over: expected 'trajectories' or 'anchors'"),
+    ],
+)
+def test_messages_say_the_class_that_was_used(make, arguments, kind, message):
+    own = {"alpha": 1.0, "beta": 1.0} if make is PrioritizedSliceSampler else {}
+    with pytest.raises(kind, match=f"^{make.__name__}: {re.escape(message)}"):
+        make(slice_len=4, **own, **arguments)

@@ -57,7 +57,7 @@ class PrioritizedSliceSampler(SliceSampler):
 
     def __new__(cls, *args: object, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
         if not replacement:
-            raise TypeError("PrioritizedSliceSampler: expected replacement=True: draws by priority are independent.")
+            raise TypeError(f"{cls.__name__}: expected replacement=True: draws by priority are independent.")
         return object.__new__(cls)
 
     def __init__(

@@ -171,16 +171,16 @@ class SliceSampler(WindowSampler):
         name = type(self).__name__
         settings = WindowSettings.of(name, windows)
         if settings.static is not None and not cache_values:
-            raise RuntimeError("SliceSampler: ends and trajectories need cache_values=True, as they are kept.")
+            raise RuntimeError(f"{name}: ends and trajectories need cache_values=True, as they are kept.")
         if pad_output and settings.strict_length:
             raise ValueError(
-                "SliceSampler: pad_output: expected strict_length=False: with it there are no short windows to pad."
+                f"{name}: pad_output: expected strict_length=False: with it there are no short windows to pad."
             )
         if uniform_over not in ("trajectories", "anchors"):
-            raise ValueError(f"SliceSampler: uniform_over: expected 'trajectories' or 'anchors', got {uniform_over!r}.")
+            raise ValueError(f"{name}: uniform_over: expected 'trajectories' or 'anchors', got {uniform_over!r}.")
         if anchors is not None and not isinstance(anchors, PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
-        left, right = _as_span(span)
+        left, right = _as_span(name, span)
         given = {"span": bool(left or right), "pad_output": bool(pad_output), "online": bool(online)}
         _check_window(name, settings, given, anchored=anchors is not None)
         if anchors is not None and left:
@@ -196,7 +196,7 @@ class SliceSampler(WindowSampler):
             }
             settings = _fragmented(name, settings, step_key, windows.get("compile"), unsupported)
         if settings.slice_len is not None:
-            settings.native(settings.slice_len)  # raises for a span that is too large
+            settings.native(settings.slice_len, name)  # raises for a span that is too large
         self.cache_values = bool(cache_values)
         #: Ticket numbers of the last steps that the online queue took, int64 [tracks], -1 for none; None: not known yet.
         self._taken: Tensor | None = None
@@ -424,10 +424,10 @@ def _fragmented(
     return replace(settings, fragmented=True, step_key=key)
 
 
-def _as_span(span: object) -> tuple[bool | int, bool | int]:
+def _as_span(who: str, span: object) -> tuple[bool | int, bool | int]:
     ends = (span, span) if isinstance(span, bool | int) else span
     if not isinstance(ends, tuple | list) or len(ends) != 2 or not all(isinstance(end, bool | int) for end in ends):
-        raise TypeError(f"SliceSampler: span: expected a bool or an int, or two of them, got {span!r}.")
+        raise TypeError(f"{who}: span: expected a bool or an int, or two of them, got {span!r}.")
     if min(ends) < 0:
-        raise ValueError(f"SliceSampler: span: expected at least 0 steps, got {span!r}.")
+        raise ValueError(f"{who}: span: expected at least 0 steps, got {span!r}.")
     return ends[0], ends[1]

@@ -63,7 +63,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         **windows: Unpack[WindowArguments],
     ) -> None:
         if replacement:
-            raise TypeError("SliceSamplerWithoutReplacement: expected replacement=False. Use SliceSampler().")
+            raise TypeError(f"{type(self).__name__}: expected replacement=False. Use SliceSampler().")
         super().__init__(WindowSettings.of(type(self).__name__, windows))
         self.drop_last = bool(drop_last)
         self.shuffle = bool(shuffle)

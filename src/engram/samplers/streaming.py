@@ -92,7 +92,7 @@ class StreamingSliceSampler(SliceSampler):
     def __new__(cls, *, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
         if not replacement:
             raise TypeError(
-                "StreamingSliceSampler: expected replacement=True: when no new windows are left, draws are independent."
+                f"{cls.__name__}: expected replacement=True: when no new windows are left, draws are independent."
             )
         return object.__new__(cls)
 
@@ -169,7 +169,7 @@ class StreamingSliceSampler(SliceSampler):
         table, taken, (clock, base) = self._table, self._taken, self._clock()
         if not isinstance(table, _native.Trajectories) or taken is None:
             return clock - base, _NONE, None
-        spec = self.settings.native(self.settings.length)
+        spec = self.settings.native(self.settings.length, type(self).__name__)
         return clock - base, torch.from_numpy(table.positions_of(taken.data_ptr(), len(taken), spec)), None
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:

@@ -153,15 +153,15 @@ class WindowSettings:
         window = self.window
         return length if window is None else window.reach - window.padding * window.dilation
 
-    def native(self, length: int) -> _native.WindowSpec:
-        """Which windows of that length may be drawn. Raises ``ValueError``: they may overhang by a whole window."""
+    def native(self, length: int, who: str) -> _native.WindowSpec:
+        """Which windows of that length may be drawn. Raises ``ValueError``: they overhang by a whole window; ``who``: it begins so."""
         by_anchor, window = self.uniform_over == "anchors", self.window
         if window is not None:
             rules = (window.period, window.dilation, window.burn_in, window.padding, True)
             return _native.WindowSpec(length, self.strict_length, by_anchor, 0, 0, *rules)
         left, right = (length - 1 if end is True else int(end) for end in self.span)
         if max(left, right) >= length:
-            raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
+            raise ValueError(f"{who}: span: expected less than the {length} steps of a window, got {self.span}.")
         return _native.WindowSpec(length, self.strict_length, by_anchor, left, right)
 
 

@@ -248,7 +248,7 @@ class WindowSampler(NativeSampler):
         count, length = self.settings.split(batch_size)
         if len(self._splits) > 64:
             self._splits.clear()
-        self._splits[batch_size] = split = (count, length, self.settings.native(length))
+        self._splits[batch_size] = split = (count, length, self.settings.native(length, type(self).__name__))
         return split
 
     def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
@@ -427,7 +427,7 @@ class WindowSampler(NativeSampler):
         self.bind(storage)
         length = self.settings.length
         bound = self._bound_to(storage, length)
-        choices = bound.table.choices(bound.memory.core, self.settings.native(length))
+        choices = bound.table.choices(bound.memory.core, self.settings.native(length, type(self).__name__))
         return Masses(choices, 1.0, len(storage))
 
     def rows_together(self) -> tuple[int, int]:
