@@ -488,3 +488,18 @@ def test_what_a_process_writes_meanwhile_is_filled(kind):
             end.set()
             child.join()
         assert len(rb) == 50
+
+
+@pytest.mark.parametrize("key", ["index", "index_generation", ("index", "more"), ("index_generation",)])
+def test_a_buffer_of_tensordicts_refuses_the_entries_that_its_writes_drop(key):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
+    with pytest.raises(
+        ValueError, match="add_field: key: expected another key than .*TensorDictReplayBuffer drops 'ind"
+    ):
+        rb.add_field(key, torch.zeros(()))
+    assert set(rb.sample().keys()) == {"a", "index"}
+    rb.add_field(("next", "index"), torch.zeros(()))
+    rows = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    rows.extend({"a": torch.arange(3)})
+    rows.add_field(key, torch.zeros(()))

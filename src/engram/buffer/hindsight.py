@@ -32,7 +32,8 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             ``ReplayBuffer.open`` of its directory takes it, and the other arguments of this class are not given.
         her_ratio, strategy, goal_key, achieved_goal_key, reward_key: as for :class:`Hindsight`.
         end_key: the flag at the last step of an episode; the flag ``"terminated"`` beside it counts, too. By default
-            ``("next", "truncated")`` does as well, and trajectory ids as for :class:`NStep`.
+            ``("next", "truncated")`` does as well, and trajectory ids as for :class:`NStep`. Another one must be stored: else sampling
+            raises ``KeyError``.
         end_when: as for :class:`NStep`.
         priority_key: as for :class:`TensorDictReplayBuffer`.
         **kwargs: those of :class:`TensorDictReplayBuffer`. ``sampler`` draws the rows; default :class:`RandomSampler`.
@@ -93,5 +94,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
                 end_keys=None if end == _END else [end, (*end[:-1], "terminated")],
                 end_when=None if end_when == "any" else end_when,
             )
+            if end != _END:
+                sampler._end = end  # noqa: SLF001 - an argument of this class only
         kwargs["sampler"] = sampler
         super().__init__(priority_key=priority_key, **kwargs)

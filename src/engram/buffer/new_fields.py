@@ -20,6 +20,7 @@ from engram.store import add_field as add_to_store
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from engram.buffer.write_path import WritePath
     from engram.field_paths import FieldPath
     from engram.storages import Rows, Storage
 
@@ -27,6 +28,9 @@ _CALL = "add_field"
 
 
 class _Stored(Protocol):
+    @property
+    def _write_path(self) -> type[WritePath]: ...
+
     @property
     def storage(self) -> Storage: ...
 
@@ -47,7 +51,8 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
         fill: a number, or a value of that shape.
 
     Raises:
-        ValueError: there is a field of that key with another dtype, shape or fill; rows that take no entry more, such as tuples; a fill
+        ValueError: there is a field of that key with another dtype, shape or fill; a buffer of TensorDicts, whose writes drop
+            ``"index"`` and ``"index_generation"``; rows that take no entry more, such as tuples; a fill
             that the dtype does not hold, or of another shape.
         TypeError: an example that is no tensor, array or number; a list storage.
         RuntimeError: nothing was ever written: the first row says the fields. Rows on an accelerator. A connection: call it where the
@@ -70,6 +75,11 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
     """
     storage = _checked(self.storage)
     path = checked_path(key, f"{_CALL}: key")
+    if self._write_path.takes_tensordicts and path[0] in ("index", "index_generation"):
+        raise ValueError(
+            f"{_CALL}: key: expected another key than {key!r}: a {type(self).__name__} drops {path[0]!r} of what is written, as "
+            "its batches say there which rows they are. Choose another name."
+        )
     nested: object = 0
     for part in reversed(key if isinstance(key, tuple | list) else (key,)):
         nested = {part: nested}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.expanders.reading import Reading
+    from engram.field_paths import FieldPath
     from engram.types import SampledStorage, Sampler
 
 
@@ -103,6 +104,9 @@ class Hindsight(Expander):
     True
     """
 
+    #: The end flag that rows must have; None: ids of trajectories do in its place.
+    _end: FieldPath | None = None
+
     noted = ("her_ratio", "strategy", "goal_key", "achieved_goal_key", "reward_key")
 
     def __init__(
@@ -160,6 +164,8 @@ class Hindsight(Expander):
                 ("reward_key", self.reward_key),
             )
         )
+        if self._end is not None:
+            reading.number(self._end, "Hindsight: end_key")
         try:
             boundaries_of(self.rules, reading, "Hindsight")
         except RuntimeError as error:
