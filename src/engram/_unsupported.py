@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn, TypedDict, ge
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from engram.types import Declared
+
 
 class Later(NamedTuple):
     """A keyword of TorchRL's that is not supported yet."""
@@ -27,9 +29,9 @@ class Later(NamedTuple):
 
 
 class TracingArguments(TypedDict, total=False):
-    """Keywords of TorchRL's storages and writers that must change nothing here."""
+    """Keywords of TorchRL's storages and writers that a buffer acts on."""
 
-    compilable: Annotated[object, Later("", (True,), "True or False, which change nothing here")]
+    compilable: Annotated[object, Later("", (True,), "True or False, on which no result depends")]
 
 
 class NoArguments(TypedDict):
@@ -66,6 +68,12 @@ def reject_unsupported(
             if expected:
                 raise TypeError(f"{call}: {name}: expected {expected}, got {value!r}.")
             raise TypeError(f"{call}: the argument {name!r} is not supported yet; it will come with {carrier}.")
+
+
+def take_compilable(component: Declared, arguments: Mapping[str, object]) -> None:
+    """Let the traits of a storage or writer say that it was made with ``compilable=True``."""
+    if arguments.get("compilable"):
+        component.traits = component.traits._replace(untraced=True)
 
 
 def meant(name: str, taker: Callable[..., object] | Iterable[str]) -> str:

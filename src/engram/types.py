@@ -313,6 +313,9 @@ class Traits(NamedTuple):
     in_order: bool = False
     #: There is a method ``empty()``, which forgets all rows: for ``rb.empty()``, and for states and dumps that are loaded.
     empties: bool = False
+    # ---- storages and writers
+    #: Made with ``compilable=True``: functions under ``torch.compile`` do not look into the calls of a buffer that has it.
+    untraced: bool = False
 
     @property
     def reads_windows(self) -> bool:

@@ -1,5 +1,6 @@
 """What ensembles refuse: in a sentence that names the member, and nothing is changed."""
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -376,3 +377,79 @@ def test_a_checkpointer_is_of_a_member(tmp_path):
     assert not (tmp_path / "series").exists()
     for one in of_it:
         one.close()
+
+
+def test_ints_of_numpy_are_ints():
+    rb = ReplayBufferEnsemble(
+        member(0, 6), member(1, 6), routing_dim=np.int64(-1), num_buffer_sampled=np.int32(3), batch_size=np.int64(3)
+    )
+    assert (rb.routing_dim, rb.sampler.num_buffer_sampled, rb.batch_size) == (-1, 3, 3)
+    assert type(rb.routing_dim) is int
+    assert rb.sample(np.int64(3)).shape == (3, 1)
+    assert rb[np.int64(1)] is rb._rbs[1]
+    for dim in (True, 0.0, np.bool_(True), "0", torch.tensor(0)):
+        with pytest.raises(TypeError, match=f"routing_dim: expected an int, got {type(dim).__name__}"):
+            ReplayBufferEnsemble(member(0, 6), routing_dim=dim)
+
+
+@pytest.mark.parametrize("transforms", [[3], 3, ["x"], "x", [torch.zeros(1)]])
+def test_transforms_of_storages_are_callables(transforms):
+    with pytest.raises(TypeError, match="StorageEnsemble: transforms: expected a list of callables"):
+        StorageEnsemble(LazyTensorStorage(4), transforms=transforms)
+    assert StorageEnsemble(LazyTensorStorage(4), transforms=iter([None])).transforms == (None,)
+
+
+def _fails(data):
+    raise ValueError("as told")
+
+
+def test_what_a_member_refuses_says_which_one():
+    def named(does, rest=""):
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is
+            does()
+        assert raised.value.__notes__ == [f"Raised by member 1 of the ensemble.{rest}"]
+
+    rb = ReplayBufferEnsemble(member(0, 6), member(1, 4, capacity=4))
+    named(lambda: rb[:, 5])
+    named(lambda: rb.storage[:, 5])
+    named(lambda: rb.storage.get({"buffer_ids": torch.tensor([1]), "index": torch.tensor([[5]])}))
+    storage = StorageEnsemble(*rb.storage, transforms=[None, _fails])
+    named(lambda: storage.get({"buffer_ids": torch.tensor([1]), "index": torch.tensor([[0]])}))
+    both = SamplerEnsemble(RandomSampler(), RandomSampler(), sample_from_all=True)
+    named(lambda: both.sample(StorageEnsemble(rb.storage[0], LazyTensorStorage(4)), 4))
+    state = rb.state_dict()
+    state["_storage"]["1"] = {}
+    named(lambda: rb.load_state_dict(state), " Nothing was changed.")
+    named(lambda: rb.storage.prepare_load(state["_storage"]), " Nothing was changed.")
+    row = {"buffer_ids": torch.tensor([1]), "index": torch.tensor([0])}
+    patch = {"generation": torch.zeros(1), "patch": {"none": torch.zeros(1)}}
+    named(lambda: rb.update_if_present(index=row, **patch), " Nothing was changed.")
+    named(
+        lambda: ReplayBufferEnsemble(
+            storages=StorageEnsemble(LazyTensorStorage(4), LazyTensorStorage(4)),
+            samplers=SamplerEnsemble(RandomSampler(), RandomSampler()),
+            writers=WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()),
+            collate_fns=[None, 3],
+        )
+    )
+
+
+def test_a_member_that_fails_amid_a_write_is_named():
+    rb = routed(member(0, 0), member(1, 0))
+    rb.extend(rows(0, 10, to=torch.arange(10) % 2))
+    rb[1].append_transform(_fails, invert=True)
+    with pytest.raises(ValueError, match="as told") as raised:
+        rb.extend(rows(0, 4, to=torch.tensor([0, 1, 0, 1])))
+    assert "Raised by member 1 of the ensemble. Members before it have written their rows." in raised.value.__notes__
+    assert [len(one) for one in rb._rbs] == [7, 5]
+    with pytest.raises(ValueError, match="as told") as raised:
+        rb.extend(rows(0, 2, to=torch.tensor([1, 1])))
+    assert "Raised by member 1 of the ensemble." in raised.value.__notes__
+
+
+def test_a_device_that_is_none_is_refused_before_rows_are_drawn():
+    rb = ReplayBufferEnsemble(member(0, 6), generator=torch.Generator().manual_seed(1))
+    before = rb._wiring.generator.get_state()
+    with pytest.raises(RuntimeError, match="sample: device: expected a device"):
+        rb.sample(2, device="nowhere")
+    assert torch.equal(before, rb._wiring.generator.get_state())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engram.buffer.compat import Arguments as TorchRL
     from engram.buffer.replay_buffer import ReplayBuffer
     from engram.removers import Remover
+    from engram.storages import Storage
 
 #: Held while a buffer is made at its first use: other threads that use it wait.
 _MAKING = _fork.rlock()
@@ -103,6 +104,15 @@ class Arguments(NamedTuple):
         )
         return wiring
 
+    def finish(self, buffer: ReplayBuffer, storage: Storage) -> None:
+        """What comes last, once the buffer has its parts."""
+        storage.attach(buffer)
+        cls = type(buffer)
+        if "_wiring" in vars(cls):  # it was to be made at the first use, and has that class no more
+            object.__setattr__(buffer, "__class__", cls.__base__)
+        if self.shared:
+            buffer.share()
+
     def _writer(self) -> object:
         """The writer, or what makes it."""
         if self.remover is None or isinstance(self.remover, FifoRemover):
@@ -145,7 +155,6 @@ class _Part:
         with _MAKING:
             if self._name not in vars(buffer):
                 buffer.assemble()
-                object.__setattr__(buffer, "__class__", type(buffer).__base__)
         return vars(buffer)[self._name]
 
 

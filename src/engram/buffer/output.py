@@ -63,13 +63,18 @@ def checked_form(form: object, call: str) -> str:
     return str(form)
 
 
-def moved(sample: object, device: torch.device | str, form: str) -> object:
-    """A batch, perhaps with its info, on a device. Raises ``ValueError``: arrays cannot be there."""
+def target_of(device: torch.device | str, form: str) -> torch.device:
+    """The device that batches go to. Raises ``TypeError``, ``RuntimeError``: it is none. ``ValueError``: arrays cannot be there."""
     target = existing_device(device, "sample: device")
     if form == "numpy":
         raise ValueError(
             f"sample: device: expected none, as NumPy's arrays are on the host, got {str(device)!r}. Use output='torch'."
         )
+    return target
+
+
+def moved(sample: object, target: torch.device) -> object:
+    """A batch, perhaps with its info, on a device."""
     return map_tensors(sample, lambda leaf: leaf.to(target, non_blocking=True), device=target)
 
 

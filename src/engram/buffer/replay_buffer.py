@@ -31,7 +31,7 @@ from engram.buffer.lanes import Lanes
 from engram.buffer.making import Arguments as Making
 from engram.buffer.making import make_at_first_use, taken_from
 from engram.buffer.new_fields import add_field
-from engram.buffer.output import View, moved
+from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
@@ -91,7 +91,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         delayed_init: make storage, sampler, writer and transform at the first use of the buffer, in the process that uses it: for those
             that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
         compilable: for a buffer that a function under ``torch.compile`` uses: each :meth:`add`, :meth:`extend`, :meth:`sample` and update
-            of priorities or fields is one graph break, runs as it does elsewhere, and is never recompiled.
+            of priorities or fields is one graph break, runs as it does elsewhere, and is never recompiled. So it is from then on if a
+            storage or writer that was made with ``compilable=True`` is given, here or later.
         remover: which rows go when the store is full: :class:`LowestPriority`, another :class:`Remover`. Default: the oldest.
         sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
             Default, as :class:`Transition`: itself.
@@ -146,8 +147,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         **torchrl: Unpack[Arguments],
     ) -> None:
         call, service, given = type(self).__name__, service_in(torchrl), taken_from(torchrl)
-        if torchrl.pop("compilable", None):
-            leave_untraced(self)
+        leave_untraced(self, torchrl.pop("compilable", None))
         reject_unsupported(call, torchrl, NOT_YET, type(self))
         kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
         making = Making(call, *kinds, pin_memory, generator, batch_size, *given)
@@ -189,9 +189,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._saving = saving(wiring, settings, self._lanes, reading, self._prefetching, self._recipe)
         if unmade is not None:
             settings.unmade = None
-            wiring.storage.attach(self)
-            if unmade.shared:
-                self.share()
+            unmade.finish(self, wiring.storage)
+        leave_untraced(self, wiring.untraced)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -513,14 +512,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
             batch_size = settings.batch_size
         if not isinstance(batch_size, int) or batch_size is True or batch_size != settings.batch_size:  # 4.0 equals 4
             batch_size = settings.batch_size_of(batch_size)
-        if return_info is not False:
-            return_info = bool(return_info)
+        return_info = return_info is not False and bool(return_info)
         if not self._wiring.gate.samples:
             self._wiring.gate.check_open("sample")
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "sample")
+        target = None if device is None else target_of(device, settings.output)
         sample = self._reading.sample(batch_size, return_info, timeout)
-        return sample if device is None else moved(sample, device, settings.output)
+        return sample if target is None else moved(sample, target)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether drawing a batch would find data now, and the limits of the store would admit it.
@@ -1055,6 +1054,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     def _rewire(self) -> None:
         """After a change of components: choose paths."""
         self._wiring.choose_paths()
+        leave_untraced(self, self._wiring.untraced)
         if self._prefetching is not None:
             self._prefetching.rewired()
 

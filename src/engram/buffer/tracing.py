@@ -18,10 +18,11 @@ _CALLS = ("add", "extend", "sample", "update_if_present", "update_priority", "up
 _TRACED: dict[type[object], type[object]] = {}
 
 
-def leave_untraced(buffer: ReplayBuffer) -> None:
-    """Make each call of a buffer in a compiled function one graph break, after which it runs as it is."""
+def leave_untraced(buffer: ReplayBuffer, asked: object) -> None:
+    """If that is asked, make each call of a buffer in a compiled function one graph break, after which it runs as it is. Repeatable."""
     cls: object = type(buffer)
-    object.__setattr__(buffer, "__class__", _untraced(cls))
+    if asked and cls not in _TRACED:
+        object.__setattr__(buffer, "__class__", _untraced(cls))
 
 
 @cache

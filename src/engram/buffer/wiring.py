@@ -168,6 +168,11 @@ class Wiring:
         #: Whether a batch is not yet what was gathered.
         self.collates = not fields or self.collate_fn is not None
 
+    @property
+    def untraced(self) -> bool:
+        """Whether storage or writer ask functions under ``torch.compile`` not to look into calls of the buffer."""
+        return bool(self.storage.traits.untraced) or self.of_writer.untraced
+
     def bound_sampler(self) -> DeclaredSampler:
         """The sampler, which may have served another storage meanwhile."""
         self.source.bind(self.storage)

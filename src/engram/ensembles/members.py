@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor
 from engram.buffer.read_path import ReadPath
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.collate import join
+from engram.ensembles.refusing import naming
 from engram.errors import NoSampleable
 from engram.limits import Room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
 
@@ -91,14 +92,9 @@ class Member:
         ignored: tuple[str, ...] = self.buffer._settings.ignored  # noqa: SLF001 - of the facade
         return ignored
 
-    @contextmanager
-    def checking(self) -> Iterator[None]:
+    def checking(self) -> AbstractContextManager[None]:
         """Errors of checks say which member they are of."""
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"Raised by member {self.number} of the ensemble. Nothing was changed.")
-            raise
+        return naming(self.number, "Nothing was changed.")
 
     def check_editable(self, call: str) -> None:
         """Raise ``RuntimeError``: its rows must not be changed."""
@@ -202,11 +198,8 @@ class Member:
 
     def finished(self, drawn: Drawn) -> object:
         """A part of a batch as the member itself hands out a batch: collated, and through its transforms."""
-        try:
+        with naming(self.number):
             return self._reading.finish(drawn.columns, drawn.rows, dict(drawn.info.items()), False)
-        except Exception as error:
-            error.add_note(f"Raised by member {self.number} of the ensemble.")
-            raise
 
     # ---- what it is like -----------------------------------------------------------------------------------------------
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def naming(member: int, after: str = "") -> Iterator[None]:
+    """Errors of a member say its number, and what has come of the call."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"Raised by member {member} of the ensemble.{after and ' ' + after}")
+        raise
 
 
 def asks_a_member(call: str, kind: type[Exception] = RuntimeError) -> Callable[..., NoReturn]:

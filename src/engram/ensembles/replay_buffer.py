@@ -11,7 +11,7 @@ from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
-from engram.buffer.output import View, moved
+from engram.buffer.output import View, moved, target_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
 from engram.buffer.settings import Settings
@@ -20,7 +20,7 @@ from engram.buffer.wiring import Wiring, checked_generator
 from engram.ensembles.members import Member
 from engram.ensembles.prefetching import EnsemblePrefetching
 from engram.ensembles.reading import EnsembleReadPath, collated
-from engram.ensembles.refusing import asks_a_member
+from engram.ensembles.refusing import asks_a_member, naming
 from engram.ensembles.routing import RoutedWrites, Routing
 from engram.ensembles.samplers import SamplerEnsemble
 from engram.ensembles.saving import EnsembleSaving
@@ -224,8 +224,9 @@ class ReplayBufferEnsemble(Generic[Batch]):
         self._wiring.gate.check_open("sample")
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "sample")
+        target = None if device is None else target_of(device, settings.output)
         sample = self._reading.sample(size, bool(return_info), timeout)
-        return sample if device is None else moved(sample, device, settings.output)
+        return sample if target is None else moved(sample, target)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether drawing a batch could find data now: with ``sample_from_all`` in all members, else in one at least.
@@ -512,7 +513,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
             return self._rbs[named] if rows is None else self._rbs[named][rows]
         if rows is not None:
             how = self._wiring.collate_fn
-            parts = [self._rbs[member][rows] for member in named]
+            parts = [self._rows(member, rows) for member in named]
             return collated(parts, named) if how is None else how(parts)
         if named == list(range(len(self._rbs))):
             return self
@@ -530,6 +531,10 @@ class ReplayBufferEnsemble(Generic[Batch]):
         made._wiring.connect(some, wiring.writer.some(named), settings.batch_size)
         made._assemble()
         return made
+
+    def _rows(self, member: int, rows: object) -> object:
+        with naming(member):
+            return self._rbs[member][rows]
 
     query = asks_a_member("query", TypeError)
     set_, set_at_, update_ = (asks_a_member(call) for call in ("set_", "set_at_", "update_"))
@@ -677,8 +682,9 @@ class ReplayBufferEnsemble(Generic[Batch]):
         """
         if shared:
             self._materialize()
-            for rb in self._rbs:
-                rb.share()
+            for number, rb in enumerate(self._rbs):
+                with naming(number):
+                    rb.share()
         return self
 
     def _materialize(self) -> None:
@@ -916,8 +922,13 @@ def _made(
             f"{who}: expected {n} samplers and writers, and collate_fns, one for each storage, got {len(samplers)}, {len(writers)} and "
             f"{len(collates)}."
         )
+    rbs: list[ReplayBuffer[Batch]] = []
     parts = zip(storages.storages, samplers.samplers, writers.writers, transforms, collates, strict=True)
-    return tuple(
-        ReplayBuffer(storage=storage, sampler=sampler, writer=writer, transform=transform, collate_fn=collate_fn)
-        for storage, sampler, writer, transform, collate_fn in parts
-    )
+    for storage, sampler, writer, transform, collate_fn in parts:
+        with naming(len(rbs)):
+            rbs.append(
+                ReplayBuffer(
+                    storage=storage, sampler=sampler, writer=writer, transform=transform, collate_fn=collate_fn
+                )
+            )
+    return tuple(rbs)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
+from engram._checks import as_numbers, check_count
 from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
+from engram.ensembles.refusing import naming
 from engram.ensembles.selection import check_ids, routed
 from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path, public
@@ -43,10 +44,8 @@ class Routing:
         who = "ReplayBufferEnsemble"
         if key is not None and dim is not None:
             raise ValueError(f"{who}: expected one of routing_key and routing_dim, got both.")
-        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-            raise TypeError(f"{who}: routing_dim: expected an int, got {type(dim).__name__}.")
         self.key: FieldPath | None = as_path(key, f"{who}: routing_key")
-        self.dim: int | None = dim
+        self.dim = None if dim is None else check_count(f"{who}: routing_dim", dim, least=-(1 << 62))
 
     def members_of(self, data: TensorDict, members: int) -> Tensor:
         """The member of each row of ``data.reshape(-1)``, int64 ``[n]``.
@@ -115,8 +114,12 @@ class RoutedWrites:
         parts = _places(ids)
         rows = {number: flat[at.to(flat.device or "cpu")] for number, at in parts.items()}
         for number, some in rows.items():
-            self._check(self._members[number], some, call, alone=len(parts) == 1)
-        written = {number: self._members[number].buffer.extend(some) for number, some in rows.items()}
+            with naming(number, "Nothing was written."):
+                self._check(self._members[number], some, call, alone=len(parts) == 1)
+        written: dict[int, Tensor] = {}
+        for number, some in rows.items():
+            with naming(number, "Members before it have written their rows." if written else ""):
+                written[number] = self._members[number].buffer.extend(some)
         return self._written(ids, parts, written)
 
     def _check(self, member: Member, rows: TensorDict, call: str, *, alone: bool) -> None:
@@ -127,22 +130,14 @@ class RoutedWrites:
         if wiring.of_writer.read_only:
             wiring.placer.place(storage.extent(), 0, 0, rows)  # refuses
         if storage.ndim > 1:
-            raise RuntimeError(
-                f"{call}: member {member.number}: expected a storage with ndim=1, got ndim={storage.ndim}."
-            )
+            raise RuntimeError(f"{call}: expected a storage with ndim=1, got ndim={storage.ndim}.")
         if alone or wiring.transform.writes:
             return
-        try:
-            member.check_priorities(rows)
-            if not storage.initialized:
-                return
-            count = storage.unnamed_lanes(call, batched=True)[1]
-            storage.prepare(
-                rows, call, batched=True, ignored=(*member.ignored, "index", "index_generation"), count=count
-            )
-        except Exception as error:
-            error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was written.")
-            raise
+        member.check_priorities(rows)
+        if not storage.initialized:
+            return
+        count = storage.unnamed_lanes(call, batched=True)[1]
+        storage.prepare(rows, call, batched=True, ignored=(*member.ignored, "index", "index_generation"), count=count)
 
     def _written(self, ids: Tensor, parts: dict[int, Tensor], written: dict[int, Tensor]) -> TensorDict:
         """The places of rows: -1 where a member's transforms made other rows of those that it was given."""
@@ -185,7 +180,8 @@ class RoutedWrites:
             self._members[number].check_editable(CALL)
             updates.append((number, rows[at.to(rows.device)], expected[at], some, own))
         for number, own_rows, _, some, own in updates:
-            FieldUpdates(self._members[number].wiring).check(own_rows, some, version_key, own)
+            with self._members[number].checking():
+                FieldUpdates(self._members[number].wiring).check(own_rows, some, version_key, own)
         updated, numbers = torch.zeros(n, dtype=torch.bool, device="cpu"), torch.full((n,), -1, device="cpu")
         rejected = None if version_key is None else torch.zeros_like(updated)
         for number, own_rows, own_expected, some, own in updates:
@@ -220,7 +216,8 @@ class RoutedWrites:
             raise RuntimeError(f"{call}: generation: expected one per row, {n}, got {numbers.numel()}.")
         for number, at in places.items():
             member = self._members[number]
-            member.wiring.bound_sampler().check_priority(values[at.to(values.device)], len(at))
+            with member.checking():
+                member.wiring.bound_sampler().check_priority(values[at.to(values.device)], len(at))
             if member.wiring.of_sampler.takes_priorities:
                 _check_rows(member, rows[at.to(rows.device)], call)
         for number, at in places.items():

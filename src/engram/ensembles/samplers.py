@@ -10,6 +10,7 @@ from engram import samplers
 from engram._tensordict import tensordict_type
 from engram.ensembles.choice import Choice
 from engram.ensembles.parts import OnePerMember
+from engram.ensembles.refusing import naming
 from engram.ensembles.storages import StorageEnsemble
 from engram.fleet import plans
 from engram.samplers._base import DeclaredSampler, declared
@@ -166,9 +167,10 @@ class SamplerEnsemble(_Samplers):
         draws = []
         for part, member in enumerate(ids):
             source, one = sources[member]
-            samplers.check_drawable(one.extent().size)
-            source.bind(one)
-            draw = source.draw(one.extent(), rows, plans.key_of(key, member, part))
+            with naming(member):
+                samplers.check_drawable(one.extent().size)
+                source.bind(one)
+                draw = source.draw(one.extent(), rows, plans.key_of(key, member, part))
             if source.traits.consumes:
                 source.were_read(draw)
             draws.append(draw)

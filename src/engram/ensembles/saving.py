@@ -12,6 +12,7 @@ import torch
 from engram._checks import check_count, check_path
 from engram.buffer.prefetching import prepare_batches
 from engram.buffer.saving import checked_generator_state, checked_rng, most_bytes
+from engram.ensembles.refusing import naming
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk
 from engram.format.checkpoints import Checkpoint
@@ -61,7 +62,10 @@ class EnsembleSaving:
     def state_dict(self) -> State:
         """As ``ReplayBufferEnsemble.state_dict``."""
         own = self._own_state()
-        states = [member.buffer.state_dict() for member in self._members]
+        states = []
+        for member in self._members:
+            with naming(member.number):
+                states.append(member.buffer.state_dict())
         components = {
             name: {str(number): state.pop(name) for number, state in enumerate(states)} for name in _COMPONENTS
         }
@@ -81,7 +85,8 @@ class EnsembleSaving:
         for number, member in zip(numbers, self._members, strict=True):
             of_member = {name: typed(state, name, dict, kind)[number] for name in _COMPONENTS}
             rest = typed(typed(state, "_members", dict, kind), number, dict, f"{kind}: _members")
-            loads.append(member.saving.prepare_state({**rest, **of_member}, default_rng=False))
+            with member.checking():
+                loads.append(member.saving.prepare_state({**rest, **of_member}, default_rng=False))
         return self._loads(loads, self._prepare_own(state, default_rng=default_rng))
 
     def _loads(self, of_members: Sequence[Commit], own: Commit) -> Commit:
@@ -181,10 +186,11 @@ class EnsembleSaving:
                 own = self._prepare_own({name: state[name.removeprefix("_")] for name in _OWN}, default_rng=default_rng)
             loads: list[Commit] = []
             for member in self._members:
-                checkpoint = opened.enter_context(Checkpoint(_folder_of(folder, member.number)))
-                loads.append(
-                    member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
-                )
+                with member.checking():
+                    checkpoint = opened.enter_context(Checkpoint(_folder_of(folder, member.number)))
+                    loads.append(
+                        member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
+                    )
             self._loads(loads, own).commit()
 
     def _prepare_foreign(self, dump: ForeignEnsemble) -> Commit:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from engram.ensembles.refusing import asks_a_member
+from engram.ensembles.refusing import asks_a_member, naming
 from engram.ensembles.selection import members_named, routed, split_index
 from engram.state import Loads, check_keys, typed
 from engram.storages import Storage
@@ -105,7 +106,11 @@ class _Storages(Storage):
         who = type(self).__name__
         check_keys(state_dict, tuple(map(str, range(len(self)))), who)
         states = [typed(state_dict, str(number), dict, who) for number in range(len(self))]
-        return _Loads([one.prepare_load(state) for one, state in zip(self._storages, states, strict=True)])
+        loads = []
+        for number, state in enumerate(states):
+            with naming(number, "Nothing was changed."):
+                loads.append(self._storages[number].prepare_load(state))
+        return _Loads(loads)
 
     def prepare_snapshot(
         self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
@@ -130,7 +135,7 @@ class StorageEnsemble(_Storages):
         transforms: applied to what :meth:`get` returns, one for each storage, of which some may be None.
 
     Raises:
-        TypeError: no storages, or another number of transforms.
+        TypeError: no storages, another number of transforms, or one that cannot be called.
 
     >>> import torch
     >>> from engram import ReplayBuffer, LazyTensorStorage, StorageEnsemble
@@ -144,12 +149,18 @@ class StorageEnsemble(_Storages):
         who = type(self).__name__
         if not storages or not all(isinstance(one, Storage) for one in storages):
             raise TypeError(f"{who}: expected storages, got {[type(one).__name__ for one in storages] or 'none'}.")
-        if transforms is not None and len(transforms) != len(storages):
+        given: object = () if transforms is None else transforms
+        changes = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not isinstance(given, Iterable) or not all(one is None or callable(one) for one in changes):
             raise TypeError(
-                f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(transforms)}. None stands for no transform."
+                f"{who}: transforms: expected a list of callables, or None for some, got {transforms!r:.80}."
+            )
+        if transforms is not None and len(changes) != len(storages):
+            raise TypeError(
+                f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(changes)}. None stands for no transform."
             )
         self._storages = storages
-        self._transforms = None if transforms is None else tuple(transforms)
+        self._transforms = None if transforms is None else changes
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
@@ -213,9 +224,14 @@ class StorageEnsemble(_Storages):
         return [(member, self._read(member, one)) for member, one in zip(ids.tolist(), rows, strict=True)]
 
     def _read(self, member: int, rows: object) -> object:
-        data = self._storages[member].get(rows)
-        change = None if self._transforms is None else self._transforms[member]
-        return data if change is None else change(data)
+        with naming(member):
+            data = self._storages[member].get(rows)
+            change = None if self._transforms is None else self._transforms[member]
+            return data if change is None else change(data)
+
+    def _rows(self, member: int, rows: object) -> object:
+        with naming(member):
+            return self._storages[member][rows]
 
     def __getitem__(self, index: object) -> object:
         """``storage[i]``: one of the storages; ``storage[i, j]``: rows of it; ``storage[[i, k]]``: an ensemble of some;
@@ -226,7 +242,7 @@ class StorageEnsemble(_Storages):
         if isinstance(named, int):
             return self._storages[named] if rows is None else self._storages[named][rows]
         if rows is not None:
-            return [self._storages[member][rows] for member in named]
+            return [self._rows(member, rows) for member in named]
         some = None if self._transforms is None else [self._transforms[member] for member in named]
         return StorageEnsemble(*(self._storages[member] for member in named), transforms=some)
 

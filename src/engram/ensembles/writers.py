@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from engram.ensembles.parts import OnePerMember
+from engram.ensembles.refusing import naming
 from engram.ensembles.selection import routed
 from engram.ensembles.storages import StorageEnsemble
 from engram.types import Traits, Writer
@@ -99,9 +100,10 @@ class WriterEnsemble(_Writers):
             raise TypeError(f"{who}: expected a StorageEnsemble, got {type(storage).__name__}.")
         if len(storage) != len(self._all):
             raise ValueError(f"{who}: expected {len(self._all)} storages, one for each writer, got {len(storage)}.")
-        for placer, one in zip(self._placers, storage.storages, strict=True):
+        for number, (placer, one) in enumerate(zip(self._placers, storage.storages, strict=True)):
             if placer._storage is not one:  # noqa: SLF001 - of the family
-                placer.register_storage(one)
+                with naming(number):
+                    placer.register_storage(one)
         super().register_storage(storage)
 
     def generations_of(self, index: object) -> Tensor:

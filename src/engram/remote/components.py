@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _traits(names: list[str], **own: bool) -> Traits:
     known = {name: name in names for name in Traits._fields}
-    return Traits(**{**known, **own})
+    return Traits(**{**known, "untraced": False, **own})  # that is of the process which serves
 
 
 _REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: look at them, and set them, where it is.")

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from engram._devices import existing_device
-from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.limits import Rules
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure, device_of, is_batched_collection
 from engram.storages.announcing import advice, announce, creation_line
-from engram.storages.tensor import NOT_YET, LaterArguments, TensorStorage
+from engram.storages.tensor import LaterArguments, TensorStorage, take_later
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class LazyTensorStorage(TensorStorage):
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         **later: Unpack[LaterArguments],
     ) -> None:
-        reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
+        take_later(self, later)
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), device)
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram._devices import existing_device
 from engram._tensordict import detached, is_tensor_collection, is_tensorclass
-from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
+from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.nested import find, map_with_paths
@@ -72,6 +72,7 @@ class ListStorage(Storage):
         **later: Unpack[TracingArguments],
     ) -> None:
         reject_unsupported("ListStorage", later, NOT_TRACED, type(self))
+        take_compilable(self, later)
         super().__init__()
         if max_size is not None:
             max_size = Geometry.checked(type(self).__name__, max_size).max_size

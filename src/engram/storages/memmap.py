@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 import torch
 
 from engram._checks import check_path
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported
+from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -109,6 +109,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         **later: Unpack[LaterMemmapArguments],
     ) -> None:
         reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
+        take_compilable(self, later)
         if str(device).split(":")[0] != "cpu":
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."

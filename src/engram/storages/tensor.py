@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported
+from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import EngramError, RowError
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
@@ -66,6 +66,12 @@ class LaterArguments(TracingArguments, total=False):
 
 
 NOT_YET = carriers(LaterArguments)
+
+
+def take_later(storage: TensorStorage, arguments: LaterArguments) -> None:
+    """Take TorchRL's keywords of tensor storages. Raises ``TypeError``: others, or other values."""
+    reject_unsupported(type(storage).__name__, arguments, NOT_YET, type(storage))
+    take_compilable(storage, arguments)
 
 
 class _Unwritten:
@@ -127,7 +133,7 @@ class TensorStorage(Storage):
         lanes: int = 1,
         **later: Unpack[LaterArguments],
     ) -> None:
-        reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
+        take_later(self, later)
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
         rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")

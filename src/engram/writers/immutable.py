@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
-from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported
+from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
 from engram.types import Traits
 from engram.writers._base import NativeWriter
 
@@ -18,7 +18,7 @@ class ImmutableDatasetWriter(NativeWriter):
     """Rejects every write, edit and ``empty`` with ``RuntimeError``: for data sets.
 
     Args:
-        compilable: TorchRL's; without effect.
+        compilable: the buffer of this writer is as one with ``compilable=True``.
 
     >>> import torch
     >>> from engram import ImmutableDatasetWriter, ReplayBuffer, TensorStorage
@@ -31,7 +31,9 @@ class ImmutableDatasetWriter(NativeWriter):
     traits = Traits(read_only=True)
 
     def __init__(self, compilable: bool = False, **unknown: Unpack[NoArguments]) -> None:
-        reject_unsupported("ImmutableDatasetWriter", {"compilable": compilable, **unknown}, NOT_TRACED, type(self))
+        given = {"compilable": compilable, **unknown}
+        reject_unsupported("ImmutableDatasetWriter", given, NOT_TRACED, type(self))
+        take_compilable(self, given)
         super().__init__()
 
     @property

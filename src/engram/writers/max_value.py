@@ -12,7 +12,7 @@ from torch import Tensor
 from engram import _native
 from engram._checks import as_numbers
 from engram._tensordict import is_tensorclass
-from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
+from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint
 from engram.field_paths import checked_path, public
 from engram.nested import find, has_entries
@@ -103,6 +103,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         **later: Unpack[TracingArguments],
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_TRACED, type(self))
+        take_compilable(self, later)
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(

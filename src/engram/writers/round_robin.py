@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported
+from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
 from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
@@ -18,7 +18,7 @@ class RoundRobinWriter(NativeWriter):
     """Appends to the ring of a lane. Of a batch longer than the ring, the newest rows stay.
 
     Args:
-        compilable: TorchRL's; without effect.
+        compilable: the buffer of this writer is as one with ``compilable=True``.
         track_generations: samples have ``"index_generation"``, the ticket number of each row when it was drawn. Larger
             is newer, over all rows of the store. A row that was rewritten since has another number.
 
@@ -38,7 +38,9 @@ class RoundRobinWriter(NativeWriter):
     def __init__(
         self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[NoArguments]
     ) -> None:
-        reject_unsupported(type(self).__name__, {"compilable": compilable, **unknown}, NOT_TRACED, type(self))
+        given = {"compilable": compilable, **unknown}
+        reject_unsupported(type(self).__name__, given, NOT_TRACED, type(self))
+        take_compilable(self, given)
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
