@@ -5,7 +5,7 @@ import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDict
 from torch.testing import assert_close
 
-from engram import LazyTensorStorage, ListStorage, ReplayBuffer
+from engram import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.collate import stack
 
 
@@ -192,3 +192,10 @@ def test_identity_works_for_tensor_storages():
     rb = ReplayBuffer(storage=LazyTensorStorage(4), collate_fn=lambda x: x)
     rb.extend({"a": torch.arange(4)})
     assert rb.sample(3)["a"].shape == (3,)
+
+
+def test_a_collate_function_that_changes_the_batch_size_is_named():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, collate_fn=lambda batch: batch[:2])
+    rb.extend(TensorDict({"a": torch.zeros(8)}, [8]))
+    with pytest.raises(RuntimeError, match=r"a transform or collate_fn changed the batch size from 4 to \[2\]"):
+        rb.sample()

@@ -330,8 +330,8 @@ def attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> Non
     if data.batch_size[:ours] != batch:
         was = batch[0] if ours == 1 else list(batch)
         raise RuntimeError(
-            f"sample: a transform changed the batch size from {was} to {list(data.batch_size)}, so {sorted(map(str, entries))} "
-            "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
+            f"sample: a transform or collate_fn changed the batch size from {was} to {list(data.batch_size)}, so "
+            f"{sorted(map(str, entries))} cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
         )
     missing = len(data.batch_size) - ours
     for key, value in entries.items():

@@ -278,6 +278,11 @@ class Structure:
             return message + " It looks like one row: did you mean add()?"
         if value.numel() == expected.numel():
             return message + f" Use .reshape({list(expected)})."
+        if call == "extend" and value.dim() > 1 and value.shape[2:] == row:
+            return (
+                message
+                + f" If these are {value.shape[0]} x {value.shape[1]} rows, flatten them: TensorDicts by .reshape(-1)."
+            )
         return message
 
     def _walk(
