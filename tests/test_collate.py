@@ -199,3 +199,10 @@ def test_a_collate_function_that_changes_the_batch_size_is_named():
     rb.extend(TensorDict({"a": torch.zeros(8)}, [8]))
     with pytest.raises(RuntimeError, match=r"a transform or collate_fn changed the batch size from 4 to \[2\]"):
         rb.sample()
+
+
+def test_rows_in_two_dimensions_are_told_to_be_flattened():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    rb.extend(TensorDict({"a": torch.zeros(3, 2)}, [3]))
+    with pytest.raises(RuntimeError, match=r"If these are 3 x 5 rows, .*\.reshape\(-1\)"):
+        rb.extend(TensorDict({"a": torch.zeros(3, 5, 2)}, [3, 5]))

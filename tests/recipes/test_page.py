@@ -62,6 +62,7 @@ DIFFERS = {
     "`SliceSamplerWithoutReplacement(shuffle=False)` in a full ring": (
         "tests/samplers/test_slices_epoch.py::test_without_shuffling_the_oldest_trajectory_comes_first"
     ),
+    "`sample(n)` with `prefetch`": "tests/buffer/test_prefetching_ends.py::test_another_batch_size",
     "`rb[:] = data` with a new field": "tests/buffer/test_added_fields.py::test_what_a_process_writes_meanwhile_is_filled",
     "`checkpointer=`, `TED2Flat` and the like": "tests/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
     "an argument that is not supported": (

@@ -307,11 +307,6 @@ MISFITS = {
         "Convert it with",
     ),
     "one row": (changed(a=torch.zeros(2)), RuntimeError, r"It looks like one row: did you mean add\(\)\?"),
-    "rows in two dimensions": (
-        changed(a=torch.zeros(3, 5, 2)),
-        RuntimeError,
-        r"If these are 3 x 5 rows, .*\.reshape\(-1\)",
-    ),
     "a tensor for a dict": (changed(next=GOOD["a"]), TypeError, r"field 'next': expected a dict as in the first row"),
     "a dict for a tensor": (changed(a=GOOD["next"]), TypeError, r"field 'a': expected a tensor or an array, got dict"),
     "a td for a dict": (changed(next=TensorDict(GOOD["next"], [3])), TypeError, "field 'next': expected a dict"),
