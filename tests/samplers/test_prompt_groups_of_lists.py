@@ -219,6 +219,12 @@ def test_draws_go_on_with_saved_rows(strategy, how, tmp_path):
     assert drawn(again) == drawn(rb)
 
 
+def test_a_text_that_utf_8_cannot_say_is_a_key():
+    rb = buffer(texts(["a", "\ud800", "\ud800"]), 2, num_groups=1)
+    assert rb.sampler.groups == 2
+    assert {tuple(sorted(rows)) for rows in drawn(rb, 40)} == {(0, 0), (1, 2)}
+
+
 @pytest.mark.filterwarnings("ignore:PromptGroupSampler")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_group_that_lost_a_row_is_drawn_again_as_a_whole(strategy):
@@ -297,6 +303,9 @@ def test_equal_keys_are_one_group(one, other):
         ({"query": 1, "worth": "much"}, TypeError, "'worth'.*real numbers, got str"),
         ({"query": 1, "worth": torch.tensor([1j])}, TypeError, r"real numbers, got torch.complex64 \[1\]"),
         ({"query": 1, "worth": torch.zeros(0)}, TypeError, r"real numbers, got torch.float32 \[0\]"),
+        ({"query": torch.tensor(1, device="meta"), "worth": 1.0}, RuntimeError, "meta"),
+        ({"query": 1, "worth": torch.zeros(2, device="meta")}, RuntimeError, "meta"),
+        ({"query": 1, "worth": 10**30}, ValueError, "'worth': .*Store another number"),
         ({"query": 1, "worth": float("nan")}, ValueError, "'worth'.*finite rewards, got nan in row 1"),
     ],
 )

@@ -28,6 +28,7 @@ from engram import (
     TensorDictRoundRobinWriter,
     traj,
 )
+from engram.storages.list import Void
 from tests.store.processes import Child, leaves
 
 ROWS = 20
@@ -359,6 +360,45 @@ def test_threads_that_sample_see_whole_items_only(sampler):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_row_that_is_read_before_it_is_written_again_counts_as_one_that_moved():
+    rb = ReplayBuffer(storage=ListStorage(4), collate_fn=list)
+    rb.extend(["a", "b"])
+    rb.remove(1)
+
+    class Items(list):
+        """Another thread writes the row as soon as it was looked at."""
+
+        def __getitem__(self, row):
+            item = super().__getitem__(row)
+            if row == 1 and waiting:
+                rb.storage.set(1, waiting.pop())
+            return item
+
+    waiting = ["c"]
+    rb.storage._items = Items(rb.storage._items)
+    assert rb.storage.read(torch.tensor([0, 1])) == (["a", Void], [1])
+    assert rb[:] == ["a", "c"]
+
+
+def test_an_item_is_not_removed_between_looking_for_it_and_reading_it(monkeypatch):
+    storage = ListStorage(4)
+    rb = ReplayBuffer(storage=storage, collate_fn=list)
+    rb.extend(["a", "b"])
+    read, other = ListStorage.read, []
+
+    def late(self, rows, expected=None):
+        if not other:
+            other.append(threading.Thread(target=rb.remove, args=(1,)))
+            other[0].start()
+            other[0].join(0.1)  # it waits, or has removed the item by then
+        return read(self, rows, expected)
+
+    monkeypatch.setattr(ListStorage, "read", late)
+    assert storage[1] == "b"
+    other[0].join()
+    assert len(rb) == 1
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class ItemGroups:
             elif value.dtype is torch.uint8 and value.ndim == 1:
                 value = value.cpu().numpy().tobytes().rstrip(b"\0")
         if isinstance(value, str):
-            value = value.encode()
+            value = value.encode(errors="surrogatepass")
         if isinstance(value, int | np.integer):
             value = b"i%d" % int(value)
         elif isinstance(value, bytes):
@@ -136,7 +136,7 @@ def _tried(of: Callable[[object], T], item: object, row: int, without: set[int])
     """What an item has; None: it has none, which drawing says."""
     try:
         found = of(item)
-    except (KeyError, TypeError):
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError):
         without.add(row)
         return None
     without.discard(row)

@@ -245,7 +245,12 @@ class ListStorage(Storage):
             raise RowError(f"read: expected rows in [0, {len(items)}), got {max(wanted)}.") from error
         if wanted and min(wanted) < 0:
             raise RowError(f"read: expected rows in [0, {len(items)}), got {min(wanted)}.")
-        return found, [i for i, item in enumerate(found) if item is Void] if self._removed else []
+        return found, [i for i, item in enumerate(found) if item is Void]
+
+    def __getitem__(self, index: object) -> object:
+        with self._lock:  # no item is removed between the two looks
+            found: object = super().__getitem__(index)
+            return found
 
     def _read_expected(self, rows: list[int], expected: list[int]) -> tuple[list[object], list[int]]:
         with self._lock:
