@@ -24,6 +24,7 @@ from engram import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    Sequence,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -442,3 +443,13 @@ def test_a_storage_that_the_sampler_refuses_changes_nothing():
     rb.extend({"a": torch.zeros(2, dtype=torch.int64)})
     assert len(rb) == 6
     assert rb.sample()["a"].tolist() == [0, 0]
+
+
+def test_a_storage_that_the_sample_unit_refuses_changes_nothing():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sample_unit=Sequence(length=2), batch_size=2)
+    rb.extend(TensorDict({"a": torch.arange(4), "next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4]))
+    before = rb.storage
+    with pytest.raises(TypeError, match="got a ListStorage"):
+        rb.set_storage(ListStorage(8))
+    assert rb.storage is before
+    assert rb.sample().shape == (4,)
