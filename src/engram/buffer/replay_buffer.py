@@ -926,10 +926,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         wiring = self._wiring
         previous: Storage = wiring.storage
         made = component(storage, storages.Storage, "storage", None)
-        if wiring.unit is not None and not made.traits.is_remote:
-            wiring.unit.check(made, wiring.source)  # first: all three may refuse
-        wiring.source.bind(made)
-        wiring.placer.register_storage(made)
+        wiring.check_storage(made)
         self._discard_prefetched("set_storage")
         named = self._lanes.named
         wiring.storage = made

@@ -131,6 +131,13 @@ class Wiring:
             )
         return reader
 
+    def check_storage(self, storage: Storage) -> None:
+        """Raise what sample unit, sampler or writer raise to refuse a storage that is to take the place of this one."""
+        if self.unit is not None and not storage.traits.is_remote:
+            self.unit.check(storage, self.source)
+        self.source.bind(storage)
+        self.placer.register_storage(storage)
+
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, or the buffer is closed: forget what was kept of them."""
         self.source.moved()
