@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -19,11 +18,9 @@ void pick_newest(const std::int64_t* rows, std::uint64_t n, const T* stored, con
   std::vector<std::uint64_t> best(std::bit_ceil(2 * n + 1), kNone);  // a table of rows: of each the entry that wins so far
   const int shift = std::countl_zero(best.size()) + 1;
   for (std::uint64_t i = 0; i < n; ++i) {
-    T held = stored[i];
-    if constexpr (std::is_floating_point_v<T>) {
-      if (std::isnan(held)) held = -std::numeric_limits<T>::infinity();
-    }
-    wins[i] = live[i] && (newer ? given[i] > held : given[i] >= held);
+    bool allowed = newer ? given[i] > stored[i] : given[i] >= stored[i];
+    if constexpr (std::is_floating_point_v<T>) allowed |= std::isnan(stored[i]) && !std::isnan(given[i]);
+    wins[i] = live[i] && allowed;
     if (!wins[i]) continue;
     std::uint64_t at = static_cast<std::uint64_t>(rows[i]) * kSpread >> shift;
     while (best[at] != kNone && rows[best[at]] != rows[i]) at = (at + 1) & (best.size() - 1);

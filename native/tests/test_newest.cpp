@@ -15,7 +15,7 @@ template <class T>
 std::vector<bool> defined(const std::vector<std::int64_t>& rows, const std::vector<T>& stored, const std::vector<T>& given, bool newer,
                           const bool* live) {
   const auto fits = [&](std::size_t i) {
-    const bool any = stored[i] != stored[i] && given[i] == given[i] && (!newer || given[i] > -std::numeric_limits<double>::infinity());
+    const bool any = stored[i] != stored[i] && given[i] == given[i];
     return live[i] && (any || (newer ? given[i] > stored[i] : given[i] >= stored[i]));
   };
   std::vector<bool> wins;

@@ -32,7 +32,7 @@ def swap(members: Sequence[ReplayBuffer], components: Sequence[T], put: Callable
     try:
         for member, component in zip(members, components, strict=True):
             before.append(put(member, component))
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         error.add_note(f"Raised by member {len(before)} of the ensemble. Nothing was changed.")
         for member, component in zip(members, before, strict=False):
             put(member, component)

@@ -131,7 +131,10 @@ def _of_the_buffer(state: Mapping[str, object]) -> tuple[int | None, Tensor | No
     batch_size, rng, batches = state.get("_batch_size"), state.get("_rng"), state.get("_prefetch_state")
     left_out, rng_state = [], None
     if rng is not None:
-        made, device = typed(state, "_rng", tuple, _WHERE)
+        both = typed(state, "_rng", tuple, _WHERE)
+        if len(both) != 2:
+            raise IncompatibleCheckpoint(f"{_WHERE}: _rng: expected (state, device), got a tuple of {len(both)}.")
+        made, device = both
         if device == "cpu":
             rng_state = made
         else:
