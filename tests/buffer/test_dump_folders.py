@@ -78,6 +78,15 @@ def test_what_is_no_dump_is_left_alone(kind, ram):
     rb.extend(rows(1))
 
 
+def test_the_storage_that_is_written_to_is_never_the_dump(tmp_path):
+    rb = buffer(LazyMemmapStorage(L, scratch_dir=tmp_path / "dump" / "storage"), n=3)
+    before = rb[:]
+    with pytest.raises(FileExistsError, match="expected a free name, an empty folder or a dump to replace"):
+        rb.dumps(tmp_path / "dump")
+    rb.extend(rows(1))
+    assert len(rb) == len(before) + 1
+
+
 # ---- what cannot be saved, or loaded ---------------------------------------------------------------------------------------
 
 

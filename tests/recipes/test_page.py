@@ -54,16 +54,24 @@ DIFFERS = {
         "tests/expanders/test_hindsight.py::test_each_goal_that_may_be_comes_equally_often"
     ),
     "`HERReplayBuffer` with slices": "tests/expanders/test_hindsight.py::test_windows_have_one_goal_each",
+    "`end_key` of `HERReplayBuffer`": "tests/expanders/test_hindsight_end_key.py::test_an_end_key_that_was_named_must_be_stored",
     "`reward_fn` of `HERReplayBuffer`": "tests/expanders/test_hindsight.py::test_transforms_run_after_it",
     "several `done` flags in a row": "tests/samplers/test_several_flags.py::test_windows_end_where_the_flags_say",
     "`Sequence` around the rows of a sampler": "tests/units/test_sequence.py::test_are_those_of_torchrl",
     "`SliceSampler(fragmented=True)`": "tests/samplers/test_fragmented.py::test_runs_are_those_of_a_sort",
-    "`StreamingSliceSampler`": "tests/samplers/test_streaming.py::test_columns_have_windows_of_their_own",
+    "`PromptGroupSampler`, `LazyStackStorage`": "tests/samplers/test_prompt_groups_of_lists.py::test_a_list_without_a_bound_is_refused",
+    "`StreamingSliceSampler` |": "tests/samplers/test_streaming.py::test_columns_have_windows_of_their_own",
     "`SliceSamplerWithoutReplacement(shuffle=False)` in a full ring": (
         "tests/samplers/test_slices_epoch.py::test_without_shuffling_the_oldest_trajectory_comes_first"
     ),
     "`sample(n)` with `prefetch`": "tests/buffer/test_prefetching_ends.py::test_another_batch_size",
     "`rb[:] = data` with a new field": "tests/buffer/test_added_fields.py::test_what_a_process_writes_meanwhile_is_filled",
+    "dumps of `CompressedListStorage`": "tests/migrate/test_torchrl_compressed.py::test_items_are_as_they_were",
+    "`dumps` into the folder of the live storage": (
+        "tests/buffer/test_dump_folders.py::test_the_storage_that_is_written_to_is_never_the_dump"
+    ),
+    "`state_dict()` of lists": "tests/migrate/test_torchrl_list_states.py::test_items_and_cursor_go_on",
+    "`StreamingSliceSampler.load_state_dict`": "tests/samplers/test_streaming.py::test_a_state_of_other_rows_begins_again",
     "`checkpointer=`, `TED2Flat` and the like": "tests/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
     "an argument that is not supported": (
         "tests/test_unsupported.py::test_unknown_arguments_are_refused_whatever_they_are"

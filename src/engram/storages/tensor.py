@@ -137,8 +137,7 @@ class TensorStorage(Storage):
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
         rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
-        slots = leading_size(storage, "TensorStorage")
-        capacity = leading_size(rows, "TensorStorage")
+        slots, capacity = (leading_size(data, "TensorStorage") for data in (storage, rows))
         if max_size is not None and max_size not in (slots, capacity):
             raise ValueError(f"TensorStorage: max_size: expected {slots}, the size of the data, got {max_size}.")
         self._configure(Geometry.checked("TensorStorage", capacity, lanes, ndim), device)
