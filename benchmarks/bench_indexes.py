@@ -308,7 +308,7 @@ def _scaling(engram: Any, share: float) -> Iterator[Row]:
     sides = []
     for rows in TREE_ROWS:
         index = PriorityIndex.of_list(rows, PriorityConfig(ALPHA, BETA, 1e-8, False))
-        index.core.scan(0, rows)
+        index.written(torch.arange(rows))
 
         def turn(index: PriorityIndex = index, rows: int = rows) -> None:
             which = torch.randint(rows, (BATCH,), generator=generator)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 _INSTEAD = {
-    "RemoteTensorDictReplayBuffer": "RayReplayBuffer and ReplayBuffer.connect reach rows on other machines.",
     "StoreStorage": "engram serve hands a directory store to other machines.",
     "InPlaceSampler": "TorchRL has deprecated it.",
     "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",
+    "VecNormV2": "It is for environments: TorchRL's buffers do not take it, either. engram.VecNorm normalizes the rows of a buffer.",
 }
 
 #: What programs go on importing from TorchRL, by where it is, and what buffers do with it.
@@ -36,7 +36,7 @@ _ELSEWHERE = {
     RemoveEmptySpecs Resize Reward2GoTransform RewardClipping RewardSum SatelliteAttitudeTransform SignTransform SqueezeTransform
     Stack StepCounter SuccessReward TargetReturn TensorDictPrimer TerminateTransform TimeMaxPool Timer ToTensorImage Tokenizer
     TrajCounter Transform URScriptPrimitiveTransform UnaryTransform UnsqueezeTransform VC1Transform VIPRewardTransform VIPTransform
-    VecGymEnvTransform VecNormV2 gSDENoise
+    VecGymEnvTransform gSDENoise
     """,
     ("torchrl.envs.transforms", ""): """
     AutoResetEnv CartesianSolver HumanoidMacroAction MacroAction MacroPrimitive RobotMacroAction RobotMacroActionMode RunningMeanStd

@@ -329,7 +329,7 @@ def test_returns_need_ends_and_a_key():
     with pytest.raises(KeyError, match=r"plot.returns: reward: expected one of the fields \['reward'\], got 'gain'"):
         rb.plot.returns(reward="gain")
     with pytest.raises(TypeError, match=r"^plot.returns: reward: expected a string"):
-        rb.plot.returns(reward=3)
+        rb.plot.returns(reward=3.5)
 
 
 @pytest.mark.parametrize("name", sorted({*FIGURES} - {"throughput", "ratio"}))

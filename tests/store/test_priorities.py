@@ -27,6 +27,7 @@ class Leaves(RuleBasedStateMachine):
         self.alpha, self.beta, self.eps, self.within = alpha, beta, eps, within
         self.index = PriorityIndex.of_list(n, PriorityConfig(alpha, beta, eps, within))
         self.leaves, self.highest = np.zeros(n), 0.0
+        self.given = np.zeros(n, bool)  # the rows that hold an item, as far as the index knows
 
     def rows(self, data, first=0):
         return data.draw(st.lists(st.integers(first, len(self.leaves) - 1), min_size=1, max_size=20))
@@ -39,7 +40,8 @@ class Leaves(RuleBasedStateMachine):
     def write(self, data, again):
         rows = self.rows(data, first=-1 if again else 0)
         (self.index.reset if again else self.index.written)(torch.tensor(rows))
-        self.leaves[[row for row in rows if row >= 0]] = self.new_leaf()
+        rows = [row for row in rows if row >= 0 and (self.given[row] or not again)]
+        self.leaves[rows], self.given[rows] = self.new_leaf(), True
 
     @rule(data=st.data(), dtype=dtypes)
     def update(self, data, dtype):
@@ -48,7 +50,7 @@ class Leaves(RuleBasedStateMachine):
         self.index.update(torch.tensor(rows), torch.tensor(priorities, dtype=dtype), None)
         for row, priority in zip(rows, priorities, strict=True):
             if row >= 0:  # of a row named twice the last one stays
-                self.leaves[row] = (priority + self.eps) ** self.alpha
+                self.leaves[row], self.given[row] = (priority + self.eps) ** self.alpha, True
                 self.highest = max(self.highest, priority)
 
     @rule(data=st.data(), dtype=dtypes, bad=st.sampled_from([-1.0, float("nan"), float("inf"), None]))
@@ -73,7 +75,13 @@ class Leaves(RuleBasedStateMachine):
     @rule()
     def empty(self):
         self.index.emptied()
-        self.leaves[:], self.highest = 0, 0.0
+        self.leaves[:], self.given[:], self.highest = 0, False, 0.0
+
+    @rule(data=st.data())
+    def lose(self, data):
+        rows = self.rows(data)
+        self.index.lost(torch.tensor(rows))
+        self.leaves[rows], self.given[rows] = 0, False
 
     @rule(how=st.sampled_from([copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))]))
     def go_on_with_a_copy(self, how):
