@@ -121,9 +121,10 @@ nb::object patch_of(Store& self, const Intake& intake, nb::handle index, nb::han
   std::optional<Patched> made;
   {
     const WithoutInterpreter running(self.writes_briefly(rows->size()));
-    std::vector<std::int64_t> expected(tickets->begin(), tickets->end());
-    if (!versions || versions->decide(expected, reinterpret_cast<bool*>(rejected.data()))) {
-      made = self.patch(rows->data(), rows->size(), which, columns, expected.data(), number);
+    std::vector<std::int64_t> allowed;
+    if (versions) allowed.assign(tickets->begin(), tickets->end());
+    if (!versions || versions->decide(allowed, reinterpret_cast<bool*>(rejected.data()))) {
+      made = self.patch(rows->data(), rows->size(), which, columns, versions ? allowed.data() : tickets->data(), number);
       std::transform(number, number + n, reinterpret_cast<bool*>(updated.data()), [](std::int64_t value) { return value >= 0; });
     }
   }

@@ -214,19 +214,20 @@ def test_rows_of_lanes_and_columns(kind):
 # ---- what is refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        (([1, ROWS],), RowError, rf"remove: expected rows in \[-1, {ROWS}\), got {ROWS}"),
-        (([-2, 1],), RowError, "got -2"),
-        (([1.5],), TypeError, "remove: rows: expected ints"),
-        ((torch.ones(ROWS, dtype=torch.bool),), TypeError, "expected ints, got torch.bool"),
-        (("id",), TypeError, "rows"),
-        (([1, 2], [3]), ValueError, "2 rows and 1 generations"),
-        (([1], [0.5]), TypeError, "generation: expected ints"),
-        ((steps(0, 2),), TypeError, "expected rows, got a TensorDict"),
-    ],
-)
+#: Arguments of remove, and how each is refused, wherever the rows are.
+REFUSED = [
+    (([1, ROWS],), RowError, rf"remove: expected rows in \[-1, {ROWS}\), got {ROWS}"),
+    (([-2, 1],), RowError, "got -2"),
+    (([1.5],), TypeError, "remove: rows: expected ints"),
+    ((torch.ones(ROWS, dtype=torch.bool),), TypeError, "expected ints, got torch.bool"),
+    (("id",), TypeError, "rows"),
+    (([1, 2], [3]), ValueError, "2 rows and 1 generations"),
+    (([1], [0.5]), TypeError, "generation: expected ints"),
+    ((steps(0, 2),), TypeError, "expected rows, got a TensorDict"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), REFUSED)
 def test_bad_arguments_change_nothing(arguments, error, text):
     rb = made()
     rows, generation = (*arguments, None)[:2]

@@ -28,6 +28,7 @@ from engram.remote.addresses import address_of
 from engram.remote.commands import MAX_BATCHES
 from engram.serving.server import Server
 from engram.serving.service import Service
+from tests.buffer.test_remove import REFUSED
 from tests.fresh import start
 from tests.serving.servers import serving, serving_each
 from tests.serving.test_exactly_once import Proxy
@@ -182,19 +183,7 @@ def test_members_of_ensembles_may_be_connected(served, tmp_path):
 # ---- what is refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        (([1, ROWS],), RowError, rf"remove: expected rows in \[-1, {ROWS}\), got {ROWS}"),
-        (([-2, 1],), RowError, "got -2"),
-        (([1.5],), TypeError, "remove: rows: expected ints"),
-        ((torch.ones(ROWS, dtype=torch.bool),), TypeError, "expected ints, got torch.bool"),
-        (("id",), TypeError, "rows"),
-        (([1, 2], [3]), ValueError, "2 rows and 1 generations"),
-        (([1], [0.5]), TypeError, "generation: expected ints"),
-        ((steps(0, 2),), TypeError, "expected rows, got a TensorDict"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), REFUSED)
 def test_bad_arguments_change_nothing(served, arguments, error, text):
     rb, address = served
     rows, generation = (*arguments, None)[:2]
