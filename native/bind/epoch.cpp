@@ -69,6 +69,7 @@ nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Addres
       }
       store.read_ranked(ranks, taken->count, buffers.first(fields),
                         with_numbers ? buffers.at<std::int64_t>(buffers.size() - 1) : nullptr);
+      if (with_numbers) store.control().name_writes(ranks, taken->count, buffers.at<std::int64_t>(buffers.size() - 1));
       store.count_sampled(ranks, taken->count);
     }
   }

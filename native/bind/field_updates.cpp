@@ -59,7 +59,7 @@ bool pick_as(std::span<const std::int64_t> rows, const std::byte* stored, const 
   return true;
 }
 
-// A patch with versions: those of the rows under the tickets expected decide, and are written with the rest.
+// A patch with versions: those of the rows that hold the writes expected decide, and are written with the rest.
 class Versions {
  public:
   Versions(const Store& store, const Intake& intake, std::int64_t field, nb::handle given, bool newer, std::span<const std::int64_t> rows)
@@ -71,13 +71,15 @@ class Versions {
   std::uint64_t field() const { return field_; }
   const std::byte* given() const { return given_; }
 
-  /// Puts -1 in the place of tickets whose entry is not to be written, and 1 where its version is why. False: nothing can be said.
+  /// Puts the tickets under which the entries are to be written in the place of the writes expected; -1: not to be written, with 1 where
+  /// the version is why. False: nothing can be said.
   bool decide(std::vector<std::int64_t>& expected, bool* rejected) const {
     const std::size_t n = rows_.size();
     std::vector<std::int64_t> at(n);
     std::vector<std::byte> stored(n * store_.row_bytes(field_));
     std::unique_ptr<bool[]> live(new bool[n]);
-    for (std::size_t i = 0; i < n; ++i) at[i] = std::max<std::int64_t>(rows_[i], 0), live[i] = rows_[i] >= 0;
+    store_.tickets_of_writes(rows_.data(), n, expected.data(), expected.data());
+    for (std::size_t i = 0; i < n; ++i) at[i] = std::max<std::int64_t>(rows_[i], 0), live[i] = expected[i] >= 0;
     const std::uint64_t which[] = {field_};
     std::byte* const out[] = {stored.data()};
     for (const std::int64_t moved : store_.gather(at.data(), n, which, out, expected.data(), nullptr)) live[static_cast<std::size_t>(moved)] = false;
@@ -124,7 +126,8 @@ nb::object patch_of(Store& self, const Intake& intake, nb::handle index, nb::han
     std::vector<std::int64_t> allowed;
     if (versions) allowed.assign(tickets->begin(), tickets->end());
     if (!versions || versions->decide(allowed, reinterpret_cast<bool*>(rejected.data()))) {
-      made = self.patch(rows->data(), rows->size(), which, columns, versions ? allowed.data() : tickets->data(), number);
+      const auto same = versions ? Store::Same::ticket : Store::Same::write;
+      made = self.patch(rows->data(), rows->size(), which, columns, versions ? allowed.data() : tickets->data(), number, same);
       std::transform(number, number + n, reinterpret_cast<bool*>(updated.data()), [](std::int64_t value) { return value >= 0; });
     }
   }

@@ -42,6 +42,7 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
     double* weights = single_precision ? wide.data() : buffers.at<double>(f + 2);
     priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights,
                       masses_of_block());
+    store.control().name_writes(buffers.at<std::int64_t>(f), n, buffers.at<std::int64_t>(f + 1));
     store.count_sampled(buffers.at<std::int64_t>(f), n);
     std::transform(wide.begin(), wide.end(), buffers.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
   }

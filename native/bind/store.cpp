@@ -164,16 +164,17 @@ void bind_writes(nb::class_<Store>& type) {
       .def(
           "patch",
           [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, Address expected,
-             Address numbers) {
+             Address numbers, bool unedited) {
             const Which fields(which);
             const Inputs inputs(columns);
             const WithoutInterpreter running(self.writes_briefly(n));
             const Patched made = self.patch(at<std::int64_t>(rows), n, fields.span(), inputs.span(), at<std::int64_t>(expected),
-                                            at<std::int64_t>(numbers));
+                                            at<std::int64_t>(numbers), unedited ? Store::Same::ticket : Store::Same::write);
             return std::pair(made.first, made.entries);
           },
-          "rows"_a, "n"_a, "which"_a, "columns"_a, "expected"_a, "numbers"_a,
-          "Writes fields of the rows that still have the tickets expected; the first ticket number, and how many entries were written.")
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "expected"_a, "numbers"_a, "unedited"_a,
+          "Writes fields of the rows that still hold the writes expected, or, `unedited`, still have these tickets; the first ticket "
+          "number, and how many entries were written.")
       .def(
           "empty",
           [](Store& self, bool keep_write_count) {
@@ -264,6 +265,20 @@ void bind_reads(nb::class_<Store>& type) {
           },
           "rows"_a, "n"_a, "numbers"_a)
       .def(
+          "name_writes",
+          [](const Store& self, Address rows, std::uint64_t n, Address numbers) {
+            const WithoutInterpreter running(n <= 1024);
+            self.control().name_writes(at<const std::int64_t>(rows), n, at<std::int64_t>(numbers));
+          },
+          "rows"_a, "n"_a, "numbers"_a, "Tickets that rows were read with become the numbers of the writes that they held.")
+      .def(
+          "tickets_of_writes",
+          [](const Store& self, Address rows, std::uint64_t n, Address expected, Address numbers) {
+            nb::gil_scoped_release release;
+            self.tickets_of_writes(at<const std::int64_t>(rows), n, at<const std::int64_t>(expected), at<std::int64_t>(numbers));
+          },
+          "rows"_a, "n"_a, "expected"_a, "numbers"_a, "The tickets of rows that still hold these writes; -1 of others.")
+      .def(
           "changes",
           [](const Store& self, std::uint64_t since) {
             std::vector<std::int64_t> rows, numbers;
@@ -321,8 +336,9 @@ void bind_draws(nb::class_<Store>& type) {
               };
               std::int64_t* rows = extra(with_rows);
               std::int64_t* numbers = extra(with_numbers);
-              if (rows == nullptr && self.hears_samples()) unseen.resize(n), rows = unseen.data();
+              if (rows == nullptr && (with_numbers || self.hears_samples())) unseen.resize(n), rows = unseen.data();
               self.sample_uniform(key, n, buffers.first(fields), rows, numbers, masses_of_block());
+              if (with_numbers) self.control().name_writes(rows, n, numbers);
               self.count_sampled(rows, n);
             }
             self.count_wait(waiting);

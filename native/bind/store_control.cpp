@@ -189,18 +189,20 @@ void bind_state(nb::class_<Store>& type) {
           "lanes"_a, "int64 [lanes, 4]: position, live rows.")
       .def(
           "read_numbers",
-          [](const Store& self, std::uint64_t clock, Address lanes, Address numbers, std::uint64_t rows) {
+          [](const Store& self, std::uint64_t clock, Address lanes, Address numbers, std::uint64_t rows, Address writes) {
             nb::gil_scoped_release release;
-            self.control().read_numbers(clock, at<const Control::LaneState>(lanes), at<std::int64_t>(numbers), rows);
+            self.control().read_numbers(clock, at<const Control::LaneState>(lanes), at<std::int64_t>(numbers), rows, at<std::int64_t>(writes));
           },
-          "clock"_a, "lanes"_a, "numbers"_a, "rows"_a, "int64 [rows]: ticket numbers below the clock.")
+          "clock"_a, "lanes"_a, "numbers"_a, "rows"_a, "writes"_a,
+          "int64 [rows]: ticket numbers below the clock; and, unless null, the numbers of the rows' writes.")
       .def(
           "replaced",
-          [](Store& self, std::uint64_t clock, Address lanes, Address numbers) {
+          [](Store& self, std::uint64_t clock, Address lanes, Address numbers, Address writes) {
             nb::gil_scoped_release release;
-            self.replaced(clock, at<const Control::LaneState>(lanes), at<const std::int64_t>(numbers));
+            return self.replaced(clock, at<const Control::LaneState>(lanes), at<const std::int64_t>(numbers), at<const std::int64_t>(writes));
           },
-          "clock"_a, "lanes"_a, "numbers"_a, "The rows are there, as read_lanes and read_numbers would say.")
+          "clock"_a, "lanes"_a, "numbers"_a, "writes"_a,
+          "The rows are there, as read_lanes and read_numbers would say: by how much their tickets are larger here.")
       .def(
           "extent",
           [](const Store& self) {
@@ -281,12 +283,12 @@ void bind_store_control(nb::module_& m, nb::class_<Store>& type) {
       "Writes the header of a new store into zeroed memory.");
   m.def(
       "check_state",
-      [](std::uint64_t lane_length, std::uint64_t clock, Address lanes, std::uint64_t lane_count, Address numbers) {
+      [](std::uint64_t lane_length, std::uint64_t clock, Address lanes, std::uint64_t lane_count, Address numbers, Address writes) {
         nb::gil_scoped_release release;
         Control::check_state({lane_length * lane_count, lane_count, lane_length}, clock,
-                             at<const Control::LaneState>(lanes), at<const std::int64_t>(numbers));
+                             at<const Control::LaneState>(lanes), at<const std::int64_t>(numbers), at<const std::int64_t>(writes));
       },
-      "lane_length"_a, "clock"_a, "lanes"_a, "lane_count"_a, "numbers"_a, "Raises ValueError unless a store may say so.");
+      "lane_length"_a, "clock"_a, "lanes"_a, "lane_count"_a, "numbers"_a, "writes"_a, "Raises ValueError unless a store may say so.");
   m.def(
       "place_runs",
       [](Address from, std::int64_t begin, std::uint64_t n, Address first, Address target, Address count,

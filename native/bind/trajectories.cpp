@@ -142,7 +142,12 @@ class Sampled {
     }
   }
 
-  void add_numbers() { std::copy_n(numbers_.begin(), total_, output<std::int64_t>(kNumbers)); }
+  /// The numbers of the writes of all steps.
+  void add_numbers() {
+    auto* const to = output<std::int64_t>(kNumbers);
+    std::copy_n(numbers_.begin(), total_, to);
+    store_.control().name_writes(rows(), total_, to);
+  }
 
   nb::list tensors() && {
     return std::move(buffers_).tensors(static_cast<std::int64_t>(total_), flat_ ? 0 : static_cast<std::int64_t>(stride_));

@@ -301,7 +301,7 @@ void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_
   Change change(*this);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    const bool holds = tickets_ == nullptr ? numbers_[row] != 0 : word_of(row) == ticket(t0 + i, State::committed);
+    const bool holds = tickets_ == nullptr ? numbers_[row] != 0 : is_committed_as(word_of(row), t0 + i);
     if (holds && numbers_[row] != t0 + i) note(row, t0 + i, count_of(row));
   }
   change.done();

@@ -152,8 +152,9 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
               header.sections == kSections && std::memcmp(header.directory, expected, sizeof expected) == 0 &&
               header.control_bytes == control_bytes(header.lanes) && header.control_bytes == control.size(),
           "control: sections or size do not fit the geometry");
-  require(header.capacity <= tickets.size() && tickets.size() == tickets_bytes(header.capacity),
-          "tickets: the block does not hold a ticket and a lap per row");
+  const bool earlier = tickets.size() == earlier_tickets_bytes(header.capacity);
+  require(header.capacity <= tickets.size() && (earlier || tickets.size() == tickets_bytes(header.capacity)),
+          "tickets: the block does not hold a ticket, a lap and a number per row");
   geometry_ = {header.capacity, header.lanes, header.lane_length};
   schema_sum_ = header.schema_sum;
   participants_count_ = header.participants;
@@ -167,6 +168,18 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
   lanes_ = reinterpret_cast<Lane*>(control.data() + kLanesAt);
   tickets_ = reinterpret_cast<Word*>(tickets.data());
   laps_ = reinterpret_cast<Lap*>(tickets_ + header.capacity);
+  if (!earlier) writes_ = reinterpret_cast<Word*>(tickets.data() + earlier_tickets_bytes(header.capacity));
+}
+
+// Whatever the word says by now, the mark of an edit comes behind the number: so a row that was edited already when it was read is found.
+void Control::name_writes(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers) const {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (row >= capacity() || numbers[i] < 0) continue;
+    const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+    if (!is_edited(word)) continue;
+    numbers[i] = static_cast<std::int64_t>(std::min(write_of(row, word), static_cast<std::uint64_t>(numbers[i])));
+  }
 }
 
 Participant& Control::participant(std::uint64_t i) const {
@@ -343,6 +356,7 @@ void Control::copy_state(const Control& from) const {
   for (std::uint64_t row = 0; row < capacity(); ++row) {
     take(tickets_[row], from.tickets_[row]);
     take(laps_[row], from.laps_[row]);
+    if (from.writes_ != nullptr) take(writes_[row], from.writes_[row]);
   }
   for (std::uint64_t i = 0; i < lanes(); ++i) {
     take(lanes_[i].cursor, from.lanes_[i].cursor);
@@ -375,7 +389,8 @@ void Control::read_lanes(LaneState* lanes) const {
   }
 }
 
-void Control::read_numbers(std::uint64_t clock, const LaneState* lanes, std::int64_t* numbers, std::uint64_t rows) const {
+void Control::read_numbers(std::uint64_t clock, const LaneState* lanes, std::int64_t* numbers, std::uint64_t rows,
+                           std::int64_t* writes) const {
   fence(std::memory_order_acquire);  // rows that were copied before are compared with these tickets
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t first = i * geometry_.lane_length, last = std::min(first + filled(i), rows);
@@ -385,11 +400,13 @@ void Control::read_numbers(std::uint64_t clock, const LaneState* lanes, std::int
       const bool newest = laps_[row].load(std::memory_order_acquire) == newest_lap(row, end);
       const bool there = is_committed(word) && number_of(word) < clock && newest;
       numbers[row] = there ? static_cast<std::int64_t>(number_of(word)) : 0;
+      if (writes != nullptr) writes[row] = there ? static_cast<std::int64_t>(write_of(row, word)) : 0;
     }
   }
 }
 
-void Control::check_state(const Geometry& geometry, std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) {
+void Control::check_state(const Geometry& geometry, std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers,
+                          const std::int64_t* writes) {
   const std::uint64_t length = geometry.lane_length;
   check(clock >= 1 && clock < kMost, "a ticket counter below 1 or beyond 2^56");
   for (std::uint64_t i = 0; i < geometry.lanes; ++i) {
@@ -399,24 +416,33 @@ void Control::check_state(const Geometry& geometry, std::uint64_t clock, const L
     check(live >= std::min(position, length), "fewer live rows than a lane's position says");
     for (std::uint64_t k = 0; k < length; ++k) {
       const std::int64_t number = numbers[i * length + k];
+      const std::int64_t write = writes == nullptr ? number : writes[i * length + k];
       check(number >= 0 && static_cast<std::uint64_t>(number) < clock, "a ticket number beyond the counter");
       check(number == 0 || k < live, "a ticket of a row that is not live");
+      check(write >= 0 && static_cast<std::uint64_t>(write) < kMost && (write == 0) == (number == 0),
+            "a number of a write that is negative, too large, or of a row without a ticket");
     }
   }
 }
 
 // A row is committed before it is inside the extent: until then it is not drawn.
-void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) const {
-  check_state(geometry_, clock, lanes, numbers);
+std::uint64_t Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers,
+                                 const std::int64_t* writes) const {
+  check_state(geometry_, clock, lanes, numbers, writes);
+  if (writes == nullptr) writes = numbers;
   const std::uint64_t length = geometry_.lane_length;
   const std::uint64_t first = counters_->next_ticket.fetch_add(clock - 1, std::memory_order_acq_rel);
+  const std::uint64_t newest = static_cast<std::uint64_t>(*std::max_element(writes, writes + capacity()));
+  raise(counters_->next_ticket, newest + 1);  // no write to come gets a number that a row has here
   std::uint64_t void_rows = 0;
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t end = lanes_[i].base.load(std::memory_order_acquire) + static_cast<std::uint64_t>(lanes[i].position);
     for (std::uint64_t row = i * length; row < i * length + static_cast<std::uint64_t>(lanes[i].live); ++row) {
       const auto number = static_cast<std::uint64_t>(numbers[row]);
-      const std::uint64_t word = number != 0 ? ticket(first - 1 + number, State::committed) : ticket(first, State::voided);
+      const std::uint64_t kept = first - 1 + number, write = static_cast<std::uint64_t>(writes[row]);
+      const std::uint64_t word = number != 0 ? ticket(kept, State::committed) | (write != kept ? kEdited : 0) : ticket(first, State::voided);
       void_rows += number == 0;
+      if (is_edited(word)) writes_[row].store(write, std::memory_order_relaxed);
       laps_[row].store(newest_lap(row, end), std::memory_order_relaxed);
       tickets_[row].store(word, std::memory_order_release);
     }
@@ -431,6 +457,7 @@ void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::
   }
   became_void();
   counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // tables that know rows look at all of them again
+  return first - 1;
 }
 
 void Control::one_void_less() const {

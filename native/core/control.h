@@ -5,7 +5,8 @@
 //
 //   control   Header, and the sections that it names: locks · counters · limits · waits · participants · lanes
 //             (behind the locks the curve, behind the counters the meter: meter.h)
-//   tickets   u64 per row:  number << 2 | state;  then u32 per row: the lap of its lane in which its step was written
+//   tickets   u64 per row:  edited << 63 | number << 2 | state;  then u32 per row: the lap of its lane in which its step was written;
+//             then u64 per row: where the row is edited, the number of the write that it holds
 //
 // Words shared between threads or processes are std::atomic; a pointer is never stored.
 #pragma once
@@ -39,8 +40,14 @@ constexpr std::uint64_t ticket(std::uint64_t number, State state) {
   return number << 2 | static_cast<std::uint64_t>(state);
 }
 constexpr State state_of(std::uint64_t word) { return static_cast<State>(word & 3); }
-constexpr std::uint64_t number_of(std::uint64_t word) { return word >> 2; }
+/// In a ticket: the number is that of an edit, and the number of the write stands by itself (Control::write_of).
+constexpr std::uint64_t kEdited = std::uint64_t{1} << 63;
+constexpr bool is_edited(std::uint64_t word) { return (word & kEdited) != 0; }
+constexpr std::uint64_t number_of(std::uint64_t word) { return (word & ~kEdited) >> 2; }
 constexpr bool is_committed(std::uint64_t word) { return state_of(word) == State::committed; }
+constexpr bool is_being_edited(std::uint64_t word) { return is_edited(word) && state_of(word) == State::writing; }
+/// Whether a ticket says that a row is whole under that number, by a write or by an edit.
+constexpr bool is_committed_as(std::uint64_t word, std::uint64_t number) { return is_committed(word) && number_of(word) == number; }
 
 // ---- laps ----------------------------------------------------------------------------------------------------------
 
@@ -50,10 +57,12 @@ constexpr bool is_committed(std::uint64_t word) { return state_of(word) == State
 using Lap = std::atomic<std::uint32_t>;
 static_assert(sizeof(Lap) == 4 && Lap::is_always_lock_free);
 
-/// Bytes of the block of tickets and laps.
-constexpr std::uint64_t tickets_bytes(std::uint64_t capacity) {
+/// Bytes of the block of tickets and laps: all of it in stores of before edits kept the number of the write.
+constexpr std::uint64_t earlier_tickets_bytes(std::uint64_t capacity) {
   return capacity * sizeof(Word) + (capacity * sizeof(Lap) + 7) / 8 * 8;
 }
+/// Bytes of the block of tickets, laps and numbers of writes.
+constexpr std::uint64_t tickets_bytes(std::uint64_t capacity) { return earlier_tickets_bytes(capacity) + capacity * sizeof(Word); }
 
 // ---- control block -------------------------------------------------------------------------------------------------
 
@@ -266,6 +275,30 @@ class Control {
 
   Word& word(std::uint64_t row) const { return tickets_[row]; }
   Lap& lap(std::uint64_t row) const { return laps_[row]; }
+
+  /// The number of the write that a row with this word holds, which edits leave as it is: what a handle of the row names. Of a word that
+  /// is not the row's any more, any number.
+  std::uint64_t write_of(std::uint64_t row, std::uint64_t word) const {
+    return is_edited(word) && writes_ != nullptr ? writes_[row].load(std::memory_order_relaxed) : number_of(word);
+  }
+  /// The row's word. Between the mark of an edit and the note that it is one are some instructions: it is looked at again then.
+  std::uint64_t held_word(std::uint64_t row) const {
+    std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+    for (int tries = 0; tries < kBriefly && state_of(word) == State::writing && !is_edited(word); ++tries) {
+      word = tickets_[row].load(std::memory_order_acquire);
+    }
+    return word;
+  }
+  /// Whether the row holds a write: it is whole, or is being edited.
+  static bool holds_write(std::uint64_t word) { return is_committed(word) || is_being_edited(word); }
+  /// Of tickets that rows were read with, the numbers of the writes that they held; of a row that was written since, the ticket. -1 stays.
+  void name_writes(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers) const;
+  /// The row was `seen`, and is the caller's to edit under that number: from now on its ticket says so. The write stays what it is.
+  void begin_edit(std::uint64_t row, std::uint64_t seen, std::uint64_t number) const {
+    if (is_edited(seen)) return;  // and so is the mark already
+    writes_[row].store(number_of(seen), std::memory_order_relaxed);
+    tickets_[row].store(ticket(number, State::writing) | kEdited, std::memory_order_release);
+  }
   /// The lap of a position, as rows keep it.
   std::uint32_t lap_of(std::uint64_t position) const {
     return static_cast<std::uint32_t>(position / lane_length() + 1);
@@ -349,15 +382,20 @@ class Control {
 
   /// Of the first `rows` rows, of those inside an extent, the ticket's number; 0 if the row is not whole, or has `clock` or a
   /// later number. Also 0 for a row that holds a step of an earlier lap than `lanes` says, as read_lanes: the writer that had
-  /// reserved it died before it began. What `numbers` says of other rows stays.
-  void read_numbers(std::uint64_t clock, const LaneState* lanes, std::int64_t* numbers, std::uint64_t rows) const;
+  /// reserved it died before it began. What `numbers` says of other rows stays. `writes`, if not null: the numbers of
+  /// their writes.
+  void read_numbers(std::uint64_t clock, const LaneState* lanes, std::int64_t* numbers, std::uint64_t rows,
+                    std::int64_t* writes = nullptr) const;
 
-  /// Throws std::invalid_argument unless a store of this geometry may say so: numbers are in [0, clock).
-  static void check_state(const Geometry& geometry, std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers);
+  /// Throws std::invalid_argument unless a store of this geometry may say so: numbers are in [0, clock), and where there is one there
+  /// is that of a write, too; null: it is the same.
+  static void check_state(const Geometry& geometry, std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers,
+                          const std::int64_t* writes = nullptr);
 
   /// Makes the rows of an empty store live as these lane states and ticket numbers say, under new numbers larger than any
-  /// given out, in the same order. No process may write meanwhile. Throws as check_state, before anything has changed.
-  void put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) const;
+  /// given out, in the same order; their writes keep their numbers. No process may write meanwhile. Throws as check_state, before anything
+  /// has changed. Returns by how much the numbers are larger.
+  std::uint64_t put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers, const std::int64_t* writes = nullptr) const;
 
   /// What a store that was closed in order says of itself: O(lanes). Throws Damaged: more than any says.
   void check_closed() const;
@@ -376,6 +414,8 @@ class Control {
   bool holds_older(std::uint64_t lane, std::uint64_t number) const;
   void forget_rows(std::uint64_t lane, std::uint64_t number) const;
 
+  static constexpr int kBriefly = 64;
+
   Geometry geometry_{};
   std::uint64_t schema_sum_ = 0;
   LockPage* lock_page_ = nullptr;
@@ -389,6 +429,7 @@ class Control {
   Lane* lanes_ = nullptr;
   Word* tickets_ = nullptr;
   Lap* laps_ = nullptr;
+  Word* writes_ = nullptr;  // null: a store of before, in which no row is edited; only of a view that reads
 
   /// What a view that only reads notes of its own.
   struct Reading {

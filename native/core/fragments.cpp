@@ -297,7 +297,7 @@ bool Fragments::is_at_rest(Id id) const {
       if (t0 != 0 && t0 <= number) return false;
     }
   }
-  return control_.word(id - 1).load(std::memory_order_acquire) == ticket(number, State::committed);
+  return is_committed_as(control_.word(id - 1).load(std::memory_order_acquire), number);
 }
 
 // Of a step that is just being moved to another row, one of the two rows is in no run: it is drawn as long as it is there.

@@ -110,8 +110,13 @@ void Trajectories::goals(const GoalDraw& draw, const std::int64_t* rows, const s
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
     return is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
   };
+  const auto holds = [&](std::int64_t at, std::int64_t number) {  // a ticket, or the number of a write
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
+    const auto named = static_cast<std::uint64_t>(number);
+    return is_committed(word) && (number_of(word) == named || control_.write_of(static_cast<std::uint64_t>(at), word) == named);
+  };
   for (std::uint64_t i = 0; i < n; ++i) {
-    numbers[i] = goals[i] >= 0 && number_at(rows[i]) == expected[i] ? number_at(goals[i]) : -1;
+    numbers[i] = goals[i] >= 0 && holds(rows[i], expected[i]) ? number_at(goals[i]) : -1;
     if (goals[i] < 0) goals[i] = rows[i];
   }
 }

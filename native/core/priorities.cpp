@@ -198,7 +198,7 @@ double Priorities::leaf(std::uint64_t row) const {
 
 // An item of a list is live as long as it has a priority.
 bool Priorities::is_live(std::uint64_t row) const {
-  return tickets_ == nullptr ? is_given(tree_.leaf(row)) : is_committed(tickets_->word(row).load(std::memory_order_acquire));
+  return tickets_ == nullptr ? is_given(tree_.leaf(row)) : Control::holds_write(tickets_->held_word(row));
 }
 
 double Priorities::leaf_of(double priority, double alpha) const { return std::pow(priority + eps_, alpha); }
@@ -475,9 +475,10 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
     }
     if (rows[i] == -1) continue;
     if (tickets_ != nullptr) {
-      const std::uint64_t word = tickets_->word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
-      const bool late = expected != nullptr && number_of(word) != static_cast<std::uint64_t>(expected[i]);
-      if (!is_committed(word) || (late && kLateCheck)) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const std::uint64_t word = tickets_->held_word(row);
+      const bool late = expected != nullptr && tickets_->write_of(row, word) != static_cast<std::uint64_t>(expected[i]);
+      if (!Control::holds_write(word) || (late && kLateCheck)) {
         ++dropped;
         continue;
       }

@@ -162,15 +162,22 @@ class Store {
   std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                         Columns columns, bool grow, const std::int64_t* pick = nullptr, std::uint64_t of = 0);
 
-  /// Replaces fields of the rows that still have the ticket numbers `expected`, and of no others: the look and the write are one
-  /// step. -1 names no row. Every entry of a row named twice counts, in order. `numbers_out`: the rows' new numbers, -1 for those
-  /// that were left alone. Never waits for another writer of a row. The rows written have the numbers `first`, `first` + 1 ...
+  /// What a row must still hold: the write of that number, edited or not; or what it held under that ticket.
+  enum class Same { write, ticket };
+
+  /// Replaces fields of the rows that are still the `same` as `expected` says, and of no others: the look and the write are one
+  /// step. -1 names no row. Every entry of a row named twice counts, in order; of tickets the first one. `numbers_out`: the numbers of
+  /// their writes, -1 for those that were left alone. Waits for edits of a row, not for writes. The rows edited
+  /// have the tickets `first`, `first` + 1 ... Throws Stalled: an edit is under way for too long.
   Patched patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-                const std::int64_t* expected, std::int64_t* numbers_out);
+                const std::int64_t* expected, std::int64_t* numbers_out, Same same = Same::write);
+
+  /// The tickets of rows that still hold the writes `expected`, -1 for others and where that is not above 0. Waits for edits, as patch().
+  void tickets_of_writes(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, std::int64_t* numbers_out) const;
 
   /// Makes live rows void, as if their writer had died: draws, tables and indexes know them no more. -1 names no row. `expected`, if
-  /// not null: only rows that still have these ticket numbers. Rows that hold nothing, or that a writer is just writing, stay as they
-  /// are. Returns how many became void. Throws std::out_of_range, and nothing has changed. Cost: O(n log rows); tables of trajectories
+  /// not null: only rows that still hold the writes of these numbers. Rows that hold nothing, or that a writer is just writing, stay as
+  /// they are; edits are waited for. Returns how many became void. Throws std::out_of_range, and nothing has changed. Cost: O(n log rows); tables of trajectories
   /// are made again, O(rows).
   std::uint64_t remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected);
 
@@ -206,7 +213,8 @@ class Store {
   bool refill(std::uint64_t field, std::uint64_t first, std::uint64_t n, const std::byte* from) const;
 
   /// The rows are there, as Control::put_state; what indexes are to say of them may be told them before resume().
-  void replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers);
+  std::uint64_t replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers,
+                         const std::int64_t* writes = nullptr);
 
   /// From now on every write is told to the index too, which must outlive the store. Writes that are under way may not be:
   /// what was written before, the index looks up by itself after this call.
@@ -310,7 +318,8 @@ class Store {
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   Mark try_mark_missing(std::uint64_t row, std::uint64_t number, const Place& place);
   Mark mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
-  void commit(std::uint64_t row, std::uint64_t number);
+  void commit(std::uint64_t row, std::uint64_t number, bool edit);
+  std::uint64_t settled_word(std::uint64_t row) const;
   std::vector<std::int64_t> live_rows() const;
   using Rows = std::vector<std::int64_t>;
   std::shared_ptr<const Rows> voids() const;

@@ -137,10 +137,11 @@ void Store::begin_replacing(bool keep_write_count) {
   empty(claim, keep_write_count);
 }
 
-void Store::replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers) {
+std::uint64_t Store::replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers, const std::int64_t* writes) {
   check(control_.lock_page().pause.load(std::memory_order_acquire) == (own_pause() | kReplacing), "rows replaced that were not begun with");
-  control_.put_state(clock, lanes, numbers);
+  const std::uint64_t later = control_.put_state(clock, lanes, numbers, writes);
   limits().restart(control_.size());
+  return later;
 }
 
 void Store::end_replacing() const {

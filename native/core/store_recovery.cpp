@@ -92,8 +92,8 @@ std::uint64_t Store::repair(Claim& claim) const {
   std::uint64_t voided = 0;
   for (std::uint64_t i = 0; i < rows.size(); ++i) {
     Word& word = control_.word(static_cast<std::uint64_t>(rows[i]));
-    std::uint64_t seen = ticket(numbers[i], State::writing);
-    if (word.load(std::memory_order_acquire) == seen) {
+    std::uint64_t seen = word.load(std::memory_order_acquire);
+    if (number_of(seen) == numbers[i] && state_of(seen) == State::writing) {
       control_.one_void_more();
       if (word.compare_exchange_strong(seen, ticket(numbers[i], State::voided), std::memory_order_acq_rel)) {
         control_.became_void();
@@ -118,7 +118,13 @@ std::uint64_t Store::repair(Claim& claim) const {
     if (ring) {
       index.written(rows.data(), rows.size(), numbers[0]);
     } else {
-      for (std::uint64_t i = 0; i < rows.size(); ++i) index.rewritten(&rows[i], 1, numbers[i], scatter);
+      for (std::uint64_t i = 0; i < rows.size(); ++i) {
+        if (is_edited(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire))) {
+          index.edited(&rows[i], 1, numbers[i], all(), scatter);
+        } else {
+          index.rewritten(&rows[i], 1, numbers[i], scatter);
+        }
+      }
     }
   });
   return voided;

@@ -44,8 +44,8 @@ std::uint64_t Store::remove_under(std::uint64_t t0, const std::int64_t* rows, co
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (rows[i] < 0 || !control_.inside(row)) return false;
     Word& word = control_.word(row);
-    for (std::uint64_t seen = word.load(std::memory_order_acquire); is_committed(seen);) {
-      if (expected != nullptr && number_of(seen) != static_cast<std::uint64_t>(expected[i])) return false;
+    for (std::uint64_t seen = settled_word(row); is_committed(seen); seen = settled_word(row)) {
+      if (expected != nullptr && control_.write_of(row, seen) != static_cast<std::uint64_t>(expected[i])) return false;
       const std::uint64_t number = t0 + gone.size();
       if (number_of(seen) >= t0) return true;
       control_.one_void_more();

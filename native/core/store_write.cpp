@@ -50,11 +50,12 @@ void Store::write_and_tell(ClaimGuard& claim, Write&& write, Settle&& settle, Te
 // it is forgotten, like all that was written before.
 void Store::forget_if_outside(std::uint64_t row, std::uint64_t number) const {
   if (control_.inside(row)) return;
-  for (const State state : {State::committed, State::voided}) {
-    std::uint64_t seen = ticket(number, state);
-    const bool forgotten =
-        control_.word(row).compare_exchange_strong(seen, ticket(number, State::unused), std::memory_order_acq_rel);
-    if (forgotten && state == State::voided) control_.one_void_less();
+  Word& word = control_.word(row);
+  std::uint64_t seen = word.load(std::memory_order_acquire);
+  while (number_of(seen) == number && (is_committed(seen) || state_of(seen) == State::voided)) {
+    if (!word.compare_exchange_weak(seen, ticket(number, State::unused), std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    if (state_of(seen) == State::voided) control_.one_void_less();
+    return;
   }
 }
 
@@ -85,29 +86,33 @@ bool Store::holds_earlier_lap(std::uint64_t row, const Place& place) const {
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: another writer
 // is writing it. Over::live: a row that holds nothing any more counts as lapped too, as what is not replaced of it may be torn.
 // A whole row that is written by number is its lane's newest step there, so that the newest number wins over an append too. An
-// edit of some fields leaves the step what it is, and an older one gives way to an append, though the edit gave it a newer number:
-// then the row's number falls. No row has the same number twice.
+// edit leaves the step and the number of its write what they are: it gives way to newer writes, whatever numbers the two have, and to
+// no other edit. Then the row's number may fall. No row has the same number twice.
 Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   if (over == Over::missing) [[unlikely]] return try_mark_missing(row, number, *place);
   Word& word = control_.word(row);
+  const bool edit = over == Over::live || over == Over::part_of_live;
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
-    const bool gone = over != Over::anything && !is_committed(seen) && state_of(seen) != State::writing;
+    const bool gone = edit && !is_committed(seen) && state_of(seen) != State::writing;
+    const bool held = edit && state_of(seen) == State::writing;  // perhaps by another edit, which has not said so yet
     if ((place != nullptr && overtaken(*place)) || gone ||
-        (number_of(seen) > number && !(place != nullptr && holds_earlier_lap(row, *place)))) {
+        (!held && control_.write_of(row, seen) > number && !(place != nullptr && holds_earlier_lap(row, *place)))) {
       control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
       return Mark::lapped;
     }
     if (state_of(seen) == State::writing) return Mark::busy;
 #ifndef ENGRAM_WITHOUT_CAS  // the tests must fail then: make negative-controls
-  } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
+  } while (!word.compare_exchange_weak(seen, ticket(number, State::writing) | (edit ? seen & kEdited : 0), std::memory_order_acq_rel,
                                        std::memory_order_acquire));
 #else
   } while (word.store(ticket(number, State::writing), std::memory_order_release), false);
 #endif
-  if (place != nullptr) {
+  if (edit) {
+    control_.begin_edit(row, seen, number);
+  } else if (place != nullptr) {
     control_.lap(row).store(place->lap, std::memory_order_release);
-  } else if (over != Over::part_of_live) {
+  } else {
     const std::uint32_t lap = control_.newest_lap(row, control_.end(control_.lane_of(row)));
     control_.lap(row).store(lap, std::memory_order_release);
   }
@@ -156,8 +161,21 @@ Store::Mark Store::mark(std::uint64_t row, std::uint64_t number, const Place* pl
   }
 }
 
-void Store::commit(std::uint64_t row, std::uint64_t number) {
-  control_.word(row).store(ticket(number, State::committed), std::memory_order_release);
+void Store::commit(std::uint64_t row, std::uint64_t number, bool edit) {
+  control_.word(row).store(ticket(number, State::committed) | (edit ? kEdited : 0), std::memory_order_release);
+}
+
+// The row's word, once no edit of it is under way. The caller must have nothing marked.
+std::uint64_t Store::settled_word(std::uint64_t row) const {
+  std::uint64_t seen = control_.held_word(row);
+  if (!is_being_edited(seen)) return seen;
+  let_go();
+  for (const Deadline deadline; is_being_edited(seen); seen = control_.held_word(row)) {
+    if (deadline.passed()) throw in_vain("row " + std::to_string(row) + " has been in the hands of another writer");
+    look_after_others(Need::waiting);
+    std::this_thread::yield();
+  }
+  return seen;
 }
 
 // Whether rows that are about to be written are to go to their files, and not through the mapping.
@@ -252,7 +270,7 @@ std::uint64_t Store::write_chunk(std::uint64_t i, std::uint64_t most, Over over,
   fence(std::memory_order_release);
   for (std::uint64_t j = 0; j < marked; ++j) {
     const Target to = at(i + j);
-    commit(to.row, to.number);
+    commit(to.row, to.number, over == Over::live || over == Over::part_of_live);
   }
   return i + marked + (last == Mark::lapped || last == Mark::there ? 1 : 0);
 }
@@ -441,7 +459,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
         put_fill(f, gap, 1);
       }
       fence(std::memory_order_release);
-      commit(gap, number);
+      commit(gap, number, false);
       fence(std::memory_order_seq_cst);  // as in write_and_tell
       forget_if_outside(gap, number);
       const auto zeroed = static_cast<std::int64_t>(gap);
@@ -534,9 +552,9 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
 }
 
 // The look at a row's ticket and its mark are one step: a row that another one has written, or is writing, is left alone, and so
-// nothing is waited for. The entry that a row of this very call was written by is as good as the ticket it was written over.
+// nothing is waited for.
 Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-                     const std::int64_t* expected, std::int64_t* numbers_out) {
+                     const std::int64_t* expected, std::int64_t* numbers_out, Same same) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -549,9 +567,8 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
   admit(claim);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
-  std::vector<std::int64_t> written;      // rows, under the numbers t0 ...
-  std::vector<std::uint64_t> entry, over;  // of each its entry, and which of them it was written over; n: none of them
-  written.reserve(n), entry.reserve(n), over.reserve(n);
+  std::vector<std::int64_t> written;  // rows, under the numbers t0 ...
+  written.reserve(n);
   const bool to_files = goes_to_files(which, n, [rows](std::uint64_t i) { return std::max<std::int64_t>(rows[i], 0); });
   std::uint64_t scatter = 0;
   const auto write = [&] {
@@ -562,36 +579,44 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
       }
       const auto row = static_cast<std::uint64_t>(rows[i]);
       if (rows[i] < 0 || !control_.inside(row)) continue;
-      std::uint64_t seen = control_.word(row).load(std::memory_order_acquire);
+      std::uint64_t seen = settled_word(row);
       if (!is_committed(seen)) continue;
-      const std::uint64_t own = number_of(seen) - t0, number = t0 + written.size();
-      const bool again = own < written.size() && written[own] == rows[i] && expected[entry[own]] == expected[i];
-      if (!again && (expected[i] <= 0 || number_of(seen) != static_cast<std::uint64_t>(expected[i]) ||
-                     number_of(seen) >= t0)) {
+      const std::uint64_t number = t0 + written.size(), write = control_.write_of(row, seen);
+      const std::uint64_t holds = same == Same::write ? write : number_of(seen);
+      if (expected[i] <= 0 || holds != static_cast<std::uint64_t>(expected[i]) || write >= t0) continue;
+      if (!control_.word(row).compare_exchange_strong(seen, ticket(number, State::writing) | (seen & kEdited), std::memory_order_acq_rel)) {
+        --i;  // another one edits it, or writes it: as it says then
         continue;
       }
-      if (!control_.word(row).compare_exchange_strong(seen, ticket(number, State::writing), std::memory_order_acq_rel)) continue;
+      control_.begin_edit(row, seen, number);
       fence(std::memory_order_release);
       for (std::uint64_t f = 0; f < which.size(); ++f) {
         put(which[f], row, 1, columns[f] + i * row_bytes(which[f]), nullptr, to_files);
       }
       fence(std::memory_order_release);
-      commit(row, number);
-      written.push_back(rows[i]), entry.push_back(i), over.push_back(again ? own : n);
+      commit(row, number, true);
+      written.push_back(rows[i]);
+      numbers_out[i] = static_cast<std::int64_t>(write);
     }
     scatter = control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1;
   };
   write_and_tell(claim, write, [&] { forget_outside(written.data(), written.size(), t0); }, [&](Index& index) {
     index.edited(written.data(), written.size(), t0, which, scatter);
   });
-  for (std::uint64_t k = 0; k < written.size(); ++k) numbers_out[entry[k]] = static_cast<std::int64_t>(t0 + k);
-  for (std::uint64_t k = written.size(); k-- > 0;) {  // of a row named twice both have the last number
-    if (over[k] != n) numbers_out[entry[over[k]]] = numbers_out[entry[k]];
-  }
-  const auto patched = static_cast<std::uint64_t>(n - std::count(numbers_out, numbers_out + n, -1));
+  const std::uint64_t patched = written.size();
   control_.counters().patches.fetch_add(patched, std::memory_order_relaxed);
   control_.counters().patches_dropped.fetch_add(n - patched, std::memory_order_relaxed);
   return {t0, patched};
+}
+
+void Store::tickets_of_writes(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, std::int64_t* numbers_out) const {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]), write = static_cast<std::uint64_t>(expected[i]);
+    numbers_out[i] = -1;
+    if (rows[i] < 0 || expected[i] <= 0 || row >= control_.capacity() || !control_.inside(row)) continue;
+    const std::uint64_t word = settled_word(row);
+    if (is_committed(word) && control_.write_of(row, word) == write) numbers_out[i] = static_cast<std::int64_t>(number_of(word));
+  }
 }
 
 // If the process dies in here, the one that finds the claim finishes it: else some lanes would be empty, and indexes would know

@@ -20,7 +20,7 @@ from torch import Tensor
 from engram.errors import CorruptCheckpoint, EngramError, PriorityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from engram.types import Commit
 
@@ -212,12 +212,12 @@ def read_from(where: str) -> Iterator[None]:
 # ---- entries -----------------------------------------------------------------------------------------------------------
 
 
-def check_keys(state: object, names: Iterable[str], where: str) -> None:
-    """Raise unless ``state`` is a dict with exactly these keys: ``TypeError``, ``KeyError``."""
+def check_keys(state: object, names: Iterable[str], where: str, optional: Collection[str] = ()) -> None:
+    """Raise unless ``state`` is a dict with exactly these keys, and perhaps the optional ones: ``TypeError``, ``KeyError``."""
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict that state_dict() returned, got a {type(state).__name__}.")
     expected = sorted(names)
-    if sorted(map(str, state)) != expected:
+    if sorted(str(name) for name in state if name not in optional) != expected:
         wanted = f"a state with {expected}" if expected else "an empty state"
         raise KeyError(f"{where}: expected {wanted}, got {sorted(map(str, state))}.")
 

@@ -433,7 +433,7 @@ class SampledStorage(Protocol):
     def tickets_of(self, rows: Tensor) -> Tensor:
         """int64, the shape of ``rows``: ticket numbers of rows; -1 for those that hold nothing or are just being written.
 
-        A larger number is newer, and none is used twice: a row that has another one than before was overwritten.
+        A larger number is newer, and none is used twice: a row that has another one than before was overwritten or edited.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -443,6 +443,25 @@ class SampledStorage(Protocol):
         >>> _ = rb.add(torch.tensor(7))
         >>> (rb.storage.tickets_of(torch.tensor([0, 1])) != before).tolist()
         [True, False]
+        """
+
+    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+        """The numbers of the writes that rows held when they had these tickets: what users get as ``"index_generation"``.
+
+        An edit gives a row a new ticket, and leaves the number of its write. Of a row that was written since it is the ticket.
+
+        Args:
+            rows: int64 ``[B]``.
+            tickets: int64 ``[B]``; -1 stays -1.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+        >>> rows = rb.extend(torch.arange(2))
+        >>> before = rb.storage.tickets_of(rows)
+        >>> rb[0] = torch.tensor(7)
+        >>> rb.storage.writes_of(rows, rb.storage.tickets_of(rows)).equal(before)
+        True
         """
 
     def hold_nothing(self, rows: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def form_of(wiring: Wiring, drawn: Drawn, rows: Tensor, said: tuple[Entry, ...])
     return Form(
         capacity=schema.capacity,
         lanes=schema.lanes,
-        base=memory.base,
+        base=0,
         sampler=type(named).__name__,
         around=expanders_of(wiring),
         steps=rows.shape[1] if lead > 1 else 0,

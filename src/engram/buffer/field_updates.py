@@ -50,7 +50,7 @@ class ConditionalUpdateResult:
     updated: Tensor
     #: bool: the row held what was drawn, but its version was too new; None without versions.
     version_rejected: Tensor | None
-    #: int64: what to pass as ``generation`` from now on; -1 where nothing was updated.
+    #: int64: the number of the row's write, which an update leaves as it is; -1 where nothing was updated.
     generation: Tensor
 
     @property
@@ -96,7 +96,7 @@ class ConditionalUpdateResult:
 
     @property
     def stale_count(self) -> int:
-        """Entries whose row was written, edited or forgotten since."""
+        """Entries whose row was written or forgotten since."""
         return self.updated.numel() - self.updated_count - self.version_rejected_count
 
 
@@ -112,29 +112,58 @@ class FieldUpdates:
         """What ``ReplayBuffer.update_if_present`` does, once the buffer may be edited."""
         storage = self._storage()
         result = self._applied_natively(storage, index, generation, patch, version_key, version, newer=newer)
-        if result is not None:
+        if result is not None and (version_key is None or not result.stale_count):
             return result
         rows, expected = self._named(index, generation)
         batch = expected.shape
         which, columns, versions = self._checked(storage, patch, version_key, version, batch)
         expected, rejected = expected.reshape(-1), None
-        if versions is not None:
-            field, incoming = versions
-            winners, live = self._newest(storage, rows, expected, field, incoming, newer=newer)
-            expected = torch.from_numpy(np.where(winners, expected.numpy(), -1))
-            rejected = torch.from_numpy(live & ~winners)
-            which, columns = [*which, field], [*columns, incoming]
-        write, numbers = storage.patch_fields(rows, which, columns, expected)
-        if len(write.rows):
-            storage.notify(write, None)
+        if versions is None:
+            write, numbers = storage.patch_fields(rows, which, columns, expected)
+            if len(write.rows):
+                storage.notify(write, None)
+        else:
+            columns, which = [*columns, versions[1]], [*which, versions[0]]
+            numbers, rejected = self._newer(storage, rows, expected, which, columns, result, newer=newer)
+            rejected = self._wiring.on_device(rejected.reshape(batch))
+        numbers = numbers.reshape(batch)
         place = self._wiring.on_device
-        if len(batch) != 1:
-            numbers = numbers.reshape(batch)
         return ConditionalUpdateResult(
-            updated=place(torch.from_numpy(numbers.numpy() >= 0)),
-            version_rejected=None if rejected is None else place(rejected.reshape(batch)),
-            generation=place(numbers),
+            updated=place(torch.from_numpy(numbers.numpy() >= 0)), version_rejected=rejected, generation=place(numbers)
         )
+
+    def _newer(
+        self,
+        storage: storages.TensorStorage,
+        rows: Tensor,
+        expected: Tensor,
+        which: Sequence[int],
+        columns: Sequence[Tensor],
+        done: ConditionalUpdateResult | None,
+        *,
+        newer: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Patch rows where their versions allow it: the last field. Rows that others edit between the look and the patch come again.
+
+        Returns the numbers of the writes, -1 where nothing was updated; and which versions were rejected. ``done``: of some entries.
+        """
+        numbers, rejected = torch.full_like(expected, -1), torch.zeros(expected.shape, dtype=torch.bool)
+        if done is not None and done.version_rejected is not None:
+            numbers, rejected = done.generation, done.version_rejected
+        at, again = ((numbers < 0) & ~rejected).nonzero().squeeze(1), done is not None
+        while len(at):
+            tickets = storage.store.tickets_of_writes(rows[at], expected[at])
+            if again and not bool((tickets >= 0).any()):
+                break
+            values, again = [column[at] for column in columns], True
+            look = self._newest(storage, rows[at], tickets, which[-1], values[-1], newer=newer)
+            wins, live = map(torch.from_numpy, look)
+            write, fresh = storage.patch_fields(rows[at], which, values, tickets.where(wins, -1), unedited=True)
+            if len(write.rows):
+                storage.notify(write, None)
+            numbers[at], rejected[at] = fresh, live & ~wins
+            at = at[wins & (fresh < 0)]
+        return numbers, rejected
 
     def _applied_natively(
         self,
@@ -254,11 +283,10 @@ class FieldUpdates:
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
 
-        Their versions are those under the generation expected: a row that gets another one until it is written is left alone. Any
+        Their versions are those under the tickets expected: a row that gets another one until it is written is left alone. Any
         version is newer than NaN.
         """
-        named = rows.numpy()
-        live = named >= 0
+        live = expected.numpy() >= 0
         columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
         live[moved] = False
         stored, given = _comparable(columns[0]), _comparable(incoming)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from time import monotonic, perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from engram._native import NotAdmitted
 from engram._tensordict import children, is_plain_tensordict, tensordict_type
 from engram.limits import Room
-from engram.nested import has_entries, map_leaves
+from engram.nested import map_leaves
 from engram.packing import pack, unpack
 from engram.prefetch import LEAVE_S, Prefetcher
 from engram.state import Change, Loads, check_keys, copied, integer, typed
@@ -202,12 +201,8 @@ class Prefetching:
         }
         return SavedBatches(state, None)
 
-    def take(self, batches: list[dict[str, Any]], keys: list[int], clock: int) -> None:
-        """Go on with batches of a state, whose rows have new tickets, in the old order. ``clock``: the next one, then."""
-        moved = self._wiring.storage.next_number() - clock
-        for batch in batches:
-            for made in batch.get("made", ()):
-                _renumber(made, moved)
+    def take(self, batches: list[dict[str, Any]], keys: list[int]) -> None:
+        """Go on with batches of a state: the numbers of their rows' writes are those of the rows there."""
         self.prefetcher.restore({"batches": batches, "keys": keys})
 
 
@@ -243,7 +238,8 @@ def prepare_batches(state: Any, prefetching: Prefetching | None, where: str) -> 
     queue = enumerate(typed(state, "queue", list, where))
     batches = [_checked_batch(entry, f"{where}: batch {i}") for i, entry in queue]
     keys = [_checked_key(key, f"{where}: keys") for key in typed(state, "keys", list, where)]
-    return Change(prefetching.take, batches, keys, integer(state, "clock", 0, 1 << 62, where))
+    integer(state, "clock", 0, 1 << 62, where)
+    return Change(prefetching.take, batches, keys)
 
 
 def _checked_batch(entry: Any, where: str) -> dict[str, object]:
@@ -263,16 +259,6 @@ def _checked_batch(entry: Any, where: str) -> dict[str, object]:
 def _checked_key(key: object, where: str) -> int:
     """64 bits, as an int. Raises ``TypeError``, ``ValueError``: they are none."""
     return integer({"key": key}, "key", -(1 << 63), 1 << 64, where)
-
-
-def _renumber(made: Any, by: int) -> None:
-    """The tickets that a batch or its info says, if it says them."""
-    if not has_entries(made):
-        return
-    for name in ("index_generation", "anchor_generation"):
-        numbers = made.get(name, None)
-        if isinstance(numbers, Tensor) and numbers.dtype is torch.int64:
-            made[name] = torch.where(numbers > 0, numbers + by, numbers)
 
 
 # ---- batches in copies -------------------------------------------------------------------------------------------------

@@ -195,7 +195,9 @@ class ReadPath:
             draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
         info = dict(draw.info)
         if tracks:
-            info["index_generation" if wiring.of_writer.tracks_tickets else TICKETS] = draw.tickets
+            assert draw.tickets is not None  # they were asked for above
+            number = "index_generation" if wiring.of_writer.tracks_tickets else TICKETS
+            info[number] = storage.writes_of(draw.rows, draw.tickets)
         if storage.memory is not None:
             storage.memory.count_sampled(draw.rows)
         return columns, draw.rows, info

@@ -243,8 +243,10 @@ class _OfForm:
         young[saved.kept] = True
         if storage.memory is None:
             return int((~young).sum()) or len(rows)
-        tickets = self._numbers(rows, saved.tickets, young)
-        gone = (storage.tickets_of(rows) != tickets) & ~young
+        tickets = storage.tickets_of(rows)
+        writes = storage.writes_of(rows, tickets)
+        drawn_of = self._numbers(writes, saved.tickets, young)
+        gone = (writes != drawn_of) & ~young
         if bool(gone.any()):
             return int(gone.sum())
         drawn = self._read(rows, tickets, young, saved)
@@ -254,18 +256,19 @@ class _OfForm:
         for part in (saved.said, drawn.computed):
             info.update(part.items())
         if says_tickets(self._wiring):
-            info[NUMBERS] = tickets.reshape(saved.rows.shape)
+            info[NUMBERS] = drawn_of.reshape(saved.rows.shape)
         batch = _Finished(self._reading.finish(drawn.columns, saved.rows, info, True))
         if self._output != "torch":
             return View(self._output, batch).sample(0, True, 0)  # type: ignore[return-value]
         return batch.made
 
-    def _numbers(self, rows: Tensor, saved: Tensor, young: Tensor) -> Tensor:
-        """The tickets that the rows have here, if they are there: a load shifts all, which a store that is opened again does not say."""
-        storage = self._wiring.storage
-        now = storage.tickets_of(rows)
-        bases = dict.fromkeys((storage.memory.base, self.form.base))
-        found = {base: int(((now == saved + base) | young).sum()) for base in bases}
+    def _numbers(self, writes: Tensor, saved: Tensor, young: Tensor) -> Tensor:
+        """The numbers of the writes that were drawn, of rows that hold ``writes`` now.
+
+        Earlier logs have them less what a load had added.
+        """
+        bases = dict.fromkeys((0, self.form.base))
+        found = {base: int(((writes == saved + base) | young).sum()) for base in bases}
         base: int = max(found, key=lambda base: found[base])
         return saved + base
 
@@ -320,7 +323,7 @@ def replay_draws(path: str | os.PathLike[str], buffer: ReplayBuffer, *, start: i
     as many ranks as saved it. It has the same kind of storage, capacity, lanes and fields, expanders, transforms and output; its sampler
     and its generator are neither asked nor changed. Each batch is compared with the digest of what was read then: it is the same,
     bit for bit, or none is given, and it says whether rows are gone or something is different. Transforms run again, so random ones
-    give other batches. With the restored buffer, ``"index_generation"`` has the tickets of the rows there.
+    give other batches. With the restored buffer, ``"index_generation"`` is what it was.
 
     Args:
         path: of the log. It may be written to meanwhile: batches that are there at the beginning are replayed.

@@ -302,7 +302,9 @@ def _common(ours: Sequence[Column], theirs: Sequence[Column]) -> Iterator[_Commo
 def _committed(words: Words) -> tuple[Numbers, Numbers]:
     """Numbers of the writes of whole rows, and those rows."""
     rows = np.flatnonzero((words & np.uint64(3)) == _COMMITTED)
-    return (words[rows] >> np.uint64(2)).astype(np.int64), rows
+    return (words[rows] << np.uint64(1) >> np.uint64(3)).astype(
+        np.int64
+    ), rows  # the highest bit says that a row was edited
 
 
 def _compare_rows(left: _Rank, right: _Rank, common: Sequence[_Common], into: Rows) -> None:
@@ -329,8 +331,8 @@ def _compare_chunk(
     for it in common:
         there = right.bytes_of(it.in_b, rows_b[order])[back]
         differing[it.name] = (left.bytes_of(it.in_a, rows_a) != there).any(1)
-    expected = (numbers.astype(np.uint64) << np.uint64(2)) | np.uint64(_COMMITTED)
-    same_rows = (left.words[rows_a] == expected) & (right.words[rows_b] == expected)
+    expected = ((numbers.astype(np.uint64) << np.uint64(2)) | np.uint64(_COMMITTED)) << np.uint64(1)
+    same_rows = (left.words[rows_a] << np.uint64(1) == expected) & (right.words[rows_b] << np.uint64(1) == expected)
     found = np.zeros(len(numbers), bool)
     for name, which in differing.items():
         which &= same_rows

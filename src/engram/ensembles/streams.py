@@ -77,7 +77,7 @@ def _patch_of(member: Member, keys: Keys) -> _Patch | None:
         _check_one_id(who, storage, checked_path(sampler.traj_key, who))
     structure = storage.written()
     row = torch.tensor([newest], device="cpu")
-    number = storage.tickets_of(row)
+    number = storage.writes_of(row, storage.tickets_of(row))
     fields = {field.key: at for at, field in enumerate(structure.fields)}
     if keys.end not in fields:
         raise RuntimeError(

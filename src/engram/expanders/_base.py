@@ -415,9 +415,9 @@ class Expander(DeclaredSampler):
                 goals.apply(storage, columns, info, expansion.computed)
             return windows.laid_out(columns, rows, info)
         if goals is not None and expansion.plain and source.traits.draws_uniformly:
-            *columns, rows, tickets = memory.sample_uniform(key, n, with_rows=True, with_numbers=True)
-            if not goals.read(rows, tickets, []):  # else as below
-                info = {"index_generation": tickets} if numbered else {}
+            *columns, rows, writes = memory.sample_uniform(key, n, with_rows=True, with_numbers=True)
+            if not goals.read(rows, writes, []):  # else as below
+                info = {"index_generation": writes} if numbered else {}
                 goals.apply(storage, columns, info, {})
                 return columns, rows, info
         extent = storage.extent()
@@ -428,7 +428,7 @@ class Expander(DeclaredSampler):
         memory.count_sampled(rows)
         tickets = tensors.pop()
         if numbered or draw.tickets is not None:
-            info["index_generation"] = tickets
+            info["index_generation"] = memory.writes_of(rows, tickets)
         columns = expansion.fields(tensors, info)
         if goals is not None:
             goals.apply(storage, columns, info, expansion.computed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 import xxhash
@@ -86,6 +86,8 @@ class SegmentSize(msgspec.Struct, frozen=True):
 
 
 class Part(strict.Summed, frozen=True, kw_only=True):
+    VERSION: ClassVar[tuple[int, int]] = (1, 1)
+
     part: Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}\\Z")]
     type: str
     name: str

@@ -90,6 +90,18 @@ def fallocate(fd: int, nbytes: int) -> bool:
     return True
 
 
+def extend(path: Path, nbytes: int) -> None:
+    """Let an existing file have ``nbytes`` bytes, more than it has, whose space is taken at once: zeros behind its content.
+
+    Raises ``OSError``: no space, no permission.
+    """
+    with open_regular(path, os.O_RDWR) as fd:
+        if not fallocate(fd, nbytes):
+            at = os.lseek(fd, 0, os.SEEK_END)
+            while at < nbytes:
+                at += os.write(fd, _ZEROES[: nbytes - at])
+
+
 def take_space(path: Path, nbytes: int) -> None:
     """Reserve the space of an existing file, parts of which may never have been written. Its content stays.
 

@@ -6,7 +6,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/meta.json, observation.memmap, next/meta.json, next/reward.memmap …
     <dir>/.engram/store.json     schema (format/schema.py); the last file to appear: it makes the folder a store
     <dir>/.engram/control        header, lock page, participants, lane cursors
-    <dir>/.engram/tickets        a ticket (u64) per row, then a lap (u32) per row, padded to 8 bytes
+    <dir>/.engram/tickets        a ticket (u64) per row, a lap (u32) per row, padded to 8 bytes, the number of a write (u64) per row
     <dir>/.engram/alive          one byte lock per participant; nothing else opens this file
     <dir>/.engram/indexes/<name>/priorities   a priority tree and its parameters
     <dir>/.engram/maker          identifies the store to copies of the buffer that made it; empty: no copy waits for it
@@ -172,9 +172,9 @@ def clash(fields: Iterable[Column]) -> str | None:
     return min((paths | metas) & folders, default=None)
 
 
-def tickets_bytes(capacity: int) -> int:
-    """Size of the file of tickets."""
-    return 8 * capacity + -(-4 * capacity // 8) * 8
+def tickets_bytes(capacity: int, *, earlier: bool = False) -> int:
+    """Size of the file of tickets; ``earlier``: of a store in which edits do not keep the numbers of writes."""
+    return (8 if earlier else 16) * capacity + -(-4 * capacity // 8) * 8
 
 
 def is_store(directory: Path) -> bool:

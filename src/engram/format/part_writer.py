@@ -327,6 +327,7 @@ class PartWriter:
         raw_sums = b"".join([sums.pack(file.sums) for file in written])
         part, type_, name = self._names
         document = Part(
+            version=Part.VERSION if "writes" in state else (1, 0),
             part=part,
             type=type_,
             name=name,

@@ -32,6 +32,8 @@ GROUPED_VERSION = (2, 1)
 ADDED_VERSION = (2, 2)
 #: Of a description of rows with dicts whose keys are ints.
 INTEGERS_VERSION = (2, 3)
+#: Of the description of a store in which rows keep the number of their write when they are edited: of every store, since then.
+WRITES_VERSION = (2, 4)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
@@ -454,12 +456,17 @@ def encode(value: msgspec.Struct) -> bytes:
     return text.encode()
 
 
-def encode_store(schema: Schema) -> bytes:
-    """``store.json``: as :func:`encode`, and in later versions which fields lie together, and the checksum of fields that were added."""
-    if not schema.grouped and not schema.added:
-        return encode(schema)
-    version = ADDED_VERSION if schema.added else GROUPED_VERSION
-    version = INTEGERS_VERSION if schema.structure.has_integers else version
+def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
+    """``store.json``: as :func:`encode`, with which fields lie together, and the checksum of fields that were added.
+
+    ``earlier``: as it was before version 2.4.
+    """
+    version = WRITES_VERSION
+    if earlier:
+        if not schema.grouped and not schema.added:
+            return encode(schema)
+        version = ADDED_VERSION if schema.added else GROUPED_VERSION
+        version = INTEGERS_VERSION if schema.structure.has_integers else version
     entries = msgspec.to_builtins(schema) | {"version": version}
     if not schema.grouped:
         del entries["grouped"]
@@ -479,9 +486,16 @@ def fingerprint(raw: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(raw))
 
 
-def first_fingerprint(schema: Schema, raw: bytes) -> int:
-    """The :func:`fingerprint` of a store whose description is ``raw`` now, and says this."""
-    return fingerprint(encode_store(schema.until(schema.first_fields)) if schema.added else raw)
+def first_fingerprints(schema: Schema, raw: bytes) -> tuple[int, ...]:
+    """The :func:`fingerprint` that a store may have whose description is ``raw`` now, and says this: it may have been made earlier."""
+    first = schema.until(schema.first_fields)
+    made = encode_store(first) if schema.added else raw
+    return tuple(map(fingerprint, (made, encode_store(first, earlier=True))))
+
+
+def is_earlier(raw: bytes) -> bool:
+    """Whether a description that can be read is of a store in which edits do not keep the numbers of writes."""
+    return tuple(msgspec.json.decode(raw)["version"]) < WRITES_VERSION
 
 
 def decode_store(raw: bytes, path: str) -> Schema:
@@ -500,9 +514,11 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         raise CorruptStore(f"{path}: expected at most {MAX_BYTES} bytes, got {len(raw)}.")
     with contextlib.suppress(ValueError, RecursionError):
         schema = _DECODER.decode(raw)
-        if schema.version == VERSION and encode(schema) == raw:  # so it can be read one way only
-            schema.validate()
-            return schema
+        known = msgspec.structs.replace(schema, version=VERSION)
+        same = encode(known) if schema.version == VERSION else encode_store(known) if of_store else b""
+        if same == raw:  # so it can be read one way only
+            known.validate()
+            return known
     try:
         tree = strict.parse(raw, max_depth=2 * MAX_DEPTH + 4)  # a level of the structure is two of the text
     except ValueError as error:
@@ -515,8 +531,9 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         and all(type(v) is int and v >= 0 for v in version)
     ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    newest = INTEGERS_VERSION if of_store else VERSION
-    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, *((GROUPED_VERSION,) if of_store else ())):
+    newest = WRITES_VERSION if of_store else VERSION
+    of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
+    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, *of_stores):
         newer = tuple(version) > newest
         raise IncompatibleStore(
             f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
@@ -533,11 +550,11 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
             raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
         schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
         schema.validate()
-        if schema.structure.has_integers != (tuple(version) == INTEGERS_VERSION):
+        if tuple(version) != WRITES_VERSION and schema.structure.has_integers != (tuple(version) == INTEGERS_VERSION):
             raise ValueError(
                 "structure: a description of version 2.3 has keys that are ints, got none"
                 if tuple(version) == INTEGERS_VERSION
-                else f"structure: only version 2.3 has keys that are ints, got them in version {version[0]}.{version[1]}"
+                else f"structure: only versions 2.3 and 2.4 have keys that are ints, got them in version {version[0]}.{version[1]}"
             )
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
@@ -546,8 +563,8 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
 
 def _check_version(tree: dict[str, object], version: tuple[int, ...], *, of_store: bool) -> None:
     """Raise ``ValueError`` for entries that a description of this version does not have."""
-    has_added = version == ADDED_VERSION or (version == INTEGERS_VERSION and "added" in tree)
-    may_group = version in (ADDED_VERSION, INTEGERS_VERSION)
+    has_added = version == ADDED_VERSION or (version in (INTEGERS_VERSION, WRITES_VERSION) and "added" in tree)
+    may_group = version in (ADDED_VERSION, INTEGERS_VERSION, WRITES_VERSION)
     expected = {
         "grouped": of_store and (version == GROUPED_VERSION or (may_group and "grouped" in tree)),
         "added": has_added,
@@ -556,9 +573,9 @@ def _check_version(tree: dict[str, object], version: tuple[int, ...], *, of_stor
     for entry, wanted in expected.items():
         if (entry in tree) != wanted:
             only = {
-                "grouped": "version 2.1, 2.2 or 2.3 of a store",
-                "added": "version 2.2 or 2.3",
-                "sum": "version 2.2 or 2.3 of a store, with added fields",
+                "grouped": "versions 2.1 to 2.4 of a store",
+                "added": "versions 2.2 to 2.4",
+                "sum": "versions 2.2 to 2.4 of a store, with added fields",
             }[entry]
             raise ValueError(
                 f"{entry}: expected in {only}, and in no other, got {'it' if entry in tree else 'none'} in version "

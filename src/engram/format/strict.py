@@ -198,12 +198,16 @@ def _is_tame(raw: bytes, max_depth: int) -> bool:
 
 
 def _decode_same(raw: bytes, kind: type[D]) -> D | None:
-    """The document of this very version whose text this is; None: there is none."""
+    """The document of this version, or of an older minor one, whose text this is; None: there is none."""
     try:
         if kind not in _described:
             describe(kind)
         document = msgspec.json.decode(raw, type=kind)
-        if document.version == kind.VERSION and _is_tame(raw, MAX_DEPTH) and _text(document) == raw:
+        if (
+            (kind.VERSION[0], 0) <= document.version <= kind.VERSION
+            and _is_tame(raw, MAX_DEPTH)
+            and _text(document) == raw
+        ):
             return document
     except _REFUSALS:
         pass

@@ -150,11 +150,8 @@ def read_store(path: Path) -> tuple[schema.Schema, control.Header]:
         raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
     finally:
         fd.close()
-    if (header.capacity, header.lanes, header.schema_sum) != (
-        decoded.capacity,
-        decoded.lanes,
-        schema.first_fingerprint(decoded, description),
-    ):
+    sums = schema.first_fingerprints(decoded, description)
+    if (header.capacity, header.lanes) != (decoded.capacity, decoded.lanes) or header.schema_sum not in sums:
         raise CorruptStore(
             f"{folder / layout.CONTROL}: expected the header of this store's description, got another's."
         )
@@ -264,7 +261,8 @@ def _store(path: Path) -> Iterator[Problem]:
     folder = path / layout.FOLDER
     rows = layout.row_files(path, decoded).values()
     sizes = {file: size * decoded.capacity for file, size in rows if size}  # empty rows have no file
-    sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity)
+    earlier = schema.is_earlier(files.read_small(folder / layout.STORE, schema.MAX_BYTES))
+    sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity, earlier=earlier)
     sizes[folder / layout.ALIVE] = 0
     for file, nbytes in sizes.items():
         try:

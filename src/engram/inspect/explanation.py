@@ -42,7 +42,7 @@ class Explanation(NamedTuple):
 
     row: int
     ticket: int
-    """The number of its write; of an edited row, of the edit: ``"index_generation"`` of batches."""
+    """The number of its write: ``"index_generation"`` of batches."""
     age: int
     """Rows that have been written, or edited, since, in any lane."""
     lane: int
@@ -118,6 +118,7 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
     ticket = int(storage.tickets_of(rows)[0])
     if ticket < 0 or not bool(extent.contains(rows)[0]):
         raise RowError(f"explain: row {number}: expected a live row, got one that holds nothing.")
+    ticket = int(storage.writes_of(rows, torch.tensor([ticket], device="cpu"))[0])
     length = extent.capacity // len(extent.filled)
     lane = number // length
     width = math.prod(storage.columns)

@@ -58,7 +58,7 @@ _STEP_TYPES = {"first": 0, "last": 2}
 #: What ids are compared as, bit for bit, by the bytes of a number.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 #: Entries of a state that are tables of their own.
-TABLES = ("lanes", "numbers")
+TABLES = ("lanes", "numbers", "writes")
 
 
 class SavedRows(NamedTuple):
@@ -105,6 +105,7 @@ class RowsWriter:
         numbers: NDArray[np.int64],
         stored: NDArray[np.int64],
         marks: Callable[[NDArray[np.int64]], Marks],
+        writes: NDArray[np.int64],
         *,
         segment_rows: int | None = None,
         segments: Sequence[SegmentRows] = (),
@@ -115,6 +116,7 @@ class RowsWriter:
             numbers: of all rows as they are saved, 0 for those that hold nothing.
             stored: of the rows that the files hold, in their order.
             marks: what rows say of trajectories.
+            writes: of all rows the numbers of their writes.
             segment_rows: rows of a whole segment, if files are segments.
             segments: what they hold.
         """
@@ -122,6 +124,7 @@ class RowsWriter:
         state = snapshot.state
         totals = write_tables(self.part, snapshot.store, state["lanes"].numpy(), numbers, stored, marks)
         rest = {name: value for name, value in state.items() if name not in TABLES}
+        rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
         lost = snapshot.live - int(np.count_nonzero(stored))
         info = self.part.finish(
             described_state(self.part, rest, "storage"),
@@ -142,7 +145,7 @@ def save_flat(folder: Path, snapshot: RowsSnapshot, progress: Callable[[int], No
     Raises:
         OSError: no space, or an I/O error.
     """
-    known = snapshot.numbers()
+    known, writes = snapshot.numbers()
     writer = RowsWriter(folder, snapshot, None, progress)
     store, copies = snapshot.store, snapshot.copies
     in_use = np.zeros(store.rows_in_use(snapshot.state["lanes"]), np.int64)
@@ -153,9 +156,9 @@ def save_flat(folder: Path, snapshot: RowsSnapshot, progress: Callable[[int], No
     _write_flat(writer.part, store, numbers, copies)
     if copies is None:
         # The files hold bytes of no row where others wrote meanwhile: such a row's ticket is void.
-        numbers[snapshot.numbers_now()[: len(numbers)] != numbers] = 0
+        numbers[snapshot.numbers_now()[0][: len(numbers)] != numbers] = 0
     in_use[in_use != 0] -= snapshot.base
-    return writer.finish(in_use, numbers, marks)
+    return writer.finish(in_use, numbers, marks, np.pad(writes, (0, len(in_use) - len(writes))))
 
 
 def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
@@ -287,6 +290,11 @@ def write_tables(
     totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
     counted = count_kinds(runs, columns).items()
     return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
+
+
+def named_writes(numbers: NDArray[np.int64], writes: NDArray[np.int64]) -> dict[str, Tensor]:
+    """The entry of a state that says the numbers of the rows' writes, where they are others than those of the tickets."""
+    return {} if np.array_equal(numbers, writes) else {"writes": torch.from_numpy(np.array(writes))}
 
 
 def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -77,7 +77,7 @@ def save_segments(
         RuntimeError: ``paranoid``, and rows were changed through a view, which no ticket says.
         OSError: no space, or an I/O error.
     """
-    numbers = snapshot.numbers()
+    numbers, writes = snapshot.numbers()
     writer = RowsWriter(folder, snapshot, roles)
     part, fields, base = writer.part, writer.fields, snapshot.base
     store, lanes = snapshot.store, snapshot.state["lanes"].numpy()
@@ -109,7 +109,7 @@ def save_segments(
         progress((it.end - it.begin) * store.schema.row_bytes)
     saved = np.where(numbers != 0, numbers - base, 0)
     in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))])
-    return writer.finish(saved, in_order, marks, segment_rows=size, segments=segments)
+    return writer.finish(saved, in_order, marks, writes, segment_rows=size, segments=segments)
 
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:

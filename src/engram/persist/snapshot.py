@@ -58,7 +58,7 @@ class RowsSnapshot(NamedTuple):
     """The class of the storage."""
     store: Store
     state: dict[str, Any]
-    """The storage's, without rows; also without ``numbers``, where these are read later."""
+    """The storage's, without rows; also without ``numbers`` and ``writes``, where these are read later."""
     base: int
     """By how much tickets in the store were larger than those that are saved."""
     live: int
@@ -74,13 +74,14 @@ class RowsSnapshot(NamedTuple):
         schema = self.store.schema
         return described(schema, roles_of(schema.fields, roles))[1]
 
-    def numbers(self) -> NDArray[np.int64]:
-        """Ticket numbers of the rows up to the last live one, to be changed by the caller."""
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ticket numbers of the rows up to the last live one, and the numbers of their writes, to be changed by the caller."""
         if "numbers" in self.state:
-            return self.state["numbers"].numpy().copy()  # type: ignore[no-any-return]
+            tickets = self.state["numbers"]
+            return tickets.numpy().copy(), self.state.get("writes", tickets).numpy().copy()
         return self.numbers_now()
 
-    def numbers_now(self) -> NDArray[np.int64]:
+    def numbers_now(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The same as the store has them by now: 0 also for rows that changed since."""
         state = self.state
         return self.store.numbers_before(state["clock"] + self.base, state["lanes"])

@@ -251,7 +251,8 @@ class PrioritizedSampler(NativeSampler):
         assert self._storage is not None  # it has priorities
         if self._storage.memory is None:
             numbers = self._storage.tickets_of(rows)
-        return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
+        writes = self._storage.writes_of(rows, numbers)
+        return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: Shown = "beside"
@@ -371,7 +372,7 @@ class PrioritizedSampler(NativeSampler):
 
     def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""
-        numbers = storage.tickets_of(rows)
+        numbers = storage.writes_of(rows, storage.tickets_of(rows))
         stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)
         stale &= (rows >= 0) & (rows < self.max_size)  # the others are an error, or are passed over
         own.core.drop(int(stale.sum()))

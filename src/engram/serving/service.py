@@ -328,14 +328,15 @@ class Service:
             self._rb.update_priority(index, priorities[mask], generation=generation)
 
     def tickets(self, rows: Tensor) -> Tensor:
-        """What rows hold: -1 for nothing, or what is just being written. Raises ``RowError``: a row outside the store."""
+        """Which writes rows hold: -1 for none, or one that is under way. Raises ``RowError``: a row outside the store."""
         storage = self._wiring.storage
         storage.check_removal(rows)
-        held: Tensor = storage.tickets_of(rows.clamp(min=0))
+        named = rows.clamp(min=0)
+        held: Tensor = storage.writes_of(named, storage.tickets_of(named))
         return held.where(rows >= 0, -1)
 
     def remove(self, rows: Tensor, tickets: Tensor) -> int:
-        """Remove rows that have these tickets: how many. Raises as ``ReplayBuffer.remove``."""
+        """Remove rows that hold these writes: how many. Raises as ``ReplayBuffer.remove``."""
         self._wiring.check_editable("remove")
         storage = self._wiring.storage
         storage.check_removal(rows)

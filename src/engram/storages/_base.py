@@ -371,6 +371,10 @@ class Storage(Declared, Dumpable, Port):
     def hold_nothing(self, rows: Tensor) -> Tensor:
         return self.tickets_of(rows) < 0
 
+    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+        del rows
+        return tickets
+
     # ---- removing ------------------------------------------------------------------------------------------------------
 
     def check_removal(self, rows: Tensor) -> None:

@@ -80,6 +80,8 @@ class ListStorage(Storage):
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         self._items: list[object] = []
         self._numbers: list[int] = []
+        #: Of each item the number of its write, which an edit leaves as it is: what handles name.
+        self._writes: list[int] = []
         #: All rows that are void, and perhaps others; and the void ones in order, if they are known.
         self._removed: set[int] = set()
         self._holes: Tensor | None = None
@@ -206,18 +208,20 @@ class ListStorage(Storage):
                 counts.written(written, first)
         return Write(written, first)
 
-    def _put(self, rows: list[int], items: list[object]) -> int:
+    def _put(self, rows: list[int], items: list[object], *, edited: bool = False) -> int:
         """An interrupt may end this anywhere: it is the item, not its number, that makes a row."""
         self._holes = None
-        del self._numbers[len(self._items) :]
+        del self._numbers[len(self._items) :], self._writes[len(self._items) :]
         first = self._next
         self._next += len(items)
         for i, (row, item) in enumerate(zip(rows, items, strict=True)):
             if row == len(self._items):
                 self._numbers.append(first + i)
+                self._writes.append(first + i)
                 self._items.append(item)
             else:
                 self._numbers[row] = first + i
+                self._writes[row] = self._writes[row] if edited else first + i
                 self._items[row] = item
         for groups in self._groups.values():
             groups.written(rows, items)
@@ -230,7 +234,7 @@ class ListStorage(Storage):
         with self._lock:
             if self._removed:
                 self._live(where.rows)  # one that was removed since it was located stays void
-            first = self._put(where.rows.tolist(), prepared)
+            first = self._put(where.rows.tolist(), prepared, edited=True)
             for counts in self._counts.values():
                 counts.edited(where.rows, first)
             return Write(where.rows, first)
@@ -287,7 +291,7 @@ class ListStorage(Storage):
             gone = {
                 row
                 for row, number in zip(named, wanted, strict=True)
-                if self._holds(row) and number in (None, self._numbers[row])
+                if self._holds(row) and number in (None, self._writes[row])
             }
             if not gone:
                 return 0
@@ -318,6 +322,7 @@ class ListStorage(Storage):
             self._next += 1
             self._items.clear()
             self._numbers.clear()
+            self._writes.clear()
             self._removed.clear()
             self._holes = None
             if not keep_write_count:
@@ -379,7 +384,7 @@ class ListStorage(Storage):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, the items' tickets, 0 for
+        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, those of the items' writes, 0 for
         rows that were removed; ``items``, of the other rows, as a few tensors; and ``priorities`` by name.
 
         Raises:
@@ -401,7 +406,7 @@ class ListStorage(Storage):
                 "numbers": torch.tensor(
                     [
                         number if item is not Void else 0
-                        for number, item in zip(self._numbers, self._items, strict=False)
+                        for number, item in zip(self._writes, self._items, strict=False)
                     ],
                     dtype=torch.int64,
                     device="cpu",
@@ -494,6 +499,12 @@ class ListStorage(Storage):
             found = [self._numbers[row] if self._holds(row) else -1 for row in rows.tolist()]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
+    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+        with self._lock:
+            held = [self._writes[row] if self._holds(row) else -1 for row in rows.tolist()]
+        writes = torch.tensor(held, dtype=torch.int64, device="cpu").reshape(rows.shape)
+        return torch.where((writes >= 0) & (writes <= tickets), writes, tickets)
+
     def next_number(self) -> int:
         return self._next
 
@@ -551,6 +562,7 @@ class _ItemsLoad(NamedTuple):
             storage.empty(keep_write_count=False)
             shift = storage._next
             numbers, items = (state["numbers"] + shift).tolist(), iter(self.items)
+            storage._writes = state["numbers"].tolist()
             storage._removed = {row for row, number in enumerate(numbers) if number == shift}
             storage._numbers = numbers
             storage._items = [Void if number == shift else next(items) for number in numbers]

@@ -481,18 +481,18 @@ class TensorStorage(Storage):
         return self.store.edit(where.rows, which, columns)
 
     def patch_fields(
-        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], tickets: Tensor
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
-        """As :meth:`Store.patch`, of checked columns: replace fields of the rows that still have their tickets, and of no others.
+        """As :meth:`Store.patch`, of checked columns: replace fields of the rows that still hold these writes, and of no others.
 
         Args:
             rows: int64 ``[n]``; -1 names none.
             which: numbers of the fields, in the order of the schema.
             columns: of each ``[n, *shape]``, contiguous, on the CPU.
-            tickets: int64 ``[n]``.
+            expected: int64 ``[n]``, the numbers of writes; ``unedited``: tickets.
 
         Returns:
-            What was written, and int64 ``[n]``: the new ticket of each row, -1 where it was left alone.
+            What was written, and int64 ``[n]``: the number of the write of each row, -1 where it was left alone.
 
         Raises:
             RowError: a row is outside ``[-1, capacity)``. Nothing is written.
@@ -510,7 +510,7 @@ class TensorStorage(Storage):
         """
         if self._inherited:
             self.check_inherited()
-        return self.store.patch(rows, which, columns, tickets)
+        return self.store.patch(rows, which, columns, expected, unedited=unedited)
 
     def empty(self, *, keep_write_count: bool) -> None:
         if self.memory is not None:
@@ -630,6 +630,9 @@ class TensorStorage(Storage):
             return torch.full_like(rows, -1)
         return self.memory.tickets_of(rows)
 
+    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+        return tickets if self.memory is None else self.memory.writes_of(rows, tickets)
+
     def next_number(self) -> int:
         return 1 if self.memory is None else int(self.memory.core.next_ticket)
 
@@ -728,7 +731,7 @@ class TensorStorage(Storage):
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
-        check_keys(state_dict, (*ENTRIES, "rows"), where)
+        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=("writes",))
         head = {name: value for name, value in state_dict.items() if name != "rows"}
         rows = KeptRows([])
         load = self.prepare_rows(head, rows)
@@ -744,9 +747,12 @@ class TensorStorage(Storage):
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
         where = type(self).__name__
-        check_keys(state, ENTRIES, where)
+        check_keys(state, ENTRIES, where, optional=("writes",))
         if typed(state, "schema", (str, type(None)), where) is None:
-            if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
+            if (
+                any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows"))
+                or "writes" in state
+            ):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
             return RowsLoad(self, source)
         store = self.memory

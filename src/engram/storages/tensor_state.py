@@ -11,7 +11,7 @@ from engram.epochs import KIND as EPOCHS
 from engram.epochs import EpochIndex, checked_progress
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.persist.rows import bytes_of
+from engram.persist.rows import bytes_of, named_writes
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
@@ -84,12 +84,15 @@ def describe_store(
 
 
 def with_numbers(store: Store, state: dict[str, Any]) -> dict[str, object]:
-    """The same with ``numbers``: the tickets of the rows up to the last live one, without the store's base."""
-    numbers = store.numbers_before(state["clock"] + store.base, state["lanes"])
+    """The same with ``numbers``: the tickets of the rows up to the last live one, without the store's base. ``writes`` are there
+    where those are other numbers.
+    """
+    numbers, writes = store.numbers_before(state["clock"] + store.base, state["lanes"])
     live = numbers != 0
     last = len(live) - int(live[::-1].argmax()) if live.any() else 0
     numbers[live] -= store.base
-    return {**state, "numbers": torch.from_numpy(numbers[:last])}
+    numbers = numbers[:last]
+    return {**state, "numbers": torch.from_numpy(numbers), **named_writes(numbers, writes[:last])}
 
 
 def _of_kind(indexes: Mapping[tuple[str, str], object], wanted: str) -> dict[str, Any]:
@@ -178,6 +181,14 @@ def _copied(rows: Tensor, memory: Tensor) -> Tensor:
     return copy
 
 
+def _of_all_rows(state: dict[str, object], name: str, schema: Schema, where: str) -> Tensor:
+    """int64 ``[capacity]`` of an entry that ends with the last live row."""
+    saved = tensor_in(state, name, torch.int64, (None,), where)
+    if len(saved) > schema.capacity:
+        raise ValueError(f"{where}: {name}: expected at most {schema.capacity}, got {len(saved)}.")
+    return torch.nn.functional.pad(saved, (0, schema.capacity - len(saved)))
+
+
 class RowsState(NamedTuple):
     """A state without rows that was checked."""
 
@@ -193,7 +204,7 @@ class RowsState(NamedTuple):
         """Check a state.
 
         Args:
-            state: with :data:`ENTRIES`.
+            state: with :data:`ENTRIES`, and perhaps ``"writes"``: without, no row was edited.
             schema: the one that it says, checked.
             store: that will hold the rows, if it is there.
             where: for messages.
@@ -209,16 +220,12 @@ class RowsState(NamedTuple):
         clock = integer(state, "clock", 1, 1 << 61, where)
         write_count = integer(state, "write_count", 0, 1 << 62, where)
         lanes = tensor_in(state, "lanes", torch.int64, (schema.lanes, 4), where).clone()
-        saved = tensor_in(state, "numbers", torch.int64, (None,), where)
-        if len(saved) > schema.capacity:
-            raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
-        numbers = saved
-        if len(saved) < schema.capacity:
-            numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
-            numbers[: len(saved)] = saved
+        numbers = _of_all_rows(state, "numbers", schema, where)
+        writes = _of_all_rows(state, "writes", schema, where) if "writes" in state else numbers
         length = schema.capacity // schema.lanes
         try:
-            _native.check_state(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
+            said = numbers.data_ptr(), writes.data_ptr()
+            _native.check_state(length, clock, lanes.data_ptr(), schema.lanes, *said)
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
@@ -232,7 +239,7 @@ class RowsState(NamedTuple):
         indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PRIORITIES)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
         configs = {name: config for name, (config, _) in priorities.items()}
-        return cls(state, StoreState(lanes, numbers, clock, write_count), windows, passes, configs)
+        return cls(state, StoreState(lanes, numbers, clock, write_count, writes), windows, passes, configs)
 
     def restore(self, store: Store, source: RowsSource) -> None:
         """Replace all that a store holds. Writers must be paused. Whatever ``source`` raises leaves it empty."""
@@ -241,7 +248,6 @@ class RowsState(NamedTuple):
         if store.directory is not None:  # elsewhere a sampler keeps its own
             walked = {name: EpochIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
         store.replace(self.rows, source.fill)
-        store.replaced = (self.rows.clock, int(store.core.next_ticket))
         store.indexes.count_windows(self.windows)
         for name, tree in trees.items():
             tree.restore(self.entries["priorities"][name])

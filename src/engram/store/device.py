@@ -114,10 +114,10 @@ class DeviceStore(Store):
         return write
 
     def patch(
-        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
         with self._lock:
-            write, numbers = super().patch(rows, *self._for_core(which, columns), expected)
+            write, numbers = super().patch(rows, *self._for_core(which, columns), expected, unedited=unedited)
             kept = (numbers >= 0).nonzero().squeeze(1)
             self._put(rows[kept], which, [column[kept.to(column.device)] for column in columns])
         return write, numbers

@@ -15,7 +15,8 @@ from engram import _fork, _native
 from engram._memory import available_memory
 from engram._sizes import resident_bytes
 from engram._words import said_bytes, warn
-from engram.errors import CorruptStore, IncompatibleStore, UncleanStore
+from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, UncleanStore
+from engram.format import control as controls
 from engram.format import files, layout
 from engram.format import schema as schemas
 from engram.store.adding import put_in_order
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from engram._mappings import Piece
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
+    from engram.store.memory import Block
     from engram.store.store import Saved
 
 #: Fields of a store whose files may be open. A process has 1,024 descriptors, most often.
@@ -127,7 +129,7 @@ def create_store(
         _make_control(made, hidden, schema, maker, guest_of, begin)
         hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
         made.published(hidden, directory / layout.FOLDER)
-        return _attach(schema, directory, schemas.first_fingerprint(schema, raw), unclean="refuse")
+        return _attach(schema, directory, schemas.first_fingerprints(schema, raw), unclean="refuse")
 
 
 def open_store(directory: Path, *, unclean: str = "refuse") -> Store:
@@ -154,14 +156,13 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
     check_store(directory)
     folder = directory / layout.FOLDER
     with _attaching:  # no thread of this process takes the lock of `alive`, which closing that file drops
-        schema, fingerprint = _described(directory)
-        control = read_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
-        tickets = read_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+        schema, fingerprints, earlier = _described(directory)
+        control, tickets = _read_control(folder, schema, earlier=earlier)
         with _naming(folder):
             in_use = opened(directory) is not None or anyone_has_open(directory, control, tickets)
             store = ReaderStore(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
     try:
-        _check_description(store, folder, fingerprint)
+        _check_description(store, folder, fingerprints)
         if store.has_files:
             _use_files(store, directory)
         if not in_use and _closed_in_order(store.core, directory, unclean):
@@ -296,7 +297,7 @@ def _make_control(
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
     control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
     tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-    fingerprint = schemas.first_fingerprint(schema, schemas.encode_store(schema))
+    fingerprint, _ = schemas.first_fingerprints(schema, schemas.encode_store(schema))
     _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
     begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
 
@@ -308,16 +309,49 @@ def _opened_or_attached(directory: Path, unclean: str) -> Store:
     known: Store | None = opened(directory)
     if known is not None:
         return known
-    schema, fingerprint = _described(directory)
-    return _attach(schema, directory, fingerprint, unclean=unclean)
+    schema, fingerprints, earlier = _described(directory)
+    if earlier:
+        _upgrade(directory, schema, fingerprints)
+    return _attach(schema, directory, fingerprints, unclean=unclean)
 
 
-def _described(directory: Path) -> tuple[Schema, int]:
-    """What the rows of the store in a folder are, and the fingerprint of that description."""
+def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
+    """What the rows of the store in a folder are, the fingerprints that it may have, and whether it is of an earlier version."""
     path = directory / layout.FOLDER / layout.STORE
     raw = files.read_small(path, schemas.MAX_BYTES)
     schema = schemas.decode_store(raw, str(path))
-    return schema, schemas.first_fingerprint(schema, raw)
+    return schema, schemas.first_fingerprints(schema, raw), schemas.is_earlier(raw)
+
+
+def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[Block, Block]:
+    """Control block and tickets, for reading alone. An upgrade that was interrupted has left the tickets of an earlier store longer."""
+    control = read_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    path, nbytes = folder / layout.TICKETS, layout.tickets_bytes(schema.capacity)
+    if earlier and not (path.is_file() and path.stat().st_size == nbytes):
+        nbytes = layout.tickets_bytes(schema.capacity, earlier=True)
+    return control, read_block(path, nbytes)
+
+
+def _upgrade(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> None:
+    """Give the rows of a store of an earlier version room for the numbers of their writes. The folder is locked.
+
+    Raises:
+        StoreInUse: a process of that version has it open. CorruptStore: it is not of its description. OSError: no space.
+    """
+    folder = directory / layout.FOLDER
+    control, tickets = _read_control(folder, schema, earlier=True)
+    with _naming(folder):
+        if controls.parse(bytes(control.tensor[: controls.FIXED_BYTES].numpy())).schema_sum not in fingerprints:
+            raise CorruptStore(
+                f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
+            )
+        if anyone_has_open(directory, control, tickets):
+            raise StoreInUse(
+                f"open: a process of an earlier engram has the store in {str(directory)!r} open, and this one would change its format. "
+                "Close it there first."
+            )
+    files.extend(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    files.write_atomically(folder / layout.STORE, schemas.encode_store(schema))
 
 
 @contextlib.contextmanager
@@ -331,16 +365,16 @@ def _naming(folder: Path) -> Iterator[None]:
         raise kind(f"{folder}: {error}.") from error
 
 
-def _check_description(store: Store, folder: Path, fingerprint: int) -> None:
+def _check_description(store: Store, folder: Path, fingerprints: Sequence[int]) -> None:
     """Raise ``CorruptStore`` unless control memory belongs to the description."""
     core, schema = store.core, store.schema
-    if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
+    if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum not in fingerprints:
         raise CorruptStore(
             f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
         )
 
 
-def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) -> Store:
+def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unclean: str) -> Store:
     """The store in a folder whose description was read. The folder is locked."""
     folder = directory / layout.FOLDER
     alive, store = AliveFile(directory), None
@@ -357,7 +391,7 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
         with _naming(folder):
             store = Store(schema, tensors, control, tickets, attachment)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
-        _check_description(store, folder, fingerprint)
+        _check_description(store, folder, fingerprints)
         if segments is None:
             _use_files(store, directory)
         if attachment.others():

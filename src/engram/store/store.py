@@ -89,6 +89,8 @@ class StoreState(NamedTuple):
     """The next ticket number."""
     write_count: int
     """Rows written since the last ``empty``."""
+    writes: Tensor | None = None
+    """int64 ``[capacity]``: the numbers of the writes that rows hold, which edits leave as they are; None: as ``numbers``."""
 
 
 class Saved(NamedTuple):
@@ -163,7 +165,7 @@ class Store:
         """Whether :meth:`close` was called."""
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: The clock of the state that last replaced all rows, and the next ticket number then.
+        #: The clock of the state that last replaced all rows, and by how much their tickets are larger here.
         self.replaced: tuple[int, int] | None = None
         native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
         #: Held while a field is added to private memory.
@@ -368,9 +370,10 @@ class Store:
         """
         clock, write_count = self.core.next_ticket, self.core.write_count
         lanes, numbers = self.lane_states(), torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
-        known = self.numbers_before(clock, lanes)
-        numbers[: len(known)] = torch.from_numpy(known)
-        return StoreState(lanes, numbers, clock, write_count)
+        writes = torch.zeros_like(numbers)
+        for to, known in zip((numbers, writes), self.numbers_before(clock, lanes), strict=True):
+            to[: len(known)] = torch.from_numpy(known)
+        return StoreState(lanes, numbers, clock, write_count, writes)
 
     def rows_in_use(self, lanes: Tensor) -> int:
         """Of the ``lanes`` of a :class:`StoreState`: rows up to the last one that is inside an extent."""
@@ -381,7 +384,7 @@ class Store:
     @property
     def base(self) -> int:
         """By how much tickets are larger than where the rows were saved that were loaded last: saved states are without it."""
-        return 0 if self.replaced is None else self.replaced[1] - self.replaced[0]
+        return 0 if self.replaced is None else self.replaced[1]
 
     def lane_states(self) -> Tensor:
         """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
@@ -389,22 +392,23 @@ class Store:
         self.core.read_lanes(lanes.data_ptr())
         return lanes
 
-    def numbers_before(self, clock: int, lanes: Tensor) -> NDArray[np.int64]:
-        """Ticket numbers, int64, of the rows up to the last one in use when ``lanes`` were read.
+    def numbers_before(self, clock: int, lanes: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ticket numbers, int64, of the rows up to the last one in use when ``lanes`` were read; and the numbers of their writes.
 
         0 for a row that was written at ``clock`` or later, is not whole, or holds a step that its lane had already given up
         when ``lanes`` were read, because the writer that was to replace it died before it began.
         """
-        numbers = np.zeros(self.rows_in_use(lanes), np.int64)
-        self.core.read_numbers(clock, lanes.data_ptr(), numbers.ctypes.data, len(numbers))
-        return numbers
+        numbers, writes = np.zeros((2, self.rows_in_use(lanes)), np.int64)
+        self.core.read_numbers(clock, lanes.data_ptr(), numbers.ctypes.data, len(numbers), writes.ctypes.data)
+        return numbers, writes
 
     def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
         """Replace all rows: ``fill(target)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
 
         Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
-        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store, as a
-        note of the exception says: also until it is no longer :meth:`paused`, where this is called inside of that.
+        more; the numbers of their writes, which handles name, are those of the state. Indexes give them default priorities.
+        Whatever is raised inside, or the process's death, leaves an empty store, as a note of the exception says: also until it is
+        no longer :meth:`paused`, where this is called inside of that.
 
         Args:
             state: as of a store with the same capacity and lanes.
@@ -415,12 +419,14 @@ class Store:
             WriterStalled: as :meth:`paused`. Nothing is changed.
         """
         lanes, numbers = as_rows(state.lanes, "replace"), as_rows(state.numbers, "replace")
-        if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,):
+        writes = numbers if state.writes is None else as_rows(state.writes, "replace")
+        if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,) or writes.shape != numbers.shape:
             raise ValueError(
                 f"replace: expected {self.lanes} lanes and {self.capacity} rows, got shapes {list(lanes.shape)} and "
                 f"{list(numbers.shape)}."
             )
-        _native.check_state(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
+        said = numbers.data_ptr(), writes.data_ptr()
+        _native.check_state(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, *said)
         # No plan of a writer that looks first may outlive the rows it is about.
         with self.placing(), self.paused(), self.core.replacing():
             target = RowsTarget(self.tensors)
@@ -432,7 +438,7 @@ class Store:
             except BaseException as error:
                 error.add_note(_EMPTY_NOW)
                 raise
-            self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
+            self.replaced = state.clock, self.core.replaced(state.clock, lanes.data_ptr(), *said)
             self.core.write_count = state.write_count
             self.indexes.rescan()
 
@@ -643,7 +649,7 @@ class Store:
         return Write(plan.reported(rows, n), first)
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
-        """Replace fields ``which`` of live rows. Cursors and extent stay; the rows get new tickets.
+        """Replace fields ``which`` of live rows. Cursors, extent and the numbers of writes stay; the rows get new tickets.
 
         Of a row named twice the last entry wins.
 
@@ -659,24 +665,26 @@ class Store:
         return Write(rows, first)
 
     def patch(
-        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
-        """Replace fields ``which`` of the rows that still have their ``expected`` ticket number, and of no others.
+        """Replace fields ``which`` of the rows that still hold the write of their ``expected`` number, and of no others.
 
-        Looking and writing are one step; a row that another one is writing is left alone. -1 names no row. Entries count in order.
+        Looking and writing are one step; a row that is being written is left alone, one that is being edited is waited for. -1 names no
+        row. Entries count in order. ``unedited``: what is expected are tickets, so rows that were edited since are left alone, too.
 
         Returns:
-            What was written, and int64 ``[n]``: the new ticket number of each entry's row, -1 where it was left alone.
+            What was written, and int64 ``[n]``: the number of the write of each entry's row, -1 where it was left alone.
 
         Raises:
             RowError: a row is outside ``[-1, capacity)``. Nothing is written.
+            WriterStalled: a row has been edited by another writer for 5 s; the entries before it are written.
         """
         rows, expected = as_rows(rows, "patch"), as_rows(expected, "patch")
         numbers = torch.empty_like(rows)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
             first, kept = self.core.patch(
-                rows.data_ptr(), len(rows), tuple(which), addresses, expected.data_ptr(), numbers.data_ptr()
+                rows.data_ptr(), len(rows), tuple(which), addresses, expected.data_ptr(), numbers.data_ptr(), unedited
             )
         except IndexError as error:
             raise RowError(f"patch: {error}.") from error
@@ -804,6 +812,22 @@ class Store:
         rows = as_rows(rows, "tickets_of")
         numbers = torch.empty_like(rows)
         self.core.tickets_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
+        return numbers
+
+    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+        """The numbers of the writes that rows held when they had these tickets, int64 ``[B]``: what handles name.
+
+        Of a row that was written since it is the ticket, which names nothing any more. -1 stays.
+        """
+        rows, numbers = as_rows(rows, "writes_of"), as_rows(tickets, "writes_of").clone()
+        self.core.name_writes(rows.data_ptr(), rows.numel(), numbers.data_ptr())
+        return numbers
+
+    def tickets_of_writes(self, rows: Tensor, writes: Tensor) -> Tensor:
+        """The tickets, int64 ``[B]``, of rows that still hold these writes; -1 of others. Raises ``WriterStalled`` as :meth:`patch`."""
+        rows, expected = as_rows(rows, "patch"), as_rows(writes, "patch")
+        numbers = torch.empty_like(rows)
+        self.core.tickets_of_writes(rows.data_ptr(), rows.numel(), expected.data_ptr(), numbers.data_ptr())
         return numbers
 
     def hold_nothing(self, rows: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class ExpandedReader(UnitReader):
             storage.memory.count_sampled(rows)
         info.pop("index_generation", None)  # of what was drawn
         if numbered or source.traits.prioritized:
-            info["index_generation"] = tickets
+            info["index_generation"] = storage.writes_of(rows, tickets)
         return columns, rows, info
 
     def _expanded(self, storage: Storage, drawn: Tensor, info: Info) -> tuple[Tensor, Info]:

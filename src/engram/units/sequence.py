@@ -124,7 +124,9 @@ class WindowReader(UnitReader):
             info[public(cast("FieldPath", self._unit.init_key))] = with_starts(flag, starts.to(flag.device))
         info.pop("index_generation", None)  # of the anchors
         if len(windows.told) > _ANCHOR_TICKETS:
-            info["index_generation"], info["anchor_generation"] = windows.tickets, windows.told[_ANCHOR_TICKETS]
+            of = table.memory.writes_of
+            info["index_generation"] = of(windows.rows, windows.tickets)
+            info["anchor_generation"] = of(windows.told[_ANCHORS], windows.told[_ANCHOR_TICKETS])
         if table.memory.is_native:
             return info
         return {name: of.to(table.memory.device) if isinstance(of, Tensor) else of for name, of in info.items()}

@@ -166,10 +166,10 @@ class NativeWriter(Component):
         return 0 if self._storage is None else int(self._storage.write_count)
 
     def generations_of(self, index: object) -> Tensor:
-        """Ticket numbers of rows, int64, same shape; -1 if not tracked, never written or out of range.
+        """Numbers of the writes that rows hold, int64, same shape; -1 if not tracked, never written or out of range.
 
         With ``ndim > 1`` the index is ``[..., ndim]`` coordinates, or a tuple of those, and the result ``[...]``. Only
-        equality and order have a meaning: a rewritten row has a larger number.
+        equality and order have a meaning: a rewritten row has a larger number. An edit of a row leaves its number as it is.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
@@ -187,7 +187,8 @@ class NativeWriter(Component):
             rows = self._storage.rows_at(rows)
         if not self.traits.tracks_tickets or self._storage is None:
             return torch.full_like(rows, -1)
-        numbers: Tensor = self._storage.tickets_of(rows.reshape(-1))
+        rows_named = rows.reshape(-1)
+        numbers: Tensor = self._storage.writes_of(rows_named, self._storage.tickets_of(rows_named))
         return numbers.reshape(rows.shape)
 
 
