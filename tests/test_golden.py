@@ -4,6 +4,7 @@ What fails here is a change of a format that others have data in. If it was mean
 in ``docs/store-format.md`` or ``docs/checkpoint-format.md``, and ``make golden``.
 """
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -13,6 +14,7 @@ import struct
 import sys
 
 import pytest
+import torch
 import xxhash
 
 from engram import IncompatibleCheckpoint, IncompatibleStore, ReplayBuffer, UncleanStore
@@ -21,7 +23,7 @@ from engram.format.control import _HEADER, _crc32c
 from tests.format.checkpoint_folders import rewrite
 from tests.golden import names
 from tests.golden.archive import FOLDER, as_text, fixed, golden, unpack
-from tests.golden.cases import DUMPS, FAMILIES
+from tests.golden.cases import DUMPS, FAMILIES, STORES
 
 CASES = [(family, name) for family, cases in FAMILIES.items() for name in cases]
 
@@ -37,7 +39,7 @@ pytestmark = [
 def there(tmp_path_factory):
     """The golden folders, unpacked. Nobody writes to them."""
     folder = tmp_path_factory.mktemp("golden")
-    for family in FAMILIES:
+    for family in (*FAMILIES, "earlier"):
         unpack(golden(family)[0].read_bytes(), folder / family)
     return folder
 
@@ -59,6 +61,33 @@ def test_holds_what_it_held(family, name, copied):
     """Rows, priorities, cursors, tickets, and what is drawn and written next."""
     found = as_text(FAMILIES[family][name].found(copied(family, name)))
     assert json.loads(found) == json.loads(golden(family)[1].read_text())[name]
+
+
+@pytest.mark.parametrize("name", json.loads(golden("earlier")[1].read_text()))
+def test_a_store_of_before_edits_kept_the_numbers_of_writes(name, copied):
+    """Version 2.0: it is read as it is, and opened as one of today, whose rows were never edited."""
+    folder = copied("earlier", name)
+    before = fixed(folder)
+    with contextlib.closing(ReplayBuffer.open(folder, readonly=True, unclean="accept")) as rb:
+        state = rb.storage.store.state()
+        assert state.writes.equal(state.numbers)
+    assert fixed(folder) == before
+    assert json.loads(as_text(STORES[name].found(folder))) == json.loads(golden("earlier")[1].read_text())[name]
+    assert json.loads((folder / ".engram" / "store.json").read_text())["version"] == [2, 4]
+    with contextlib.closing(ReplayBuffer.open(folder)) as rb:
+        state = rb.storage.store.state()
+        assert state.writes.equal(state.numbers)
+
+
+def test_an_upgrade_that_was_interrupted_goes_on(copied):
+    folder = copied("earlier", "tensor")
+    tickets = folder / ".engram" / "tickets"
+    tickets.write_bytes(tickets.read_bytes() + bytes(8 * 12))
+    with contextlib.closing(ReplayBuffer.open(folder, readonly=True)) as rb:
+        assert len(rb) == 12
+    with contextlib.closing(ReplayBuffer.open(folder)) as rb:
+        rb[3] = torch.tensor(9.0)
+        assert float(rb[3]) == 9.0
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -125,7 +154,7 @@ def test_a_dump_of_another_version_is_refused_by_name(file, copied):
     rewrite(folder / file, _next_version((folder / file).read_bytes()))
     _seal(folder)
     rb = DUMPS["priorities"].make()
-    with pytest.raises(IncompatibleCheckpoint, match=rf"{re.escape(file)}: expected version 1\.0.* got 2\.0"):
+    with pytest.raises(IncompatibleCheckpoint, match=rf"{re.escape(file)}: expected version 1\.[01].* got 2\.0"):
         rb.loads(folder)
     assert not len(rb)
 

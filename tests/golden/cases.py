@@ -145,6 +145,8 @@ class Stores:
         with contextlib.closing(rb):
             state = rb.storage.store.state()
             tickets = {"numbers": state.numbers.tolist(), "lanes": state.lanes.tolist(), "clock": state.clock}
+            if not state.writes.equal(state.numbers):
+                tickets["writes"] = state.writes.tolist()
             indexes = sorted("/".join(key) for key in rb.storage.store.indexes.refreshed())
             rb.set_rng(torch.Generator().manual_seed(5))  # generators are not part of a store
             return {"tickets": tickets, "indexes": indexes, **seen(rb, n=self._n)}
@@ -303,6 +305,14 @@ def _another_index(rb):
     rb.update_priority(torch.arange(1, 6), PRIORITIES)
 
 
+def _edited(rb):
+    """Edits of some rows, of which one is written over afterwards."""
+    rb.extend(rows(7))
+    rb.set_at_("score", torch.tensor([8.0, 9.0, 10.0]).double(), torch.tensor([1, 3, 6]))
+    rb.extend(rows(8, 7))
+    rb[4:6] = rows(2, 70)
+
+
 def _two_indexes(rb):
     _lap(rb)
     rb.set_sampler(_priorities(index="critic", alpha=1.0))
@@ -331,6 +341,7 @@ STORES = {
     ),
     "best": Stores(_store(writer=lambda: TensorDictMaxValueWriter("score"), fill=_lap, cls=TensorDictReplayBuffer)),
     "holes": Stores(_store(fill=_holes, cls=TensorDictReplayBuffer)),
+    "edited": Stores(_store(fill=_edited, cls=TensorDictReplayBuffer)),
     "left": Left(_store(_priorities, fill=_lap, cls=TensorDictReplayBuffer)),
 }
 
@@ -391,6 +402,7 @@ DUMPS = {
     "tuple": _dump(fill=lambda rb: rb.extend((torch.arange(5), torch.arange(5) % 2 == 0)), cls=ReplayBuffer),
     "never-written": _dump(fill=lambda rb: None, draws=0),
     "holes": _dump(fill=_holes),
+    "edited": _dump(fill=_edited),
     # samplers
     "epoch": _dump(SamplerWithoutReplacement),
     "priorities": _dump(_priorities),

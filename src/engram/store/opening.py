@@ -310,9 +310,8 @@ def _opened_or_attached(directory: Path, unclean: str) -> Store:
     if known is not None:
         return known
     schema, fingerprints, earlier = _described(directory)
-    if earlier:
-        _upgrade(directory, schema, fingerprints)
-    return _attach(schema, directory, fingerprints, unclean=unclean)
+    with _upgraded(directory, schema, fingerprints) if earlier else contextlib.nullcontext():
+        return _attach(schema, directory, fingerprints, unclean=unclean)
 
 
 def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
@@ -332,8 +331,10 @@ def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[Block
     return control, read_block(path, nbytes)
 
 
-def _upgrade(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> None:
-    """Give the rows of a store of an earlier version room for the numbers of their writes. The folder is locked.
+@contextlib.contextmanager
+def _upgraded(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> Iterator[None]:
+    """Give the rows of a store of an earlier version room for the numbers of their writes, unless it cannot be opened. The folder is
+    locked.
 
     Raises:
         StoreInUse: a process of that version has it open. CorruptStore: it is not of its description. OSError: no space.
@@ -341,17 +342,26 @@ def _upgrade(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> No
     folder = directory / layout.FOLDER
     control, tickets = _read_control(folder, schema, earlier=True)
     with _naming(folder):
-        if controls.parse(bytes(control.tensor[: controls.FIXED_BYTES].numpy())).schema_sum not in fingerprints:
-            raise CorruptStore(
-                f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
-            )
-        if anyone_has_open(directory, control, tickets):
-            raise StoreInUse(
-                f"open: a process of an earlier engram has the store in {str(directory)!r} open, and this one would change its format. "
-                "Close it there first."
-            )
+        in_use = anyone_has_open(directory, control, tickets)
+        header = controls.parse(bytes(control.tensor[: controls.FIXED_BYTES].numpy()))
+    if header.schema_sum not in fingerprints:
+        raise CorruptStore(
+            f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
+        )
+    if in_use:
+        raise StoreInUse(
+            f"open: a process of an earlier engram has the store in {str(directory)!r} open, and this one would change its format. "
+            "Close it there first."
+        )
+    description = files.read_small(folder / layout.STORE, schemas.MAX_BYTES)
     files.extend(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
     files.write_atomically(folder / layout.STORE, schemas.encode_store(schema))
+    try:
+        yield
+    except BaseException:
+        files.write_atomically(folder / layout.STORE, description)
+        os.truncate(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity, earlier=True))
+        raise
 
 
 @contextlib.contextmanager
