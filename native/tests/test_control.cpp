@@ -52,12 +52,15 @@ TEST(checksum_is_crc32c) {
 }
 
 TEST(tickets_hold_number_and_state) {
-  for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{1}, (std::uint64_t{1} << 62) - 1}) {
+  for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{1}, (std::uint64_t{1} << 61) - 1}) {
     for (const State state : {State::unused, State::writing, State::committed, State::voided}) {
       const std::uint64_t word = ticket(number, state);
       EXPECT_EQ(number_of(word), number);
       EXPECT_EQ(state_of(word), state);
       EXPECT_EQ(is_committed(word), state == State::committed);
+      EXPECT(!is_edited(word) && is_edited(word | kEdited));
+      EXPECT_EQ(number_of(word | kEdited), number);
+      EXPECT_EQ(state_of(word | kEdited), state);
     }
   }
   EXPECT(!is_committed(0));
@@ -179,8 +182,8 @@ TEST(a_header_that_lies_is_refused_though_its_checksum_is_right) {
       {"sections or size", [](Header& h) { h.control_bytes += 64; }},
       // another geometry that adds up, but not with these blocks
       {"sections or size", [](Header& h) { h.lanes = 4, h.lane_length = 4; }},
-      {"a ticket and a lap per row", [](Header& h) { h.capacity = 18, h.lane_length = 9; }},
-      {"a ticket and a lap per row", [](Header& h) { h.capacity = 14, h.lane_length = 7; }},
+      {"a ticket, a lap and a number per row", [](Header& h) { h.capacity = 18, h.lane_length = 9; }},
+      {"a ticket, a lap and a number per row", [](Header& h) { h.capacity = 14, h.lane_length = 7; }},
   };
   for (std::uint64_t i = 0; i < kSections; ++i) {
     lies.push_back({"sections or size", [i](Header& h) { h.directory[i].at += 64; }});
@@ -234,7 +237,7 @@ TEST(blocks_of_another_size_or_alignment_are_refused) {
     EXPECT(with({aligned + shift, control.size() + 64}, tickets) != "accepted");
     EXPECT(with({aligned + shift, control.size() + 1}, tickets) != "accepted");
   }
-  std::vector<std::uint64_t> words(26);
+  std::vector<std::uint64_t> words(42);
   for (const std::uint64_t shift : {0, 1, 4}) {
     const bool fine = shift == 0;
     EXPECT_EQ(with(control, std::as_writable_bytes(std::span(words)).subspan(shift, tickets.size())) == "accepted", fine);

@@ -152,9 +152,9 @@ void check_usable(const Memory& now, Handle& handle) {
     handle.priorities.sample(handle.store, 5, 16, batch.out, rows, numbers, weights);
     for (std::uint64_t i = 0; i < 16; ++i) {
       EXPECT(batch.id(i).has_value());
-      EXPECT_EQ(now.blocks.view().word(static_cast<std::uint64_t>(rows[i])).load(),
-                ticket(static_cast<std::uint64_t>(numbers[i]), State::committed));
+      EXPECT(is_committed_as(now.blocks.view().word(static_cast<std::uint64_t>(rows[i])).load(), static_cast<std::uint64_t>(numbers[i])));
     }
+    handle.control.name_writes(rows, 16, numbers);
     handle.priorities.update(rows, weights, 16, numbers);
   };
   if (handle.store.control().size() > 0) draw();
