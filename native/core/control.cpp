@@ -431,9 +431,10 @@ std::uint64_t Control::put_state(std::uint64_t clock, const LaneState* lanes, co
   check_state(geometry_, clock, lanes, numbers, writes);
   if (writes == nullptr) writes = numbers;
   const std::uint64_t length = geometry_.lane_length;
+  std::int64_t ahead = 0;  // by how much a write has a larger number than its ticket was saved with: none has here
+  for (std::uint64_t row = 0; row < geometry_.capacity; ++row) ahead = std::max(ahead, writes[row] - numbers[row]);
+  raise(counters_->next_ticket, static_cast<std::uint64_t>(ahead) + 1);
   const std::uint64_t first = counters_->next_ticket.fetch_add(clock - 1, std::memory_order_acq_rel);
-  const std::uint64_t newest = static_cast<std::uint64_t>(*std::max_element(writes, writes + capacity()));
-  raise(counters_->next_ticket, newest + 1);  // no write to come gets a number that a row has here
   std::uint64_t void_rows = 0;
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t end = lanes_[i].base.load(std::memory_order_acquire) + static_cast<std::uint64_t>(lanes[i].position);

@@ -190,8 +190,12 @@ TEST(what_is_put_back_keeps_the_numbers_of_its_writes_and_gets_new_tickets) {
   Indices far = writes;
   far[3] = 1000;
   used.store.empty(false);
-  second.put_state(11, lanes, numbers.data(), far.data());
+  EXPECT_EQ(second.put_state(11, lanes, numbers.data(), far.data()), 996u);  // row 3 has number 4 of the ten
   EXPECT(second.counters().next_ticket.load() > 1000);
+  Indices named{1000};
+  const Indices where{3};
+  second.name_writes(where.data(), 1, named.data());
+  EXPECT_EQ(named[0], 1000);
   far[3] = 0;
   EXPECT_THROWS(std::invalid_argument, Control::check_state(control.geometry(), 11, lanes, numbers.data(), far.data()));
   far[3] = std::int64_t{1} << 60;

@@ -162,7 +162,7 @@ class FieldUpdates:
             if len(write.rows):
                 storage.notify(write, None)
             numbers[at], rejected[at] = fresh, live & ~wins
-            at = at[wins & (fresh < 0)]
+            at = at[(fresh < 0) & ~(live & ~wins)]
         return numbers, rejected
 
     def _applied_natively(

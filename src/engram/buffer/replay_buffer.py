@@ -386,8 +386,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
             lane is empty, or its newest step was an end already, of whichever kind. With ``ndim > 1`` ``[columns, ndim]``.
 
         Written are the ``done`` flag, and ``truncated`` (with ``terminated=True`` that one in its place), those of them that are
-        stored; a ``step_type`` becomes 2, the last step. An edited row has a new ticket: a priority that comes late for the row as it
-        was drawn before is dropped and counted.
+        stored; a ``step_type`` becomes 2, the last step. The edit leaves the row's generation as it is, so priorities that come late
+        for it still arrive.
 
         Raises:
             RowError: no such lane. TypeError: no ints; a list storage, which has no fields.
@@ -719,7 +719,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """Replace fields of the rows that still hold what was drawn, and of no others.
 
         For what is computed from a batch and belongs to its rows, such as recurrent states: a row that another thread or process
-        has written or edited since, or is writing, is left alone. Looking and writing are one step.
+        has overwritten since, or is writing, is left alone. An edit of a row by others does not count as that. Looking and
+        writing are one step.
 
         Args:
             index: rows, as a batch says them in ``"index"``; -1 names none.
@@ -733,9 +734,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
             require_newer: rows whose number equals ``version`` are not written, either.
 
         Returns:
-            Masks of what was written and what was not, with counts; and each row's new ``generation``. An edit makes a new one: use
-            that for the next update of the same batch, and call :meth:`update_priority` before, or with it. Of a row named twice,
-            without versions, all entries are written in order.
+            Masks of what was written and what was not, with counts; and the ``generation`` of each row that was written, which an
+            edit leaves as it is: the same handles work again until the row is overwritten. Of a row named twice, without versions,
+            all entries are written in order.
 
         Windows that were padded name their first or last step again, and the last entry of a row stays: pass -1 as ``generation``
         where ``"validity_mask"``, or ``("collector", "mask")`` of ``pad_output``, is false.
@@ -745,6 +746,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
                 ``version_key`` and ``version`` alone, or a version key of more than one number or in the patch. TypeError: no patch,
                 no ints. RowError: a row outside the storage. Nothing is written.
             RuntimeError: nothing was ever written, a list storage, a read-only writer, or one that does not track generations.
+            WriterStalled: another writer has been editing a row for 5 s. The entries before it are written.
 
         Cost: O(bytes of the patch), one native call; with versions a second one, which reads them. Releases the GIL. ``stats()``
         counts ``field_updates``, rows written, and ``field_updates_dropped``, the others, over all processes.

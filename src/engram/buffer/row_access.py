@@ -218,8 +218,8 @@ def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> in
     Args:
         rows: as :meth:`update_priority` takes them: an int, or ints ``[n]`` as ``info["index"]`` or :meth:`extend` names them, with
             ``ndim > 1`` coordinates. -1 is passed over.
-        generation: ``info["index_generation"]``, or ``rb.writer.generations_of(rows)``: rows that were written or edited since then
-            stay. None: rows are removed whatever they hold.
+        generation: ``info["index_generation"]``, or ``rb.writer.generations_of(rows)``: rows that were overwritten since then stay.
+            None: rows are removed whatever they hold.
 
     Returns:
         How many rows were removed. Rows that hold nothing, or that are just being written, do not count.

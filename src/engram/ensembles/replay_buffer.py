@@ -412,7 +412,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
 
         Args:
             rows: ``batch["index"]``, or what :meth:`extend` returned; some of their rows, too.
-            generation: ``batch["index_generation"]``, one for each row: rows that were written or edited since then stay.
+            generation: ``batch["index_generation"]``, one for each row: rows that were overwritten since then stay.
 
         Returns:
             How many rows were removed.

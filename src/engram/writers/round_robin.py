@@ -19,8 +19,9 @@ class RoundRobinWriter(NativeWriter):
 
     Args:
         compilable: the buffer of this writer is as one with ``compilable=True``.
-        track_generations: samples have ``"index_generation"``, the ticket number of each row when it was drawn. Larger
-            is newer, over all rows of the store. A row that was rewritten since has another number.
+        track_generations: samples have ``"index_generation"``, the number of the write that each row held when it was drawn.
+            Larger is newer, over all rows of the store. A row that was overwritten since has another number; edits, dumps and
+            loads leave it as it is.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
