@@ -407,6 +407,8 @@ void Control::check_state(const Geometry& geometry, std::uint64_t clock, const L
 
 // A row is committed before it is inside the extent: until then it is not drawn.
 void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) const {
+  const std::vector<LaneState> own(lanes, lanes + geometry_.lanes);  // others may change the caller's
+  lanes = own.data();
   check_state(geometry_, clock, lanes, numbers);
   const std::uint64_t length = geometry_.lane_length;
   const std::uint64_t first = counters_->next_ticket.fetch_add(clock - 1, std::memory_order_acq_rel);
@@ -431,6 +433,17 @@ void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::
   }
   became_void();
   counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // tables that know rows look at all of them again
+}
+
+bool Control::at_rest(std::uint64_t next) const {
+  for (std::uint64_t i = 0; i < participants(); ++i) {
+    const Participant& entry = participant(i);
+    if (entry.prepaid.load(std::memory_order_seq_cst) != 0) return false;
+    for (const Claim& claim : entry.claims) {
+      if (claim.t0.load(std::memory_order_seq_cst) != 0) return false;
+    }
+  }
+  return counters_->next_ticket.load(std::memory_order_seq_cst) == next;
 }
 
 void Control::one_void_less() const {
