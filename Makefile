@@ -36,13 +36,14 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test golden recipes test-native test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo docs test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
 	@echo "                      on two nodes of a Ray cluster                  ARGS='--nodes 2'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers   NATIVE=tsan"
+	@echo "make test-asan        Python tests beside other processes, under the address sanitizer         ASAN_TESTS=..."
 	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
 	@echo "make golden           the golden files of the formats, after a change of one that was meant"
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
@@ -264,13 +265,26 @@ CTEST_LIMIT_S := $(if $(filter-out small,$(ENGRAM_STRESS)),86400,900)
 
 configure-native: $(VENV)/.build-tools
 	@mkdir -p build
-	@$(CMAKE) --preset native -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DENGRAM_WERROR=$(WERROR) >build/native-configure.log \
+	@$(CMAKE) --preset native -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DENGRAM_WERROR=$(WERROR) -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) >build/native-configure.log \
 	  || { cat build/native-configure.log; exit 1; }
 
 test-native: configure-native
 	@echo "==> Compiling the C++ tests with sanitizers"
 	@$(CMAKE) --build --preset $(if $(filter stress,$(NATIVE)),stress,native) -j$(JOBS)
 	@$(CTEST) --preset $(NATIVE) -j$(JOBS) --timeout $(CTEST_LIMIT_S) $(ARGS)
+
+# The Python tests whose calls meet memory that others change, with an extension that the sanitizers look at: its core is that of the C++
+# tests. libstdc++ comes first, too: the sanitizer looks there for what throws exceptions. Leaks: of Python and torch.
+SANITIZED := build/native/sanitized
+ASAN_TESTS := tests/samplers/test_slow_learner.py tests/samplers/test_staleness.py tests/limits/test_removed.py
+test-asan: $(VENV)/.engram-dev configure-native
+	@echo "==> Compiling the extension with sanitizers"
+	@$(CMAKE) --build --preset extension -j$(JOBS)
+	@cp -r src/engram $(SANITIZED)
+	@echo "==> Testing it"
+	@PYTHONPATH=$(SANITIZED) LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 $(PYTEST) -p no:cacheprovider -s -q $(ASAN_TESTS) $(ARGS)
 
 negative-controls: configure-native
 	@echo "==> Compiling the C++ tests without what they test"

@@ -79,12 +79,12 @@ def _counting(key: str, what: str, make: Make, idle: Any, share: float, *, nativ
 def _natively(rb: Any, core: Any) -> Callable[[], None]:
     """A sample, then what counts one, of that store: both sides pay for the calls, which a native draw does not make."""
     sample, n = rb.sample, rb.batch_size
-    begin_wait, count_wait, count_sampled = core.begin_wait, core.count_wait, core.count_sampled
+    begin_wait, count_wait, count_all_sampled = core.begin_wait, core.count_wait, core.count_all_sampled
 
     def call() -> None:
         since = begin_wait()
         sample()
-        count_sampled(0, n)
+        count_all_sampled(n)
         count_wait(since)
 
     return call
@@ -93,12 +93,12 @@ def _natively(rb: Any, core: Any) -> Callable[[], None]:
 def _from_python(rb: Any, core: Any) -> Callable[[], None]:
     """As a draw in Python counts: the calls that time it are a part of what counting takes."""
     sample, n = rb.sample, rb.batch_size
-    begin_wait, count_wait, count_sampled = core.begin_wait, core.count_wait, core.count_sampled
+    begin_wait, count_wait, count_all_sampled = core.begin_wait, core.count_wait, core.count_all_sampled
 
     def call() -> None:
         since = begin_wait()
         sample()
-        count_sampled(0, n)
+        count_all_sampled(n)
         if since:
             count_wait(since)
 
@@ -107,11 +107,11 @@ def _from_python(rb: Any, core: Any) -> Callable[[], None]:
 
 def _untimed(rb: Any, idle: Any) -> Callable[[], None]:
     """A sample, then the one call of those that a draw in Python does not make either."""
-    sample, n, count_sampled = rb.sample, rb.batch_size, idle.count_sampled
+    sample, n, count_all_sampled = rb.sample, rb.batch_size, idle.count_all_sampled
 
     def call() -> None:
         sample()
-        count_sampled(0, n)
+        count_all_sampled(n)
 
     return call
 

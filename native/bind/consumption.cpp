@@ -11,6 +11,7 @@
 
 #include "../core/consumption.h"
 #include "../core/store.h"
+#include "column.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "tensors.h"
@@ -78,11 +79,33 @@ void bind_memory(nb::module_& m) {
       "bytes"_a, "Before anything else, by the only process that uses this memory now.");
 }
 
+void bind_claims(nb::class_<BoundConsumption, Index>& type) {
+  type
+      .def("claim", &claim, "key"_a, "n"_a, "Draws up to n rows, and counts them: [rows, ticket numbers].")
+      .def(
+          "were_read",
+          [](BoundConsumption& self, Numbers rows, Numbers numbers) {
+            const WithoutInterpreter running(rows.size <= kBrief);
+            self.were_read(rows.data, numbers.of(rows.size), rows.size);
+          },
+          "rows"_a, "numbers"_a, "What claim returned was read: rows that are used up may be written over.")
+      .def(
+          "take_back",
+          [](BoundConsumption& self, Numbers rows, Numbers numbers) {
+            const WithoutInterpreter running(rows.size <= kBrief);
+            self.take_back(rows.data, numbers.of(rows.size), rows.size);
+          },
+          "rows"_a, "numbers"_a, "What claim returned was not read: it counts as drawn once less.")
+      .def("used_rows", &used_rows, "n"_a, "The first n rows that are used up.");
+}
+
 }  // namespace
 
 void bind_consumption(nb::module_& m) {
   bind_memory(m);
-  nb::class_<BoundConsumption, Index>(m, "Consumption", nb::is_weak_referenceable(), "Counts of draws, in memory that `keep` keeps alive.")
+  nb::class_<BoundConsumption, Index> type(m, "Consumption", nb::is_weak_referenceable(), "Counts of draws, in memory that `keep` keeps alive.");
+  bind_claims(type);
+  type
       .def(
           "__init__",
           [](BoundConsumption* self, Address memory, std::uint64_t bytes, const Store* store, nb::handle) {
@@ -93,57 +116,48 @@ void bind_consumption(nb::module_& m) {
       .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
       .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
       .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
-      .def("claim", &claim, "key"_a, "n"_a, "Draws up to n rows, and counts them: [rows, ticket numbers].")
-      .def(
-          "were_read",
-          [](BoundConsumption& self, Address rows, Address numbers, std::uint64_t n) {
-            const WithoutInterpreter running(n <= kBrief);
-            self.were_read(at<const std::int64_t>(rows), at<const std::int64_t>(numbers), n);
-          },
-          "rows"_a, "numbers"_a, "n"_a, "What claim returned was read: rows that are used up may be written over.")
-      .def("used_rows", &used_rows, "n"_a, "The first n rows that are used up.")
       .def(
           "counts",
-          [](BoundConsumption& self, Address out, std::uint64_t n) {
-            const WithoutInterpreter running(n <= kBrief);
-            self.copy_counts(at<std::int32_t>(out), n);
+          [](BoundConsumption& self, Column<std::int32_t> out) {
+            const WithoutInterpreter running(out.size <= kBrief);
+            self.copy_counts(out.data, out.size);
           },
-          "out"_a, "n"_a, "Copies how often rows [0, n) were drawn, int32.")
+          "out"_a, "Copies how often the first rows were drawn, int32 [n].")
       .def(
           "restore",
-          [](BoundConsumption& self, Address counts, std::uint64_t n) {
+          [](BoundConsumption& self, Column<const std::int32_t> counts) {
             const WithoutInterpreter running(self.rows() <= kBrief);
-            self.restore(at<const std::int32_t>(counts), n);
+            self.restore(counts.data, counts.size);
           },
-          "counts"_a, "n"_a)
+          "counts"_a)
       .def(
           "reset",
-          [](BoundConsumption& self, Address rows, std::uint64_t n) {
-            const WithoutInterpreter running(n <= kBrief);
-            self.reset(at<const std::int64_t>(rows), n);
+          [](BoundConsumption& self, Numbers rows) {
+            const WithoutInterpreter running(rows.size <= kBrief);
+            self.reset(rows.data, rows.size);
           },
-          "rows"_a, "n"_a, "Live rows count as not drawn yet.")
+          "rows"_a, "Live rows count as not drawn yet.")
       .def(
           "written",
-          [](BoundConsumption& self, Address rows, std::uint64_t n, std::uint64_t first) {
-            const WithoutInterpreter running(n <= kBrief);
-            self.written(at<const std::int64_t>(rows), n, first);
+          [](BoundConsumption& self, Numbers rows, std::uint64_t first) {
+            const WithoutInterpreter running(rows.size <= kBrief);
+            self.written(rows.data, rows.size, first);
           },
-          "rows"_a, "n"_a, "first"_a, "For rows without tickets: they hold new items, of the numbers first, first + 1, ...")
+          "rows"_a, "first"_a, "For rows without tickets: they hold new items, of the numbers first, first + 1, ...")
       .def(
           "edited",
-          [](BoundConsumption& self, Address rows, std::uint64_t n, std::uint64_t first) {
-            const WithoutInterpreter running(n <= kBrief);
-            self.edited(at<const std::int64_t>(rows), n, first, {}, 0);
+          [](BoundConsumption& self, Numbers rows, std::uint64_t first) {
+            const WithoutInterpreter running(rows.size <= kBrief);
+            self.edited(rows.data, rows.size, first, {}, 0);
           },
-          "rows"_a, "n"_a, "first"_a, "The same for rows that were edited: they keep their counts.")
+          "rows"_a, "first"_a, "The same for rows that were edited: they keep their counts.")
       .def(
           "lost",
-          [](BoundConsumption& self, Address rows, std::uint64_t n) {
-            const WithoutInterpreter running(n <= kBrief);
-            self.lost(at<const std::int64_t>(rows), n);
+          [](BoundConsumption& self, Numbers rows) {
+            const WithoutInterpreter running(rows.size <= kBrief);
+            self.lost(rows.data, rows.size);
           },
-          "rows"_a, "n"_a, "For rows without tickets: they hold nothing.")
+          "rows"_a, "For rows without tickets: they hold nothing.")
       .def("scan", &BoundConsumption::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("put_in_order", &BoundConsumption::put_in_order, nb::call_guard<nb::gil_scoped_release>())
       .def("emptied", &BoundConsumption::emptied, nb::call_guard<nb::gil_scoped_release>())

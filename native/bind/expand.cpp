@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../core/check.h"
-#include "memory.h"
+#include "column.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -34,8 +34,8 @@ struct BoundExpansion {
   std::deque<RowSpec> specs;
 };
 
-nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Address rows, std::uint64_t n,
-               Address expected) {
+nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Numbers rows, Numbers expected) {
+  const std::uint64_t n = rows.size;
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto count = static_cast<std::int64_t>(n);
   OutputBuffers buffers;
@@ -45,7 +45,7 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
     for (const RowSpec& spec : self.specs) buffers.add(spec, count);
     buffers.add(kNumbers, count);
     const std::size_t outputs = self.specs.size();
-    moved = expand(store, table, self.what, at<std::int64_t>(rows), n, at<std::int64_t>(expected), buffers.first(outputs),
+    moved = expand(store, table, self.what, rows.data, n, expected.of_any(n), buffers.first(outputs),
                    buffers.at<std::int64_t>(outputs));
   }
   return nb::make_tuple(std::move(buffers).tensors(count), moved);
@@ -128,7 +128,7 @@ void bind_expand(nb::module_& m) {
           "after",
           [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::after, kByte, ahead); },
           "ahead"_a, "uint8 [n]. 0: a step comes after that one. 1: none so far. 2: none, as an end flag says. 3: another trajectory.")
-      .def("read", &read, "store"_a, "table"_a, "rows"_a, "n"_a, "expected"_a,
+      .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a.none(),
            "Of n rows: ([one tensor per output, int64 ticket numbers [n]], positions that moved).");
 }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../core/check.h"
-#include "memory.h"
+#include "column.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -25,7 +25,7 @@ struct BoundGoals {
   std::vector<std::uint64_t> flags, step_types, whole;
 };
 
-nb::tuple read(const BoundGoals& self, const Store& store, Trajectories& table, Address rows, Address expected, Address places,
+nb::tuple read(const BoundGoals& self, const Store& store, Trajectories& table, Numbers rows, Numbers expected, Numbers places,
                std::uint64_t n, std::uint64_t key, std::uint64_t attempt) {
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   GoalDraw draw{self.goal, key, attempt, {}, self.step_types, self.whole};
@@ -39,8 +39,7 @@ nb::tuple read(const BoundGoals& self, const Store& store, Trajectories& table, 
   {
     nb::gil_scoped_release release;
     buffers.add(self.spec, count);
-    missing = read_goals(store, table, draw, self.field, at<std::int64_t>(rows), at<std::int64_t>(expected),
-                         at<std::int64_t>(places), n, buffers.at<std::byte>(0));
+    missing = read_goals(store, table, draw, self.field, rows.first(n), expected.first(n), places.of_any(n), n, buffers.at<std::byte>(0));
   }
   return nb::make_tuple(std::move(buffers).tensors(count)[0], missing);
 }
@@ -79,9 +78,9 @@ void bind_goals(nb::module_& m) {
           "goal"_a, "field"_a, "spec"_a, "flags"_a, "step_types"_a, "whole"_a,
           "goal: 0 this step or a later one of its trajectory, 1 the last one, 2 any, 3 any step of the store. flags, step_types, whole: as of "
           "Expansion, but empty where the table knows them.")
-      .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a, "places"_a, "n"_a, "key"_a, "attempt"_a,
+      .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a, "places"_a.none(), "n"_a, "key"_a, "attempt"_a,
            "Of n rows with these tickets: ([n, *shape], positions without a goal now). The i-th takes the random numbers of position "
-           "places[i]; address 0: i.");
+           "places[i]; None: i.");
   m.def("put_goals", &put, "columns"_a, "targets"_a, "values"_a, "n"_a,
         "Copies [n, *shape] into the first n rows of some columns. Returns the first n rows of all: views.");
 }

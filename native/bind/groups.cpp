@@ -16,6 +16,7 @@
 #include "../core/best_rows.h"
 #include "../core/groups.h"
 #include "../core/store.h"
+#include "column.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "tensors.h"
@@ -39,8 +40,7 @@ void check_batch(std::uint64_t n, std::uint64_t each) {
         "a batch of more rows than there is memory");
 }
 
-nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t each, bool newest, Address without,
-                std::uint64_t n_without) {
+nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t each, bool newest, Numbers without) {
   check_batch(n, each);
   Groups::Drawn drawn{};
   OutputBuffers buffers;
@@ -48,7 +48,7 @@ nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t 
     const WithoutInterpreter running(n * each <= kBrief);
     buffers.add(kNumbers, static_cast<std::int64_t>(n * each));
     buffers.add(kNumbers, static_cast<std::int64_t>(n * each));
-    drawn = self.draw(key, n, each, newest ? Groups::Order::newest : Groups::Order::any, {at<const std::int64_t>(without), n_without},
+    drawn = self.draw(key, n, each, newest ? Groups::Order::newest : Groups::Order::any, without.span(),
                       buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1));
   }
   if (!drawn.any) return nb::none();
@@ -92,7 +92,7 @@ std::vector<double> rewards_of(const Store& store, std::uint64_t field, const Re
 }
 
 nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, std::uint64_t key, std::uint64_t n,
-                     std::uint64_t each, bool spread, Address without, std::uint64_t n_without) {
+                     std::uint64_t each, bool spread, Numbers without) {
   check_batch(n, each);
   const auto field = nb::cast<std::uint64_t>(reward[0]);
   const RowSpec spec = spec_of(reward[1]);
@@ -105,7 +105,7 @@ nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, 
   bool whole = false;
   {
     const WithoutInterpreter running(n * each <= kBrief && store.reads_briefly(n * each));
-    members = self.draw_members(key, n, {at<const std::int64_t>(without), n_without});
+    members = self.draw_members(key, n, without.span());
     const std::vector<double> rewards = rewards_of(store, field, kind, members, gone);
     whole = std::find(members.sizes.begin(), members.sizes.end(), 0) == members.sizes.end();
     if (whole) {
@@ -160,9 +160,9 @@ void bind_groups(nb::module_& m) {
             return self.groups();
           },
           "How many groups there are.")
-      .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a, "n_without"_a,
+      .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a,
            "(rows, ticket numbers, whether some come again) of n groups. None: there is none.")
-      .def("draw_best", &draw_best, "store"_a, "reward"_a, "key"_a, "n"_a, "each"_a, "spread"_a, "without"_a, "n_without"_a,
+      .def("draw_best", &draw_best, "store"_a, "reward"_a, "key"_a, "n"_a, "each"_a, "spread"_a, "without"_a,
            "The same, chosen by rewards: those of a field, (its number, its spec). Those with the largest variance, or the highest. "
            "None: there is no group. A row: it moved, as did all rows of its group. ValueError: rewards that are not finite.")
       .def("catch_up", &Groups::catch_up, nb::call_guard<nb::gil_scoped_release>(), "For a store whose writers do not tell.")

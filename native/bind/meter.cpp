@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "../core/store.h"
-#include "memory.h"
+#include "column.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -61,8 +61,9 @@ void bind_meter(nb::class_<Store>& type) {
       .def("sampled_by", &sampled_by, "[(pid, or 0, rows sampled by the processes that had this entry)].")
       .def(
           "count_sampled",
-          [](const Store& self, Address rows, std::uint64_t n) { self.count_sampled(at<const std::int64_t>(rows), n); }, "rows"_a, "n"_a,
-          "Counts rows that were sampled; rows=0: so many of them, for a store that does not hear which.")
+          [](const Store& self, Numbers rows) { self.count_sampled(rows.data, rows.size); }, "rows"_a, "Counts rows that were sampled.")
+      .def("count_all_sampled", [](const Store& self, std::uint64_t n) { self.count_sampled(nullptr, n); }, "n"_a,
+           "The same of so many, for a store that does not hear which.")
       .def_prop_ro("hears_samples", &Store::hears_samples, "Whether an index wants to know which rows are sampled.")
       .def(
           "begin_wait",

@@ -18,6 +18,7 @@
 #include "../core/wait.h"
 #include "block.h"
 #include "changes.h"
+#include "column.h"
 #include "consumption.h"
 #include "epoch.h"
 #include "expand.h"
@@ -25,7 +26,6 @@
 #include "groups.h"
 #include "hold.h"
 #include "intake.h"
-#include "memory.h"
 #include "priorities.h"
 #include "ranking.h"
 #include "store.h"
@@ -37,8 +37,6 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
-using engram::Address;
-using engram::at;
 
 namespace {
 
@@ -60,20 +58,20 @@ void raise_as(const nb::type_object& kind) {
 void bind_random(nb::module_& m) {
   m.def(
       "permute",
-      [](std::uint64_t key, std::uint64_t n, std::uint64_t start, std::uint64_t count, Address out) {
+      [](std::uint64_t key, std::uint64_t n, std::uint64_t start, engram::Column<std::int64_t> out) {
         nb::gil_scoped_release release;
-        engram::Permutation(key, n)(start, count, at<std::int64_t>(out));
+        engram::Permutation(key, n)(start, out.size, out.data);
       },
-      "key"_a, "n"_a, "start"_a, "count"_a, "out"_a, "Elements [start, start + count) of a random permutation of [0, n).");
+      "key"_a, "n"_a, "start"_a, "out"_a, "Elements from `start` on of a random permutation of [0, n).");
   m.def(
       "uniform",
-      [](std::uint64_t key, std::uint64_t n, std::uint64_t count, Address out) {
+      [](std::uint64_t key, std::uint64_t n, engram::Column<std::int64_t> out) {
         engram::check(n > 0, "nothing to draw from");
         nb::gil_scoped_release release;
         const engram::Random random(key);
-        for (std::uint64_t i = 0; i < count; ++i) at<std::int64_t>(out)[i] = static_cast<std::int64_t>(random.below(n, i));
+        for (std::uint64_t i = 0; i < out.size; ++i) out.data[i] = static_cast<std::int64_t>(random.below(n, i));
       },
-      "key"_a, "n"_a, "count"_a, "out"_a, "Numbers drawn uniformly from [0, n), with replacement.");
+      "key"_a, "n"_a, "out"_a, "Numbers drawn uniformly from [0, n), with replacement.");
 }
 
 void bind_waits(nb::module_& m) {

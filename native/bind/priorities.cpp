@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "block.h"
+#include "column.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "priorities.h"
@@ -84,62 +85,62 @@ void bind_values(nb::class_<BoundPriorities, Index>& type) {
   type
       .def(
           "leaves",
-          [](const BoundPriorities& self, Address out, std::uint64_t n, bool signs) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.copy_leaves(at<double>(out), n, signs);
+          [](const BoundPriorities& self, Column<double> out, bool signs) {
+            const WithoutInterpreter running(Priorities::brief(out.size));
+            self.copy_leaves(out.data, out.size, signs);
           },
-          "out"_a, "n"_a, "signs"_a, "Copies the leaves of rows [0, n); `signs`: a priority of zero is -0.0.")
+          "out"_a, "signs"_a, "Copies the leaves of the first rows, float64 [n]; `signs`: a priority of zero is -0.0.")
       .def(
           "lowest",
-          [](const BoundPriorities& self, std::uint64_t n, Address rows) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            return self.lowest(n, at<std::int64_t>(rows));
+          [](const BoundPriorities& self, Column<std::int64_t> rows) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            return self.lowest(rows.size, rows.data);
           },
-          "n"_a, "rows"_a, "Up to n rows of the lowest priority above zero, in order: how many.")
+          "rows"_a, "Up to n rows of the lowest priority above zero, in order: how many.")
       .def(
           "leaves_of",
-          [](const BoundPriorities& self, Address rows, std::uint64_t n, Address out) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.copy_leaves_of(at<const std::int64_t>(rows), n, at<double>(out));
+          [](const BoundPriorities& self, Numbers rows, Column<double> out) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            self.copy_leaves_of(rows.data, rows.size, out.of(rows.size));
           },
-          "rows"_a, "n"_a, "out"_a, "Copies the leaves of these rows, float64.")
+          "rows"_a, "out"_a, "Copies the leaves of these rows, float64.")
       .def(
           "restore",
-          [](BoundPriorities& self, Address leaves, std::uint64_t n, double alpha) {
+          [](BoundPriorities& self, Column<const double> leaves, double alpha) {
             const WithoutInterpreter running(Priorities::brief(self.rows()));
-            self.restore(at<const double>(leaves), n, alpha);
+            self.restore(leaves.data, leaves.size, alpha);
           },
-          "leaves"_a, "n"_a, "alpha"_a, "Takes over the leaves of rows [0, n); others become zero.")
+          "leaves"_a, "alpha"_a, "Takes over the leaves of the first rows, float64 [n]; others become zero.")
       .def(
           "written",
-          [](BoundPriorities& self, Address rows, std::uint64_t n) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.written(at<const std::int64_t>(rows), n, 0);
+          [](BoundPriorities& self, Numbers rows) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            self.written(rows.data, rows.size, 0);
           },
-          "rows"_a, "n"_a, "For rows without tickets: they hold new steps.")
+          "rows"_a, "For rows without tickets: they hold new steps.")
       .def(
           "lost",
-          [](BoundPriorities& self, Address rows, std::uint64_t n) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.lost(at<const std::int64_t>(rows), n);
+          [](BoundPriorities& self, Numbers rows) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            self.lost(rows.data, rows.size);
           },
-          "rows"_a, "n"_a, "For rows without tickets: they hold nothing.")
+          "rows"_a, "For rows without tickets: they hold nothing.")
       .def(
           "reset",
-          [](BoundPriorities& self, Address rows, std::uint64_t n) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.reset(at<const std::int64_t>(rows), n);
+          [](BoundPriorities& self, Numbers rows) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            self.reset(rows.data, rows.size);
           },
-          "rows"_a, "n"_a);
+          "rows"_a);
 }
 
 template <class T>
-using Numbers = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // The same of NumPy's arrays, which the general path would make tensors of first.
 template <class Real>
-void update_arrays(BoundPriorities& self, const Numbers<std::int64_t>& rows, const Numbers<Real>& priorities,
-                   const std::optional<Numbers<std::int64_t>>& expected) {
+void update_arrays(BoundPriorities& self, const Array<std::int64_t>& rows, const Array<Real>& priorities,
+                   const std::optional<Array<std::int64_t>>& expected) {
   const std::size_t n = rows.shape(0);
   check(priorities.shape(0) == n && (!expected || expected->shape(0) == n), "as many priorities as rows");
   const std::int64_t* wanted = expected ? expected->data() : nullptr;
@@ -152,41 +153,34 @@ void update_arrays(BoundPriorities& self, const Numbers<std::int64_t>& rows, con
   }
 }
 
+template <class Real>
+void update(BoundPriorities& self, Numbers rows, Column<const Real> priorities, Numbers expected) {
+  const WithoutInterpreter running(Priorities::brief(rows.size));
+  self.update(rows.data, priorities.of(rows.size), rows.size, expected.of_any(rows.size));
+}
+
 // Updates and draws.
 void bind_draws(nb::class_<BoundPriorities, Index>& type) {
   type
-      .def(
-          "update",
-          [](BoundPriorities& self, Address rows, Address priorities, bool single_precision, std::uint64_t n,
-             Address expected) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            const auto* of = at<const std::int64_t>(rows);
-            const auto* wanted = at<const std::int64_t>(expected);
-            if (single_precision) {
-              self.update(of, at<const float>(priorities), n, wanted);
-            } else {
-              self.update(of, at<const double>(priorities), n, wanted);
-            }
-          },
-          "rows"_a, "priorities"_a, "single_precision"_a, "n"_a, "expected"_a)
+      .def("update", &update<double>, "rows"_a, "priorities"_a, "expected"_a.none())
+      .def("update", &update<float>, "rows"_a, "priorities"_a, "expected"_a.none(), "Of float64 or float32 [n]. None: whatever the tickets are.")
       .def("update_arrays", &update_arrays<float>, "rows"_a.noconvert(), "priorities"_a.noconvert(), "expected"_a.noconvert().none(),
            "update, of arrays of one dimension: int64, float32 or float64, and int64 or None. TypeError: others.")
       .def("update_arrays", &update_arrays<double>, "rows"_a.noconvert(), "priorities"_a.noconvert(), "expected"_a.noconvert().none())
       .def(
           "draw",
-          [](const BoundPriorities& self, std::uint64_t key, std::uint64_t n, Address rows, Address numbers,
-             Address weights) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.draw(key, 0, n, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<double>(weights));
+          [](const BoundPriorities& self, std::uint64_t key, Column<std::int64_t> rows, Column<std::int64_t> numbers, Column<double> weights) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            self.draw(key, 0, rows.size, rows.data, numbers.of(rows.size), weights.of(rows.size));
           },
-          "key"_a, "n"_a, "rows"_a, "numbers"_a, "weights"_a)
+          "key"_a, "rows"_a, "numbers"_a, "weights"_a)
       .def(
           "weigh",
-          [](const BoundPriorities& self, Address rows, std::uint64_t n, Address weights) {
-            const WithoutInterpreter running(Priorities::brief(n));
-            self.weigh(at<const std::int64_t>(rows), n, at<double>(weights), masses_of_block());
+          [](const BoundPriorities& self, Numbers rows, Column<double> weights) {
+            const WithoutInterpreter running(Priorities::brief(rows.size));
+            self.weigh(rows.data, rows.size, weights.of(rows.size), masses_of_block());
           },
-          "rows"_a, "n"_a, "weights"_a, "The weights that draws of these rows would have.")
+          "rows"_a.none(), "weights"_a.none(), "The weights that draws of these rows would have. None: of no row, for what it says of all.")
       .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,
            "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
 }

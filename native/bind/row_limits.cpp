@@ -58,9 +58,11 @@ void bind_setting(nb::class_<Store>& type) {
           [](const Store& self, double ratio, double tolerance, std::uint64_t min_size, std::uint64_t in_flight, std::uint64_t unconsumed) {
             nb::gil_scoped_release release;
             self.limits().set({ratio, tolerance, min_size, in_flight}, unconsumed);
+            self.waits_in_vain();
           },
           "ratio"_a, "tolerance"_a, "min_size"_a, "in_flight"_a, "unconsumed"_a,
-          "Replaces the limits in one step, and begins balanced. Those that are in force already stay, with their counts.");
+          "Replaces the limits in one step, and begins balanced. Those that are in force already stay, with their counts; rows in flight are counted "
+          "again.");
 }
 
 }  // namespace
@@ -85,7 +87,7 @@ void bind_limits(nb::class_<Store>& type) {
           "give_back_samples", [](const Store& self, std::uint64_t n) { self.limits().give_back(Limits::kSample, n); }, "n"_a,
           "n admitted rows were not sampled.")
       .def(
-          "prepay_inserts", [](const Store& self, std::uint64_t n) { self.limits().prepay(n); }, "n"_a,
+          "prepay_inserts", [](const Store& self, std::uint64_t n) { self.prepay(n); }, "n"_a,
           "Admits n rows that this thread is to insert by several calls.")
       .def("return_prepaid", [](const Store& self) { self.limits().return_prepaid(); }, "Gives back what they did not insert.")
       .def(
@@ -98,7 +100,10 @@ void bind_limits(nb::class_<Store>& type) {
           "await_limit",
           [](const Store& self, bool samples, std::uint64_t n, std::uint32_t event, double seconds) {
             nb::gil_scoped_release release;
-            return self.limits().wait(samples ? Limits::kSample : Limits::kInsert, n, event, seconds);
+            const Limits::Side side = samples ? Limits::kSample : Limits::kInsert;
+            if (self.limits().wait(side, n, event, seconds)) return true;
+            self.waits_in_vain();
+            return self.limits().would_admit(side, n);
           },
           "samples"_a, "n"_a, "event"_a, "seconds"_a,
           "Sleeps until n rows may be admitted, the event is another one, or a signal has come; a second at most. Whether they may be.")

@@ -17,6 +17,7 @@
 #include "../core/control.h"
 #include "../core/meter.h"
 #include "../core/store.h"
+#include "column.h"
 #include "hold.h"
 #include "memory.h"
 #include "store.h"
@@ -291,14 +292,13 @@ void bind_store_control(nb::module_& m, nb::class_<Store>& type) {
       "lane_length"_a, "clock"_a, "lanes"_a, "lane_count"_a, "numbers"_a, "writes"_a, "Raises ValueError unless a store may say so.");
   m.def(
       "place_runs",
-      [](Address from, std::int64_t begin, std::uint64_t n, Address first, Address target, Address count,
-         std::uint64_t runs, Address to, std::uint64_t capacity, std::uint64_t row_bytes, std::uint64_t stride) {
+      [](Address from, std::int64_t begin, std::uint64_t n, Numbers first, Numbers target, Numbers count, Address to,
+         std::uint64_t capacity, std::uint64_t row_bytes, std::uint64_t stride) {
         nb::gil_scoped_release release;
-        place_runs(at<std::byte>(from), begin, n,
-                   {at<std::int64_t>(first), at<std::int64_t>(target), at<std::int64_t>(count), runs},
+        place_runs(at<std::byte>(from), begin, n, {first.data, target.of(first.size), count.of(first.size), first.size},
                    {at<std::byte>(to), row_bytes, stride}, capacity);
       },
-      "source"_a, "begin"_a, "n"_a, "first"_a, "target"_a, "count"_a, "runs"_a, "to"_a, "capacity"_a, "row_bytes"_a, "stride"_a,
+      "source"_a, "begin"_a, "n"_a, "first"_a, "target"_a, "count"_a, "to"_a, "capacity"_a, "row_bytes"_a, "stride"_a,
       "Copies what runs want of rows [begin, begin + n) of a source into a field.");
 }
 

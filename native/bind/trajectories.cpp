@@ -19,6 +19,7 @@
 #include "../core/trajectories.h"
 #include "../core/windows.h"
 #include "block.h"
+#include "column.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "priorities.h"
@@ -305,17 +306,17 @@ void read_numbers(const Store& store, const std::int64_t* rows, std::uint64_t n,
 // The windows around anchors, in new tensors: what each step is, one int64 or flag each; and, with a layout, the rows themselves.
 class Surrounding {
  public:
-  Surrounding(Trajectories& table, const Store& store, const Layout* layout, std::span<const std::int64_t> anchors,
+  Surrounding(Trajectories& table, const Store& store, const Layout* layout, std::span<const std::int64_t> given,
               const std::int64_t* expected, const WindowSpec& spec, bool shifted)
-      : anchors_(anchors), length_(spec.length), total_(anchors.size() * spec.length), before_(anchors.size()) {
-    check_rows(anchors.data(), anchors.size(), store.control().capacity());
+      : anchors_(given.begin(), given.end()), length_(spec.length), total_(given.size() * spec.length), before_(given.size()) {
+    check_rows(anchors_.data(), anchors_.size(), store.control().capacity());
     std::int64_t *rows = column(), *numbers = column();
     bool* real = flags();
-    std::vector<std::int64_t> after(anchors.size());
-    read_numbers(store, anchors.data(), anchors.size(), before_.data());
-    const std::vector<Window> windows = table.windows_around(anchors.data(), anchors.size(), spec, shifted, rows, numbers);
-    read_numbers(store, anchors.data(), anchors.size(), after.data());
-    for (std::uint64_t i = 0; i < anchors.size(); ++i) {  // the anchor need not be a step of a shifted window
+    std::vector<std::int64_t> after(anchors_.size());
+    read_numbers(store, anchors_.data(), anchors_.size(), before_.data());
+    const std::vector<Window> windows = table.windows_around(anchors_.data(), anchors_.size(), spec, shifted, rows, numbers);
+    read_numbers(store, anchors_.data(), anchors_.size(), after.data());
+    for (std::uint64_t i = 0; i < anchors_.size(); ++i) {  // the anchor need not be a step of a shifted window
       const bool stood = before_[i] >= 0 && before_[i] == after[i] && (expected == nullptr || expected[i] == before_[i]);
       if (!stood) std::fill_n(numbers + i * length_, length_, -1);
       const Steps steps = windows[i].length == 0 ? Steps{0, 0} : spec.steps(windows[i]);
@@ -372,22 +373,23 @@ class Surrounding {
     return said_.at<bool>(said_.size() - 1);
   }
 
-  std::span<const std::int64_t> anchors_;
+  std::vector<std::int64_t> anchors_;  // a copy: others may change the caller's
   std::uint64_t length_, total_, steps_ = 0;
   std::vector<std::int64_t> before_;  // their tickets
   std::vector<std::uint64_t> moved_;
   OutputBuffers columns_, said_;
 };
 
-nb::tuple around(Trajectories& table, const Store& store, const Layout* layout, Address anchors, std::uint64_t n, Address expected,
-                 const BoundSpec& bound, bool shifted, std::uint64_t learned, bool numbered) {
+nb::tuple around(Trajectories& table, const Store& store, const Layout* layout, Numbers anchors, Numbers expected, const BoundSpec& bound,
+                 bool shifted, std::uint64_t learned, bool numbered) {
   const WindowSpec& spec = bound.spec;
   constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
+  const std::uint64_t n = anchors.size;
   check(n < kMost && n < kMost / spec.length, "a batch of more rows than there is memory");
   std::optional<Surrounding> found;
   {
     const WithoutInterpreter running(brief(table, store, spec, n));
-    found.emplace(table, store, layout, std::span(at<const std::int64_t>(anchors), n), at<const std::int64_t>(expected), spec, shifted);
+    found.emplace(table, store, layout, anchors.span(), expected.of_any(n), spec, shifted);
     if (learned > 0) found->add(spec.burn_in, spec.burn_in + learned, numbered);
   }
   return std::move(*found).result();
@@ -474,12 +476,12 @@ void bind_windows(nb::module_& m) {
   nb::class_<Batched>(m, "Batched", "How a batch of windows is drawn and laid out.")
       .def(
           "__init__",
-          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Address taken, std::uint64_t tracks, bool streaming) {
-            new (self) Batched{padded, shown, numbered, flat, {tracks == 0 ? nullptr : at<std::int64_t>(taken), tracks}, streaming};
+          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Column<std::int64_t> taken, bool streaming) {
+            new (self) Batched{padded, shown, numbered, flat, taken.span(), streaming};
           },
-          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a = 0, "tracks"_a = 0, "streaming"_a = false,
+          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a.none() = nb::none(), "streaming"_a = false, nb::keep_alive<1, 6>(),
           "Whether short windows have all steps; whether there are rows, and tickets; [n * length, ...] or [n, length, ...]. Ticket numbers of the "
-          "steps that the online queue took last, int64 [tracks], which the draw changes; 0 of them: there is no queue. `streaming`: the queue is "
+          "steps that the online queue took last, int64 [tracks], which the draw changes; None: there is no queue. `streaming`: the queue is "
           "that of completed windows instead, and these are the places at which the next ones begin.");
   nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
       .def(
@@ -501,23 +503,21 @@ static void bind_completed(nb::class_<Trajectories, Index>& table) {
   table
       .def(
           "positions_of",
-          [](Trajectories& self, Address next, std::uint64_t tracks, const BoundSpec& bound) {
+          [](Trajectories& self, Column<std::int64_t> next, const BoundSpec& bound) {
             std::vector<std::int64_t> positions;
             {
               const nb::gil_scoped_release running;
-              positions = self.positions_of({at<std::int64_t>(next), tracks}, bound.spec);
+              positions = self.positions_of(next.span(), bound.spec);
             }
             return array_of(std::move(positions));
           },
-          "places"_a, "tracks"_a, "spec"_a,
+          "places"_a, "spec"_a,
           "Of the places at which the next completed windows begin, int64 [tracks], how many steps were appended before; moves them on "
           "over what gives no window any more.")
       .def(
           "places_of",
-          [](Trajectories& self, Address positions, std::uint64_t tracks) {
-            return array_of(self.places_of({at<const std::int64_t>(positions), tracks}));
-          },
-          "positions"_a, "tracks"_a, "The reverse of positions_of, for a store that holds the same rows.");
+          [](Trajectories& self, Numbers positions) { return array_of(self.places_of(positions.span())); },
+          "positions"_a, "The reverse of positions_of, for a store that holds the same rows.");
 }
 
 static void bind_fragments(nb::module_& m) {
@@ -590,8 +590,8 @@ void bind_trajectories(nb::module_& m) {
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
            "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
-      .def("around", &around, "store"_a, "layout"_a.none(), "anchors"_a, "n"_a, "expected"_a, "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
-           "The whole windows around n rows, which must have those tickets (0: any): (int64 rows, tickets, -1 where a window moved, which "
+      .def("around", &around, "store"_a, "layout"_a.none(), "anchors"_a, "expected"_a.none(), "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
+           "The whole windows around n rows, which must have those tickets (None: any): (int64 rows, tickets, -1 where a window moved, which "
            "steps are real; unless `learned` is 0 also numbers of windows, of steps, anchors, which steps are the `learned` ones after the "
            "burn-in; if numbered the anchors' tickets), the columns of a layout, the windows that moved before, the number of real steps.")
       .def(

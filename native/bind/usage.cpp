@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../core/usage.h"
+#include "column.h"
 #include "interpreter.h"
 #include "memory.h"
 
@@ -28,11 +29,11 @@ void bind_usage(nb::module_& m) {
       .def_prop_ro("rows", &Usage::rows)
       .def(
           "counts",
-          [](const Usage& self, Address rows, std::uint64_t n, Address out) {
-            const WithoutInterpreter running(n <= 4096);
-            self.copy_counts(at<const std::int64_t>(rows), n, at<std::int64_t>(out));
+          [](const Usage& self, Numbers rows, Column<std::int64_t> out) {
+            const WithoutInterpreter running(rows.size <= 4096);
+            self.copy_counts(rows.data, rows.size, out.of(rows.size));
           },
-          "rows"_a, "n"_a, "out"_a, "Copies how often these rows were sampled, int64.")
+          "rows"_a, "out"_a, "Copies how often these rows were sampled, int64.")
       .def("scan", [](const Usage&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "What was sampled before is not known.")
       .def("after_fork", [](const Usage&) {});
 }

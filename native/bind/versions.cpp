@@ -3,6 +3,7 @@
 #include "versions.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <cstring>
@@ -11,6 +12,7 @@
 
 #include "../core/store.h"
 #include "../core/versions.h"
+#include "column.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "tensors.h"
@@ -50,17 +52,15 @@ void bind_table(nb::module_& m) {
             }
             return tensors_of(kNumbers, changed.rows, kNumbers, changed.numbers);
           },
-          "[rows, ticket numbers]: those whose content is not in the table. set or put_off is to follow.")
+          "[rows, ticket numbers]: those whose content is not in the table. set is to follow; else it names them again.")
       .def(
           "set",
-          [](VersionTable& self, Address rows, Address numbers, Address versions, std::uint64_t n) {
+          [](VersionTable& self, Numbers rows, Numbers numbers, Column<const double> versions, const std::vector<std::int64_t>& moved) {
             nb::gil_scoped_release release;
-            self.set(at<const std::int64_t>(rows), at<const std::int64_t>(numbers), at<const double>(versions), n);
+            self.set(rows.data, numbers.of(rows.size), versions.of(rows.size), rows.size, moved);
           },
-          "rows"_a, "numbers"_a, "versions"_a, "n"_a)
-      .def(
-          "put_off", [](VersionTable& self, Address rows, std::uint64_t n) { self.put_off(at<const std::int64_t>(rows), n); }, "rows"_a,
-          "n"_a, "Rows that could not be read: catch_up names them again.")
+          "rows"_a, "numbers"_a, "versions"_a, "moved"_a,
+          "What the rows that catch_up named held. moved: positions of those that could not be read, which it names again.")
       .def(
           "versions",
           [](VersionTable& self) {
@@ -75,7 +75,7 @@ void bind_table(nb::module_& m) {
           "[versions, ascending, and how many rows have each].")
       .def(
           "draw",
-          [](VersionTable& self, std::uint64_t key, std::uint64_t n, Address weights) -> nb::object {
+          [](VersionTable& self, std::uint64_t key, std::uint64_t n, Column<const double> versions, Column<const double> weights) -> nb::object {
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             OutputBuffers buffers;
             bool drawn;
@@ -85,13 +85,13 @@ void bind_table(nb::module_& m) {
               buffers.add(kNumbers, size);
               buffers.add(kNumbers, size);
               buffers.add(kDouble, size);
-              drawn = self.draw(key, n, at<const double>(weights), buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1),
+              drawn = self.draw(key, n, versions.span(), weights.span(), buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1),
                                 buffers.at<double>(2));
             }
             if (!drawn) return nb::none();
             return std::move(buffers).tensors(static_cast<std::int64_t>(n));
           },
-          "key"_a, "n"_a, "weights"_a, "[rows, ticket numbers, versions]. None: every weight is zero.");
+          "key"_a, "n"_a, "versions"_a, "weights"_a, "[rows, ticket numbers, versions]. None: every weight is zero.");
 }
 
 }  // namespace

@@ -129,7 +129,7 @@ void Changes::scan(std::uint64_t begin, std::uint64_t end) {
 }
 
 void Changes::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
-  mark(n, [&](std::uint64_t i) { return rows[i]; });
+  mark(n, [&](std::uint64_t i) { return copied(rows[i]); });
 }
 
 void Changes::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {

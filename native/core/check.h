@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -73,6 +75,44 @@ inline void check_row(std::int64_t row, std::uint64_t capacity) {
 inline void check_rows(const std::int64_t* rows, std::uint64_t n, std::uint64_t capacity) {
   for (std::uint64_t i = 0; i < n; ++i) check_row(rows[i], capacity);
 }
+
+/// Numbers of a caller that decide addresses. They are copied before anything looks at them, and the pointer says where the copy is from
+/// then on: another thread may change, or give back, the caller's memory, and what was checked must be what is used. Null stays null.
+class Own {
+ public:
+  Own(const std::int64_t*& numbers, std::uint64_t n) {
+    if (numbers == nullptr) return;
+    std::int64_t* to = few_;
+    if (n > kFew) many_ = std::make_unique_for_overwrite<std::int64_t[]>(n), to = many_.get();
+    if (n != 0) std::memcpy(to, numbers, n * sizeof(std::int64_t));
+    numbers = to;
+  }
+  Own(const Own&) = delete;
+  Own& operator=(const Own&) = delete;
+
+ private:
+  static constexpr std::uint64_t kFew = 128;
+  std::int64_t few_[kFew];
+  std::unique_ptr<std::int64_t[]> many_;
+};
+
+/// The same of rows, each of which is below the capacity.
+class OwnRows : Own {
+ public:
+  OwnRows(const std::int64_t*& rows, std::uint64_t n, std::uint64_t capacity) : Own(rows, n) {
+    if (rows != nullptr) check_rows(rows, n, capacity);
+  }
+};
+
+/// The same, where -1 is no row.
+class OwnRowsOrNone : Own {
+ public:
+  OwnRowsOrNone(const std::int64_t*& rows, std::uint64_t n, std::uint64_t capacity) : Own(rows, n) {
+    for (std::uint64_t i = 0; i < n; ++i) {
+      if (rows[i] != -1) check_row(rows[i], capacity);
+    }
+  }
+};
 
 inline void check(bool ok, const char* message) {
   if (!ok) [[unlikely]] throw std::invalid_argument(message);

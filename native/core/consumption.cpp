@@ -15,6 +15,7 @@ namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'};
 constexpr std::uint64_t kMostRows = std::uint64_t{1} << 32;
+constexpr auto kReading = std::chrono::seconds(1);  // that a draw may take longer than the look for a death
 constexpr std::uint64_t kMostDraws = std::uint64_t{1} << 24;
 
 std::uint64_t sets_at(std::uint64_t rows) { return kPage + (rows * sizeof(std::uint64_t) + 63) / 64 * 64; }
@@ -156,7 +157,7 @@ void Consumption::make_sets() {
   used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) >= most_; });
   const std::uint64_t left = header_->reading.exchange(0, std::memory_order_relaxed);  // by readers that died
   change.done();
-  fewer_in_flight(in_flight() + left);
+  tell_limits(in_flight() + left);
 }
 
 void Consumption::look_at_all() {
@@ -169,6 +170,7 @@ void Consumption::look_at_all() {
 void Consumption::put_in_order() {
   const Lock guard(*this);
   look_at_all();
+  if (tickets_ != nullptr) Limits(*tickets_).count_again([this] { return in_flight(); });
 }
 
 std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers) {
@@ -196,12 +198,12 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     }
   }
   change.done();
-  fewer_in_flight(before);
+  tell_limits(before);
   return taken;
 }
 
 void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   const Lock guard(*this);
   Change change(*this);
   const std::uint64_t before = in_flight();
@@ -214,7 +216,24 @@ void Consumption::were_read(const std::int64_t* rows, const std::int64_t* number
     place(row);
   }
   change.done();
-  fewer_in_flight(before);
+  tell_limits(before);
+}
+
+void Consumption::take_back(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
+  const OwnRows own(rows, n, rows_);
+  const Lock guard(*this);
+  Change change(*this);
+  const std::uint64_t before = in_flight();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (numbers_[row] != static_cast<std::uint64_t>(numbers[i]) || count_of(row) == 0) continue;
+    no_longer_read(row);
+    --counts_[row];
+    if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
+    place(row);
+  }
+  change.done();
+  tell_limits(before);
 }
 
 std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
@@ -242,20 +261,20 @@ void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
     if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & kCount : 0;
   }
   make_sets();
-  fewer_in_flight(drawable_.size() + used_.size());  // all counted as drawable until now
+  tell_limits(drawable_.size() + used_.size());  // all counted as drawable until now
 }
 
 void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (rows[i] != -1) check_row(rows[i], rows_);
-  }
+  const OwnRowsOrNone own(rows, n, rows_);
   const Lock guard(*this);
   Change change(*this);
+  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (rows[i] != -1 && is_known(row)) note(row, numbers_[row], 0);
   }
   change.done();
+  tell_limits(before);
 }
 
 void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
@@ -273,7 +292,7 @@ void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
 // call or after it. If it was an edit, and told before, it has left the row the count of the earlier step: no longer, unless the
 // row was drawn in between.
 void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
   Change change(*this);
   const std::uint64_t before = in_flight();
@@ -287,16 +306,53 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
     }
   }
   change.done();
-  fewer_in_flight(before + n);  // each was to become one that can be drawn; those that it replaced could be
+  tell_limits(before + n);  // each was to become one that can be drawn; those that it replaced could be
 }
 
-// Rows are used up, or gone: as many more may be inserted, where the store limits them.
-void Consumption::fewer_in_flight(std::uint64_t before) const {
-  if (tickets_ != nullptr && before > in_flight()) Limits(*tickets_).consumed(before - in_flight());
+// Rows are used up, or gone: as many more may be inserted, where the store limits them. Or they may be drawn again.
+void Consumption::tell_limits(std::uint64_t before) const {
+  const std::uint64_t now = in_flight();
+  if (tickets_ == nullptr || now == before) return;
+  before > now ? Limits(*tickets_).consumed(before - now) : Limits(*tickets_).revived(now - before);
+}
+
+// Under the mutex: what changes under it has reached the limits when it is free. Where it is held for too long, another call comes.
+void Consumption::count_again(bool died) try {
+  if (tickets_ == nullptr) return;
+  if (died) header_->deaths.fetch_add(1, std::memory_order_relaxed);
+  const Lock guard(*this);
+  if (header_->deaths.load(std::memory_order_relaxed) != ended_) end_reading();
+  Limits(*tickets_).count_again([this] { return in_flight(); });
+} catch (const Stalled&) {
+}
+
+// Rows that were being read when a process had died, and still are a while later: nothing more will be heard of them.
+void Consumption::end_reading() {
+  const std::uint64_t deaths = header_->deaths.load(std::memory_order_relaxed);
+  const auto now = std::chrono::steady_clock::now();
+  if (deaths_ != deaths) {
+    deaths_ = deaths, read_at_ = now;
+    read_.clear();
+    for (std::uint64_t row = 0; row < rows_; ++row) {
+      if (is_being_read(row)) read_.push_back({row, numbers_[row]});
+    }
+  }
+  if (!read_.empty() && now - read_at_ < kReading) return;
+  Change change(*this);
+  const std::uint64_t before = in_flight();
+  for (const auto [row, number] : read_) {
+    if (numbers_[row] != number || !is_being_read(row)) continue;
+    counts_[row] &= ~kReaders;
+    no_longer_read(row);
+    place(row);
+  }
+  change.done();
+  tell_limits(before);
+  ended_ = deaths;
 }
 
 void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
   Change change(*this);
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -308,15 +364,17 @@ void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_
 }
 
 void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
   Change change(*this);
+  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
     if (tickets_ == nullptr || (!is_committed(word) && state_of(word) != State::writing)) note(row, 0, 0);
   }
   change.done();
+  tell_limits(before);
 }
 
 // But for rows that others have written since: their call may have come before.

@@ -9,6 +9,7 @@
 // microseconds.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -30,6 +31,7 @@ struct ConsumptionHeader {
   Word redo;             // 1: numbers, counts and sets are being changed
   Word missed;           // 1: the mutex was held for too long to note what was written
   SharedMutex mutex;
+  Word deaths;           // of processes, which may have been reading
 };
 static_assert(sizeof(ConsumptionHeader) <= kPage);
 
@@ -67,6 +69,8 @@ class Consumption : public Index {
   /// store, and may be written over. If
   /// the process dies before, the ring comes to them.
   void were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n);
+  /// What claim returned was not read: the rows count as drawn once less, and those that were used up can be drawn again.
+  void take_back(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n);
   /// The first n live rows that are used up, or fewer; nothing changes. For a writer that keeps others from choosing rows meanwhile.
   std::uint64_t used_rows(std::uint64_t n, std::int64_t* rows);
 
@@ -89,6 +93,7 @@ class Consumption : public Index {
               std::uint64_t scatter) override;
   void lost(const std::int64_t* rows, std::uint64_t n) override;
   void emptied() override;
+  void count_again(bool died) override;
 
   void after_fork();
 
@@ -108,10 +113,11 @@ class Consumption : public Index {
   void place(std::uint64_t row);
   void look_at(std::uint64_t row);
   void look_at_all();
+  void end_reading();
   bool is_being_read(std::uint64_t row) const { return numbers_[row] != 0 && count_of(row) >= most_ && !used_.has(row); }
   void no_longer_read(std::uint64_t row);
   std::uint64_t in_flight() const { return drawable_.size() + header_->reading.load(std::memory_order_relaxed); }
-  void fewer_in_flight(std::uint64_t before) const;
+  void tell_limits(std::uint64_t before) const;
   void make_sets();
 
   ConsumptionHeader* header_;
@@ -121,6 +127,13 @@ class Consumption : public Index {
   RowSet drawable_, used_;
   const Control* tickets_;
   std::vector<std::uint64_t> looked_at_;  // of the call under way
+  /// Rows that were being read when a death was looked at first, with their numbers, and when that was.
+  struct Read {
+    std::uint64_t row, number;
+  };
+  std::vector<Read> read_;
+  std::uint64_t deaths_ = 0, ended_ = 0;  // that read_ is of, and of which the readers were forgotten
+  std::chrono::steady_clock::time_point read_at_;
 };
 
 }  // namespace engram

@@ -174,7 +174,7 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
 // Whatever the word says by now, the mark of an edit comes behind the number: so a row that was edited already when it was read is found.
 void Control::name_writes(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers) const {
   for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const auto row = static_cast<std::uint64_t>(copied(rows[i]));
     if (row >= capacity() || numbers[i] < 0) continue;
     const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
     if (!is_edited(word)) continue;
@@ -428,6 +428,8 @@ void Control::check_state(const Geometry& geometry, std::uint64_t clock, const L
 // A row is committed before it is inside the extent: until then it is not drawn.
 std::uint64_t Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers,
                                  const std::int64_t* writes) const {
+  const std::vector<LaneState> own(lanes, lanes + geometry_.lanes);  // others may change the caller's
+  lanes = own.data();
   check_state(geometry_, clock, lanes, numbers, writes);
   if (writes == nullptr) writes = numbers;
   const std::uint64_t length = geometry_.lane_length;
@@ -459,6 +461,17 @@ std::uint64_t Control::put_state(std::uint64_t clock, const LaneState* lanes, co
   became_void();
   counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // tables that know rows look at all of them again
   return first - 1;
+}
+
+bool Control::at_rest(std::uint64_t next) const {
+  for (std::uint64_t i = 0; i < participants(); ++i) {
+    const Participant& entry = participant(i);
+    if (entry.prepaid.load(std::memory_order_seq_cst) != 0) return false;
+    for (const Claim& claim : entry.claims) {
+      if (claim.t0.load(std::memory_order_seq_cst) != 0) return false;
+    }
+  }
+  return counters_->next_ticket.load(std::memory_order_seq_cst) == next;
 }
 
 void Control::one_void_less() const {

@@ -168,7 +168,7 @@ struct Participant {
   std::uint32_t pid;
   std::uint64_t start_time;  // of the process, as the kernel counts it: pids are reused
   std::uint32_t uid;
-  std::uint32_t reserved;
+  std::atomic<std::uint32_t> prepaid;  // rows that the limits have admitted, and that no claim names yet
   Word sampled;  // rows that the processes which had this entry have sampled
   Claim claims[kClaims];  // one per thread that writes at the same time
 };
@@ -318,6 +318,8 @@ class Control {
   /// Throws std::invalid_argument beyond the table.
   Participant& participant(std::uint64_t i) const;
   std::uint64_t participants() const { return participants_count_; }
+  /// Whether no process writes or is about to, and the next ticket is this one.
+  bool at_rest(std::uint64_t next) const;
 
   /// Rows of the lane that are inside its extent (void ones included).
   std::uint64_t filled(std::uint64_t lane) const;

@@ -193,7 +193,7 @@ void Fragments::look_at_all() {
 }
 
 void Fragments::look_at_these(const std::int64_t* rows, std::uint64_t n, std::uint64_t scatter) {
-  check_rows(rows, n, nodes_.size());
+  const OwnRows own(rows, n, nodes_.size());
   const auto guard = locked();
   if (scatter != 0 && scatter == scatters_ + 1) scatters_ = scatter;
   for (std::uint64_t i = 0; i < n; ++i) look_at(static_cast<std::uint64_t>(rows[i]));

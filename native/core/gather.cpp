@@ -105,9 +105,11 @@ void gather_runs(const Field& field, const std::int64_t* rows, const std::uint64
   }
 }
 
-void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const RowRuns& runs, const Field& to,
+void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const RowRuns& given, const Field& to,
                 std::uint64_t capacity) {
   check(begin >= 0 && n <= static_cast<std::uint64_t>(INT64_MAX - begin), "rows that there are");
+  RowRuns runs = given;
+  const Own first(runs.first, runs.n), target(runs.target, runs.n), counts(runs.count, runs.n);
   for (std::uint64_t i = 0; i < runs.n; ++i) {
     const auto count = static_cast<std::uint64_t>(runs.count[i]);
     check(runs.first[i] >= 0, "rows that there are");

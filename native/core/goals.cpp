@@ -80,7 +80,7 @@ std::int64_t Trajectories::any_row(const Views& views, const std::vector<std::ui
 
 void Trajectories::goals(const GoalDraw& draw, const std::int64_t* rows, const std::int64_t* expected, const std::int64_t* places,
                          std::uint64_t n, std::int64_t* goals, std::int64_t* numbers) {
-  check_rows(rows, n, control_.capacity());
+  const OwnRows own(rows, n, control_.capacity());
   check(draw.flags.size() == draw.step_types.size() && draw.flags.size() == draw.whole.size(), "what each flag is");
   const auto guard = locked();
   settle();

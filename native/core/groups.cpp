@@ -256,8 +256,10 @@ void Groups::ask_for(const std::vector<Id>& roots) const {
 }
 
 void Groups::set_root(Group& group, Id root) {
-  if (group.root == root) return;
-  if (group.root != 0) roots_.erase(group.root - 1);
+  const Id before = copied(group.root);
+  if (before == root) return;
+  intact(before <= rows_ && root <= rows_, kTree);
+  if (before != 0) roots_.erase(before - 1);
   if (root != 0) roots_.insert(root - 1);
   group.root = root;
 }
@@ -421,10 +423,9 @@ std::vector<Groups::Id> Groups::choose(const Random& random, std::uint64_t n, st
   if (size == 0) return roots;
   roots.reserve(n);
   std::unordered_set<Id> out;
-  for (const std::int64_t row : without) {
-    if (row >= 0 && static_cast<std::uint64_t>(row) < rows_ && numbers_[row] != 0) {
-      out.insert(group(node(static_cast<Id>(row + 1)).group).root);
-    }
+  for (const std::int64_t& named : without) {
+    const auto row = static_cast<std::uint64_t>(copied(named));
+    if (row < rows_ && numbers_[row] != 0) out.insert(group(copied(node(static_cast<Id>(row + 1)).group)).root);
   }
   const bool too_few = out.size() + n > size;
   if (too_few) out.clear();
@@ -516,7 +517,7 @@ Groups::Members Groups::draw_members(std::uint64_t key, std::uint64_t n, std::sp
 // ---- what writers tell -------------------------------------------------------------------------------------------------
 
 void Groups::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
   look_at_these(rows, n);
 }

@@ -31,6 +31,9 @@ class Index {
   /// All rows were forgotten.
   virtual void emptied() = 0;
 
+  /// A process died, or a writer waits in vain: what it says of the limits is compared with them.
+  virtual void count_again(bool died) { static_cast<void>(died); }
+
   /// Whether it wants to hear which rows are sampled.
   virtual bool hears_samples() const { return false; }
 

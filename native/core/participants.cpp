@@ -105,6 +105,7 @@ std::uint64_t Participants::join() {
     entry.pid = static_cast<std::uint32_t>(getpid());
     entry.start_time = start_time_of(entry.pid);
     entry.uid = static_cast<std::uint32_t>(getuid());
+    entry.prepaid.store(0, std::memory_order_relaxed);
     entry.state.store(1, std::memory_order_release);
     own_ = i;
     return i;

@@ -309,7 +309,7 @@ void Priorities::copy_leaves(double* out, std::uint64_t n, bool signs) const {
 
 // In pieces: who draws or updates waits for one only.
 void Priorities::copy_leaves_of(const std::int64_t* rows, std::uint64_t n, double* out) const {
-  check_rows(rows, n, tree_.leaves());
+  const OwnRows own(rows, n, tree_.leaves());
   constexpr std::uint64_t kAtOnce = 256;
   for (std::uint64_t begin = 0; begin < n; begin += kAtOnce) {
     const Lock guard(*this);
@@ -325,7 +325,9 @@ std::uint64_t Priorities::lowest(std::uint64_t n, std::int64_t* rows) const {
 void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
   check(n <= tree_.leaves(), "more leaves than there are rows");
-    for (std::uint64_t row = 0; row < n; ++row) {
+  const std::vector<double> own(leaves, leaves + n);  // else others could change what was checked
+  leaves = own.data();
+  for (std::uint64_t row = 0; row < n; ++row) {
     if (!usable(leaves[row]) || !(leaves[row] < most_)) {
       throw BadPriority("the leaf of row " + std::to_string(row) + " is " + std::to_string(leaves[row]));
     }
@@ -392,7 +394,7 @@ void Priorities::set_leaves() {
 }
 
 void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
-  check_rows(rows, n, tree_.leaves());
+  const OwnRows own(rows, n, tree_.leaves());
   const Lock guard(*this, Lock::kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_),
@@ -402,6 +404,7 @@ void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
 }
 
 void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
+  const OwnRows own(rows, n, tree_.leaves());
   const Lock guard(*this, Lock::kRows);
   const double leaf = default_leaf();
   rows_.clear();
@@ -418,6 +421,7 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
 
 void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>,
                         std::uint64_t) {
+  const OwnRows own(rows, n, tree_.leaves());
   const Lock guard(*this, Lock::kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {
@@ -429,9 +433,7 @@ void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t
 }
 
 void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (rows[i] != -1) check_row(rows[i], tree_.leaves());
-  }
+  const OwnRowsOrNone own(rows, n, tree_.leaves());
   const Lock guard(*this);
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -463,29 +465,31 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
   std::uint64_t dropped = 0;
   constexpr std::uint64_t kAhead = 16;  // rows between asking for one and looking at it
   for (std::uint64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && static_cast<std::uint64_t>(rows[i + kAhead]) < tree_.leaves()) {
-      const auto row = static_cast<std::uint64_t>(rows[i + kAhead]);
-      tree_.prefetch(row);
-      if (tickets_ != nullptr) __builtin_prefetch(&tickets_->word(row));
+    if (i + kAhead < n) {
+      const auto next = static_cast<std::uint64_t>(copied(rows[i + kAhead]));
+      if (next < tree_.leaves()) tree_.prefetch(next);
+      if (next < tree_.leaves() && tickets_ != nullptr) __builtin_prefetch(&tickets_->word(next));
     }
-    if (rows[i] != -1) check_row(rows[i], tree_.leaves());
-    const double leaf = usable(priorities[i]) ? leaf_of(priorities[i], alpha) : -1;
+    const std::int64_t row = copied(rows[i]);
+    const Real priority = copied(priorities[i]);
+    if (row != -1) check_row(row, tree_.leaves());
+    const double leaf = usable(priority) ? leaf_of(priority, alpha) : -1;
     if (!(leaf >= 0 && leaf < most_)) {
-      throw BadPriority("a priority at position " + std::to_string(i) + " is " + std::to_string(priorities[i]));
+      throw BadPriority("a priority at position " + std::to_string(i) + " is " + std::to_string(priority));
     }
-    if (rows[i] == -1) continue;
+    if (row == -1) continue;
     if (tickets_ != nullptr) {
-      const auto row = static_cast<std::uint64_t>(rows[i]);
-      const std::uint64_t word = tickets_->held_word(row);
-      const bool late = expected != nullptr && tickets_->write_of(row, word) != static_cast<std::uint64_t>(expected[i]);
+      const auto at = static_cast<std::uint64_t>(row);
+      const std::uint64_t word = tickets_->held_word(at);
+      const bool late = expected != nullptr && tickets_->write_of(at, word) != static_cast<std::uint64_t>(expected[i]);
       if (!Control::holds_write(word) || (late && kLateCheck)) {
         ++dropped;
         continue;
       }
     }
-    rows_.push_back(rows[i]);
+    rows_.push_back(row);
     leaves_.push_back(given(leaf));
-    highest = std::max(highest, static_cast<double>(priorities[i]));
+    highest = std::max(highest, static_cast<double>(priority));
   }
   header_->highest = highest;
   header_->dropped.fetch_add(dropped, std::memory_order_relaxed);
@@ -496,14 +500,16 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
                       std::int64_t* numbers, double* weights, Masses* masses) const {
   const Random random(key);
   std::vector<double> u(n);
+  std::vector<std::int64_t> found(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
   const Lock guard(*this);
   if (total_of(tree_) == 0) throw NothingLive("every priority is zero", "Add data, or give rows a priority above zero");
-  tree_.find(u.data(), n, rows);
+  tree_.find(u.data(), n, found.data());
+  std::copy(found.begin(), found.end(), rows);
   if (masses != nullptr) *masses = masses_locked();
-  if (weights != nullptr) weigh_locked(rows, n, weights);
+  if (weights != nullptr) weigh_locked(found.data(), n, weights);
   for (std::uint64_t i = 0; numbers != nullptr && i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const auto row = static_cast<std::uint64_t>(found[i]);
     const std::uint64_t word = tickets_ == nullptr ? 0 : tickets_->word(row).load(std::memory_order_acquire);
     numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
   }
@@ -525,7 +531,7 @@ void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double*
 }
 
 void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses) const {
-  check_rows(rows, n, tree_.leaves());
+  const OwnRows own(rows, n, tree_.leaves());
   const Lock guard(*this);
   if (masses != nullptr) *masses = masses_locked();
   weigh_locked(rows, n, weights);

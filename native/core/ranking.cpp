@@ -133,7 +133,7 @@ void Ranking::forget() {
 }
 
 void Ranking::set(const std::int64_t* rows, const double* ranks, std::uint64_t n) {
-  check_rows(rows, n, this->rows());
+  const OwnRows own(rows, n, this->rows());
   check_ranks(ranks, n);
   forget();
   if (n >= this->rows() / kShare) drop();
@@ -143,7 +143,7 @@ void Ranking::set(const std::int64_t* rows, const double* ranks, std::uint64_t n
 void Ranking::place(const double* ranks, std::uint64_t n, const std::int64_t* free, std::uint64_t free_rows,
                     std::vector<std::int64_t>& rows, std::vector<std::int64_t>& kept) {
   check(free_rows <= n, "more free rows than data");
-  check_rows(free, free_rows, this->rows());
+  const OwnRows own(free, free_rows, this->rows());
   check_ranks(ranks, n);
   forget();
   planned_.reserve(n);

@@ -25,7 +25,15 @@ namespace {
 constexpr double kLongestSleep = 1;  // seconds
 constexpr std::uint64_t kNone = 0;   // nothing is wanted
 
-thread_local std::uint64_t prepaid = 0;  // rows that are admitted and to be inserted
+// Rows that are admitted and to be inserted, and what says so to other processes.
+thread_local std::uint64_t prepaid = 0;
+thread_local std::atomic<std::uint32_t>* prepaid_at = nullptr;
+
+std::uint64_t take_prepaid(std::uint64_t n) {
+  prepaid -= n;
+  prepaid_at->fetch_sub(static_cast<std::uint32_t>(n), std::memory_order_seq_cst);
+  return n;
+}
 
 double number(const Word& word) { return std::bit_cast<double>(word.load(std::memory_order_seq_cst)); }
 std::uint64_t bits(double value) { return std::bit_cast<std::uint64_t>(value); }
@@ -189,19 +197,34 @@ void Limits::admit_insert(std::uint64_t n) const {
   if (n != 0 && on() && !use_prepaid(n) && !admit(kInsert, n)) throw Limited(n);
 }
 
-void Limits::prepay(std::uint64_t n) const {
+// The entry first: who counts again sees rows there that the limits have admitted.
+void Limits::prepay(std::uint64_t n, Participant& participant) const {
   if (!on()) return;
-  if (!admit(kInsert, n)) throw Limited(n);
-  prepaid = n;
+  participant.prepaid.fetch_add(static_cast<std::uint32_t>(n), std::memory_order_seq_cst);
+  prepaid = n, prepaid_at = &participant.prepaid;
+  bool admitted = false;
+  try {
+    admitted = admit(kInsert, n);
+  } catch (...) {
+    take_prepaid(n);
+    throw;
+  }
+  if (admitted) return;
+  take_prepaid(n);
+  throw Limited(n);
 }
 
 void Limits::return_prepaid() const {
-  if (const std::uint64_t left = std::exchange(prepaid, 0); left != 0) give_back(kInsert, left);
+  if (prepaid != 0) give_back(kInsert, take_prepaid(prepaid));
+}
+
+void Limits::return_prepaid_of(Participant& dead) const {
+  if (const std::uint32_t left = dead.prepaid.exchange(0, std::memory_order_seq_cst); left != 0) give_back(kInsert, left);
 }
 
 bool Limits::use_prepaid(std::uint64_t n) {
   if (n > prepaid) return false;
-  prepaid -= n;
+  if (n != 0) take_prepaid(n);
   return true;
 }
 
@@ -223,6 +246,22 @@ void Limits::consumed(std::uint64_t n) const {
   const std::uint64_t left = reduce(now.slot.in_flight, n);
   const std::uint64_t want = waits_.sides[kInsert].want_in_flight.load(std::memory_order_seq_cst);
   if (want != kNone && left < want) wake(kInsert);
+}
+
+void Limits::revived(std::uint64_t n) const {
+  const Current now = current();
+  if (now.on && now.rules.in_flight != 0) now.slot.in_flight.fetch_add(n, std::memory_order_seq_cst);
+}
+
+void Limits::count_again(const std::function<std::uint64_t()>& in_flight) const {
+  const Current now = current();
+  if (!now.on || now.rules.in_flight == 0) return;
+  const std::uint64_t next = control_.counters().next_ticket.load(std::memory_order_seq_cst);
+  if (!control_.at_rest(next)) return;
+  std::uint64_t seen = now.slot.in_flight.load(std::memory_order_seq_cst);
+  const std::uint64_t truth = in_flight();
+  if (seen == truth || !control_.at_rest(next)) return;
+  if (now.slot.in_flight.compare_exchange_strong(seen, truth, std::memory_order_seq_cst)) wake();
 }
 
 // What n rows are refused for now.

@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 
 #include "control.h"
@@ -75,8 +76,10 @@ class Limits {
   /// Admits n rows that are written next, by this call or when it is repeated: they are not given back. Throws Limited.
   void admit_insert(std::uint64_t n) const;
   /// Admits n rows that this thread inserts by several calls, next; what they do not insert, return_prepaid gives back. Throws Limited.
-  void prepay(std::uint64_t n) const;
+  /// The participant's entry says so meanwhile: if the process dies, return_prepaid_of gives them back.
+  void prepay(std::uint64_t n, Participant& participant) const;
   void return_prepaid() const;
+  void return_prepaid_of(Participant& dead) const;
   /// Whether so many rows of this thread are admitted already; then they are no longer.
   static bool use_prepaid(std::uint64_t n);
   /// n admitted rows were inserted: samples that wait for them may go on.
@@ -84,8 +87,13 @@ class Limits {
   /// n admitted rows were not inserted, or not sampled.
   void give_back(Side side, std::uint64_t n) const;
 
-  /// n rows were drawn for the last time, or overwritten before that.
+  /// n rows were drawn for the last time, or overwritten or removed before that.
   void consumed(std::uint64_t n) const;
+  /// n rows may be drawn that no insert has counted: they were used up, or lie below one that was written by number.
+  void revived(std::uint64_t n) const;
+  /// `in_flight()` says how many rows are in flight in truth: so it is from now on, unless a write is under way. A process that was killed
+  /// may have counted rows that it did not write, or counted them twice.
+  void count_again(const std::function<std::uint64_t()>& in_flight) const;
 
   /// Changes when what waits on that side is to look again.
   std::uint32_t event(Side side) const { return waits_.sides[side].event.load(std::memory_order_seq_cst); }

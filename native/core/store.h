@@ -94,6 +94,11 @@ class Store {
   const Control& control() const { return control_; }
   /// How fast rows may come and go. Appended rows, and those that are written by number to grow, are admitted first, or refused: Limited.
   Limits limits() const { return Limits(control_); }
+  /// What a call does that the limits still do not admit after a wait: it looks for processes that died, and has rows in flight counted
+  /// again, unless a write is under way.
+  void waits_in_vain() const;
+  /// As Limits::prepay.
+  void prepay(std::uint64_t n) const { limits().prepay(n, writer()); }
   /// What is counted for people.
   Meter meter() const { return Meter(control_); }
   /// Whether an index wants to hear which rows are sampled.
@@ -289,6 +294,7 @@ class Store {
                              std::vector<std::uint64_t>& left) const;
   void void_gaps() const;
   void count_voids() const;
+  void count_in_flight(bool died) const;
 
   std::uint64_t first_unfinished() const;
 

@@ -175,7 +175,7 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
     check(f < fields(), "a field outside the store");
     bytes += row_bytes(f);
   }
-  check_rows(rows, n, control_.capacity());
+  const OwnRows own(rows, n, control_.capacity());
   if (const Field* field = longest_in_file(which);
       field != nullptr && disk_->reads.is_cold(*field, n, [rows](std::uint64_t i) { return rows[i]; })) {
     return gather_from_disk(rows, n, which, batch, expected, numbers_out);
@@ -282,13 +282,15 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
   const Spans spans(control_, control_.void_rows() == 0 ? nullptr : voids());
   const bool as_they_are = spans.ranks_are_rows();
   const std::uint64_t total = spans.total();
+  std::vector<std::int64_t> rows(ranks, ranks + n);
   for (std::uint64_t i = 0; i < n; ++i) {
-    const auto rank = static_cast<std::uint64_t>(ranks[i]);
+    const auto rank = static_cast<std::uint64_t>(rows[i]);
     if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
-    if (!as_they_are) ranks[i] = spans.row(rank);
+    if (!as_they_are) rows[i] = spans.row(rank);
   }
   const std::span<const std::uint64_t> which = all().first(batch.size());
-  std::vector<std::int64_t> moved = gather(ranks, n, which, batch, nullptr, numbers_out);
+  std::vector<std::int64_t> moved = gather(rows.data(), n, which, batch, nullptr, numbers_out);
+  std::copy(rows.begin(), rows.end(), ranks);
   if (moved.empty()) return;
   let_go();
   const Deadline deadline;
@@ -296,16 +298,16 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
   while (!moved.empty()) {
     const auto i = static_cast<std::uint64_t>(moved.back());
     for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + i * row_bytes(f);
-    if (gather(ranks + i, 1, which, fields, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i).empty()) {
+    if (gather(&rows[i], 1, which, fields, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i).empty()) {
       moved.pop_back();
       continue;
     }
     if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
-    const auto row = static_cast<std::uint64_t>(ranks[i]);
+    const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!control_.inside(row) || state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided) {
-      ranks[i] = another_live(ranks[i], ranks, n);  // no writer is at work on it: waiting is of no use
+      ranks[i] = rows[i] = another_live(rows[i], rows.data(), n);  // no writer is at work on it: waiting is of no use
     }
-    if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
+    if (deadline.passed()) throw in_vain("row " + std::to_string(rows[i]) + " moved at every try");
     std::this_thread::yield();
   }
 }
@@ -323,9 +325,10 @@ std::int64_t Store::another_live(std::int64_t gone, const std::int64_t* rows, st
 
 void Store::tickets_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
   for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(copied(rows[i]));
     numbers_out[i] = -1;
-    if (static_cast<std::uint64_t>(rows[i]) >= control_.capacity()) continue;
-    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+    if (row >= control_.capacity()) continue;
+    const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
     if (is_committed(word)) numbers_out[i] = static_cast<std::int64_t>(number_of(word));
   }
 }

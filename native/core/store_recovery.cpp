@@ -39,6 +39,21 @@ void Store::repair(Participant& dead) const {
   void_gaps();
   claim.t0.store(0, std::memory_order_seq_cst);
   count_voids();
+  limits().return_prepaid_of(dead);
+  count_in_flight(true);
+}
+
+// Of the indexes that are attached: a store that is being closed attaches none.
+void Store::count_in_flight(bool died) const {
+  const auto* list = indexes_->current.load(std::memory_order_acquire);
+  if (list == nullptr) return;
+  for (Index* index : *list) index->count_again(died);
+}
+
+void Store::waits_in_vain() const {
+  if (!limits().on()) return;
+  look_after_others(Need::waiting);
+  count_in_flight(false);
 }
 
 // Rows that were reserved and never begun: a writer that died between the two left no claim. They become void under the number
@@ -140,6 +155,7 @@ Control::Repair Store::recover() const {
       const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
       if (t0 != 0 && t0 != kNoted) voided += repair(claim);
     }
+    limits().return_prepaid_of(control_.participant(i));
   }
   Control::Repair all = control_.recover();
   all.voided += voided;

@@ -17,9 +17,7 @@ namespace engram {
 // both. A row that got a newer number than these while this call looked was edited meanwhile, or written: it is looked at again under
 // newer numbers, as numbers of a row only grow.
 std::uint64_t Store::remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected) {
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (rows[i] != -1) check_rows(rows + i, 1, control_.capacity());
-  }
+  const OwnRowsOrNone own_rows(rows, n, control_.capacity());
   Participant& own = writer();
   if (n == 0) return 0;
   look_after_others();
@@ -72,21 +70,13 @@ std::uint64_t Store::remove_under(std::uint64_t t0, const std::int64_t* rows, co
 // counted again, and the count is exact. If one does, the count stays until the store is opened by a first process again.
 void Store::count_voids() const {
 #ifndef ENGRAM_WITHOUT_RECOUNT  // the tests must fail then: make negative-controls
-  const auto at_rest = [this](std::uint64_t next) {
-    for (std::uint64_t i = 0; i < control_.participants(); ++i) {
-      for (const Claim& claim : control_.participant(i).claims) {
-        if (claim.t0.load(std::memory_order_seq_cst) != 0) return false;
-      }
-    }
-    return control_.counters().next_ticket.load(std::memory_order_seq_cst) == next;
-  };
   const std::uint64_t next = control_.counters().next_ticket.load(std::memory_order_seq_cst);
   std::uint64_t counted = control_.counters().void_rows.load(std::memory_order_seq_cst), voids = 0;
-  if (!at_rest(next)) return;
+  if (!control_.at_rest(next)) return;
   for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
     voids += state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided && control_.inside(row);
   }
-  if (at_rest(next)) control_.counters().void_rows.compare_exchange_strong(counted, voids, std::memory_order_acq_rel);
+  if (control_.at_rest(next)) control_.counters().void_rows.compare_exchange_strong(counted, voids, std::memory_order_acq_rel);
 #endif
 }
 

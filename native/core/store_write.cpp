@@ -62,7 +62,8 @@ void Store::forget_if_outside(std::uint64_t row, std::uint64_t number) const {
 void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const {
   std::uint64_t lane = control_.lanes(), filled = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const auto row = static_cast<std::uint64_t>(copied(rows[i]));
+    if (row >= control_.capacity()) continue;  // someone has written into a caller's memory
     if (control_.lane_of(row) != lane) lane = control_.lane_of(row), filled = control_.filled(lane);
     if (row - lane * control_.lane_length() >= filled) forget_if_outside(row, t0 + i);
   }
@@ -304,10 +305,10 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
 std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
   check(lane < control_.lanes(), "a lane outside the store");
   check_columns(columns.size());
-  AdmittedInsert admitted(control_, n);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
+  AdmittedInsert admitted(control_, n);  // behind the claim: who counts rows in flight again waits for it
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
   const std::uint64_t p0 = control_.reserve(lane, n);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
@@ -380,10 +381,10 @@ std::uint64_t Store::append_at(std::uint64_t lane, std::uint64_t position, std::
 std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns,
                                     std::int64_t* rows_out) {
   check_columns(columns.size());
+  const Own own(lane_of, n);
   for (std::uint64_t i = 0; i < n; ++i) {
     check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
   }
-  AdmittedInsert admitted(control_, n);
   look_after_others();
   struct Run {
     std::uint64_t lane, begin, end, p0;
@@ -400,6 +401,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   }
   ClaimGuard claim(writer());
   admit(claim);
+  AdmittedInsert admitted(control_, n);
   for (Run& run : runs) {
     run.p0 = control_.reserve(run.lane, run.end - run.begin);
   }
@@ -462,6 +464,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
       commit(gap, number, false);
       fence(std::memory_order_seq_cst);  // as in write_and_tell
       forget_if_outside(gap, number);
+      limits().revived(1);  // in flight from now on, though nothing has admitted it
       const auto zeroed = static_cast<std::int64_t>(gap);
       tell_indexes([&](Index& index) { index.written(&zeroed, 1, number); });
     }
@@ -488,8 +491,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   check(!grow || (needed_ <= which.size() && which.size() <= fields()), "rows by number without all fields");
   const bool whole = !which.empty() && which.size() == fields();  // of those here: others may lie elsewhere
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
-  check_rows(rows, n, control_.capacity());
-  if (pick != nullptr) check_rows(pick, n, of);
+  const OwnRows own_rows(rows, n, control_.capacity()), own_pick(pick, n, of);
   if (n == 0) return control_.writable().counters().next_ticket.load(std::memory_order_acquire);
   const auto ask_for = [&](std::int64_t row) {
     __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(row)), 1);
@@ -498,10 +500,10 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   };
   const std::uint64_t chunk = std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, row_bytes()), 1, kScattered);
   for (std::uint64_t i = 0; i < std::min(n, chunk); ++i) ask_for(rows[i]);
-  AdmittedInsert admitted(control_, grow ? n : 0);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
+  AdmittedInsert admitted(control_, grow ? n : 0);
   if (grow) {
     try {
       grow_over(rows, n, claim);
@@ -557,9 +559,7 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
                      const std::int64_t* expected, std::int64_t* numbers_out, Same same) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (rows[i] != -1) check_rows(rows + i, 1, control_.capacity());
-  }
+  const OwnRowsOrNone own_rows(rows, n, control_.capacity());
   std::fill_n(numbers_out, n, -1);
   if (n == 0) return {control_.writable().counters().next_ticket.load(std::memory_order_acquire), 0};
   look_after_others();
@@ -611,9 +611,9 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
 
 void Store::tickets_of_writes(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, std::int64_t* numbers_out) const {
   for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]), write = static_cast<std::uint64_t>(expected[i]);
+    const auto row = static_cast<std::uint64_t>(copied(rows[i])), write = static_cast<std::uint64_t>(copied(expected[i]));
     numbers_out[i] = -1;
-    if (rows[i] < 0 || expected[i] <= 0 || row >= control_.capacity() || !control_.inside(row)) continue;
+    if (write == 0 || write >> 63 != 0 || row >= control_.capacity() || !control_.inside(row)) continue;
     const std::uint64_t word = settled_word(row);
     if (is_committed(word) && control_.write_of(row, word) == write) numbers_out[i] = static_cast<std::int64_t>(number_of(word));
   }

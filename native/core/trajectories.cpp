@@ -373,6 +373,7 @@ bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
 }
 
 void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter) {
+  const OwnRows own(rows, n, control_.capacity());
   const auto guard = locked();
   if (scatter == scatters_ + 1) scatters_ = scatter;  // else settle() has seen it already, or has one before it to see
   const std::uint64_t length = control_.lane_length();

@@ -460,7 +460,7 @@ Window Trajectories::window_at(std::int64_t row, const WindowSpec& spec) const {
 }
 
 std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec) {
-  check_rows(rows, n, control_.capacity());
+  const OwnRows own(rows, n, control_.capacity());
   const auto guard = locked();
   settle();
   std::vector<std::uint64_t> lengths(n);
@@ -469,7 +469,7 @@ std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows
 }
 
 Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, std::uint64_t most) {
-  check_rows(rows, n, control_.capacity());
+  const OwnRows own(rows, n, control_.capacity());
   const auto guard = locked();
   settle();
   Drawn drawn;
@@ -498,7 +498,7 @@ std::vector<Window> Trajectories::windows_around(const std::int64_t* rows, std::
                                                  std::int64_t* steps, std::int64_t* numbers) {
   spec.validate();
   check(spec.whole && spec.extent() <= steps_, "whole windows of no more steps than a lane has");
-  check_rows(rows, n, control_.capacity());
+  const OwnRows own(rows, n, control_.capacity());
   const auto guard = locked();
   settle();
   std::vector<Window> windows(n);
@@ -532,7 +532,7 @@ void Trajectories::ask_for(const Window& window) const {
 
 Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
                                   std::uint64_t most) {
-  check_rows(rows, n, control_.capacity());
+  const OwnRows own(rows, n, control_.capacity());
   const auto guard = locked();
   settle();
   Surroundings found;

@@ -32,12 +32,12 @@ Usage::Usage(std::span<std::byte> memory)
     : rows_(copied(header_in(memory)->rows)), counts_(reinterpret_cast<Count*>(memory.data() + kPage)) {}
 
 void Usage::copy_counts(const std::int64_t* rows, std::uint64_t n, std::int64_t* out) const {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   for (std::uint64_t i = 0; i < n; ++i) out[i] = counts_[rows[i]].load(std::memory_order_relaxed);
 }
 
 void Usage::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
-  check_rows(rows, n, rows_);
+  const OwnRows own(rows, n, rows_);
   for (std::uint64_t i = 0; i < n; ++i) counts_[rows[i]].store(0, std::memory_order_relaxed);
 }
 
@@ -52,7 +52,7 @@ void Usage::emptied() {
 // A count that has come to its end stays there.
 void Usage::sampled(const std::int64_t* rows, std::uint64_t n) {
   for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const auto row = static_cast<std::uint64_t>(copied(rows[i]));
     if (row >= rows_) continue;
     if (counts_[row].fetch_add(1, std::memory_order_relaxed) == ~std::uint32_t{0}) counts_[row].store(~std::uint32_t{0}, std::memory_order_relaxed);
   }

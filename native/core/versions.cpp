@@ -78,6 +78,7 @@ VersionTable::Changed VersionTable::catch_up() {
     ends[lane] = control_.end(lane);
   }
   std::vector<Pending> before = std::exchange(pending_, {});
+  for (const std::int64_t row : std::exchange(named_, {})) before.push_back({static_cast<std::uint64_t>(row), 0});
   if (all) before.clear();
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
     const std::uint64_t end = ends[lane];
@@ -91,30 +92,36 @@ VersionTable::Changed VersionTable::catch_up() {
     next_[lane] = end;
   }
   for (const Pending& one : before) look_at(one.row, one.lap, changed);
+  named_ = changed.rows;
   return changed;
 }
 
-void VersionTable::set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n) {
-  check_rows(rows, n, control_.capacity());
+void VersionTable::set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n,
+                       std::span<const std::int64_t> moved) {
+  const OwnRows own(rows, n, control_.capacity());
+  std::vector<bool> left_out(n);
+  for (const std::int64_t& position : moved) {
+    const auto i = static_cast<std::uint64_t>(copied(position));
+    check(i < n, "positions of the rows");
+    left_out[i] = true;
+  }
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (known_[row].number == 0 || known_[row].version != versions[i]) {
+    if (left_out[i]) {
       forget(row);
-      known_[row].version = versions[i];
-      if (std::isnan(versions[i])) continue;
-      buckets_[versions[i]].insert(row);
+      pending_.push_back({row, 0});
+      continue;
+    }
+    const double version = copied(versions[i]);
+    if (known_[row].number == 0 || known_[row].version != version) {
+      forget(row);
+      known_[row].version = version;
+      if (std::isnan(version)) continue;
+      buckets_[version].insert(row);
     }
     known_[row].number = static_cast<std::uint64_t>(numbers[i]);
   }
-}
-
-void VersionTable::put_off(const std::int64_t* rows, std::uint64_t n) {
-  check_rows(rows, n, control_.capacity());
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    forget(row);
-    pending_.push_back({row, 0});
-  }
+  named_.clear();
 }
 
 void VersionTable::versions(std::vector<double>& values, std::vector<std::int64_t>& counts) const {
@@ -133,10 +140,10 @@ void VersionTable::take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, 
 
 // The n rows that come first of those that this draw does not have yet, where each arrives after an exponential time of rate `weight`:
 // as if they were drawn one after another (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
-std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::uint64_t n, const double* weights) const {
+std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::uint64_t n, const std::vector<double>& weights) const {
   std::vector<std::pair<double, std::uint64_t>> arrivals;
-  for (const auto& [version, of_version] : buckets_) {
-    const double weight = *weights++;
+  for (auto next = weights.begin(); const auto& [version, of_version] : buckets_) {
+    const double weight = *next++;
     if (!(weight > 0)) continue;
     of_version.each([&](std::uint64_t row) {
       if (known_[row].drawn != draws_) arrivals.emplace_back(-std::log(fraction(random.bits(row, 1))) / weight, row);
@@ -148,16 +155,32 @@ std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::
   return rows;
 }
 
+// Of each version that rows have now. Who was asked for the weights may have looked at the rows again.
+std::vector<double> VersionTable::weights_of(std::span<const double> of, std::span<const double> given) const {
+  check(of.size() == given.size(), "a weight of each version");
+  std::map<double, double> weight;
+  for (std::size_t i = 0; i < of.size(); ++i) {
+    if (const double version = copied(of[i]); !std::isnan(version)) weight[version] = copied(given[i]);
+  }
+  std::vector<double> weights;
+  for (const auto& [version, of_version] : buckets_) {
+    const auto found = weight.find(version);
+    weights.push_back(found == weight.end() ? 0 : found->second);
+  }
+  return weights;
+}
+
 // One after another, where a row that came before is drawn again: that is the same as drawing among the others. If it takes too many
 // tries, as most rows that are likely have been drawn, the rest is drawn at once.
-bool VersionTable::draw(std::uint64_t key, std::uint64_t n, const double* weights, std::int64_t* rows, std::int64_t* numbers,
-                        double* versions) {
+bool VersionTable::draw(std::uint64_t key, std::uint64_t n, std::span<const double> of, std::span<const double> given,
+                        std::int64_t* rows, std::int64_t* numbers, double* versions) {
+  const std::vector<double> weights = weights_of(of, given);
   const Random random(key);
   std::vector<const SortedRows*> buckets;
   std::vector<double> masses;  // summed up
   std::uint64_t admissible = 0;
   double total = 0;
-  for (const double* weight = weights; const auto& [version, of_version] : buckets_) {
+  for (auto weight = weights.begin(); const auto& [version, of_version] : buckets_) {
     if (*weight > 0) {
       admissible += of_version.size();
       total += *weight * static_cast<double>(of_version.size());

@@ -59,21 +59,23 @@ class VersionTable {
   struct Changed {
     std::vector<std::int64_t> rows, numbers;
   };
-  /// Rows whose content is not in the table, with their ticket numbers: set() or put_off() is to follow. Cost: O(rows written) after
-  /// appends, else a word per row of the store.
+  /// Rows whose content is not in the table, with their ticket numbers: set() is to follow. If it does not, the next call names them
+  /// again. Cost: O(rows written) after appends, else a word per row of the store.
   Changed catch_up();
-  /// The rows held these versions under these numbers. NaN: the row is never drawn.
-  void set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n);
-  /// The rows could not be read under their numbers: the next catch_up() names them again.
-  void put_off(const std::int64_t* rows, std::uint64_t n);
+  /// The rows that catch_up() named held these versions under these numbers. NaN: the row is never drawn. `moved`: positions of those
+  /// that could not be read under their numbers, which the next catch_up() names again. Throws, and nothing changed.
+  void set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n,
+           std::span<const std::int64_t> moved = {});
 
   /// Each version that rows have, ascending, and how many have it. Cost: O(versions).
   void versions(std::vector<double>& values, std::vector<std::int64_t>& counts) const;
 
   /// Draws n rows, with P(row) = weight of its version / sum over all rows: each once if as many rows have a weight above zero. Puts
-  /// rows, ticket numbers and versions. False: no row has such a weight. `weights`: one per version, as versions() had them just
-  /// before, finite and not negative, their sum over all rows finite. A pure function of the key and of which rows have which version.
-  bool draw(std::uint64_t key, std::uint64_t n, const double* weights, std::int64_t* rows, std::int64_t* numbers, double* versions);
+  /// rows, ticket numbers and versions. False: no row has such a weight. `weights`: one of each of some
+  /// versions, as versions() had them, finite and not negative, their sum over all rows finite; rows of others are not drawn. A pure
+  /// function of the key and of which rows have which version.
+  bool draw(std::uint64_t key, std::uint64_t n, std::span<const double> of, std::span<const double> weights, std::int64_t* rows, std::int64_t* numbers,
+            double* versions);
 
  private:
   struct Known {
@@ -89,13 +91,15 @@ class VersionTable {
   void forget(std::uint64_t row);
   void look_at(std::uint64_t row, std::uint32_t lap, Changed& changed);
   void take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions);
-  std::vector<std::uint64_t> least_first(const Random& random, std::uint64_t n, const double* weights) const;
+  std::vector<double> weights_of(std::span<const double> of, std::span<const double> given) const;
+  std::vector<std::uint64_t> least_first(const Random& random, std::uint64_t n, const std::vector<double>& weights) const;
 
   Control control_;
   std::map<double, SortedRows> buckets_;    // the rows of each version that rows have
   std::vector<Known> known_;                // of each row
   std::vector<std::uint64_t> next_, base_;  // of each lane: what was looked at, and where it began
   std::vector<Pending> pending_;
+  std::vector<std::int64_t> named_;  // by catch_up(), until set() follows
   std::uint64_t scatters_ = ~std::uint64_t{0}, draws_ = 0;
 };
 

@@ -109,6 +109,94 @@ TEST(each_row_is_drawn_so_often_until_it_is_written_again) {
   }
 }
 
+// Whatever happens to rows, those in flight are the ones that can be drawn. Who counts again finds nothing else.
+TEST(rows_in_flight_are_those_that_can_be_drawn) {
+  Dice dice(3);
+  for (int round = 0; round < 100; ++round) {
+    const std::uint64_t rows = 2 + dice.below(40), most = 1 + dice.below(2);
+    const Counted shared(rows, most);
+    Consumer consumer(shared);
+    const Limits limits = consumer.store.limits();
+    limits.set({0, 0, 0, 1'000'000}, 0);
+    for (std::uint64_t i = 0; i < 60; ++i) {
+      std::vector<std::int64_t> some(1 + dice.below(5));
+      for (std::int64_t& row : some) row = static_cast<std::int64_t>(dice.below(rows));
+      switch (dice.below(6)) {
+        case 0:
+          consumer.append(1 + dice.below(2 * rows));
+          break;
+        case 1:
+          consumer.store.remove(some.data(), some.size(), nullptr);
+          break;
+        case 2:
+          consumer.index.reset(some.data(), some.size());
+          break;
+        case 3: {  // by number
+          const std::uint64_t word = 7, which = 0;
+          const auto* column = reinterpret_cast<const std::byte*>(&word);
+          consumer.store.scatter(some.data(), 1, {&which, 1}, {&column, 1}, true);
+          break;
+        }
+        case 4:
+          if (dice.below(8) == 0) consumer.store.empty(false);
+          break;
+        default:
+          consumer.claim(i, 1 + dice.below(rows));
+      }
+      EXPECT_EQ(limits.counts().in_flight, consumer.index.drawable());
+      consumer.store.waits_in_vain();
+      EXPECT_EQ(limits.counts().in_flight, consumer.index.drawable());
+    }
+    limits.consumed(1), consumer.append(1);
+    consumer.store.waits_in_vain();
+    EXPECT_EQ(limits.counts().in_flight, consumer.index.drawable());
+  }
+}
+
+// A writer that was killed had rows admitted that no claim names.
+TEST(rows_that_were_admitted_before_a_death_are_given_back) {
+  const Counted shared(8, 1);
+  Consumer dead(shared), other(shared, 1);
+  const Limits limits = other.store.limits();
+  limits.set({0, 0, 0, 8}, 0);
+  dead.store.prepay(6);
+  EXPECT_EQ(limits.counts().in_flight, 6u);
+  other.store.waits_in_vain();  // it may be alive
+  EXPECT_EQ(limits.counts().in_flight, 6u);
+  dead.append(2);
+  EXPECT_EQ(limits.counts().in_flight, 6u);
+  limits.return_prepaid_of(dead.control.participant(0));
+  EXPECT_EQ(limits.counts().in_flight, 2u);
+  limits.return_prepaid_of(dead.control.participant(0));
+  EXPECT_EQ(limits.counts().in_flight, 2u);
+}
+
+// What decides an address is copied before it is checked: another thread, or a free, may change a caller's memory at any time.
+TEST(rows_of_a_caller_are_looked_at_once) {
+  std::vector<std::int64_t> rows{3, 1, 2};
+  const std::int64_t* given = rows.data();
+  const OwnRows own(given, rows.size(), 4);
+  EXPECT(given != rows.data());
+  rows.assign(3, std::int64_t{1} << 60);
+  EXPECT_EQ(given[0] + 10 * given[1] + 100 * given[2], 213);
+  given = rows.data();
+  EXPECT_THROWS(std::out_of_range, OwnRows(given, 3, 4));
+  const std::int64_t none = -1;
+  given = &none;
+  EXPECT_THROWS(std::out_of_range, OwnRows(given, 1, 4));
+  given = &none;
+  const OwnRowsOrNone passed(given, 1, 4);
+  EXPECT_EQ(*given, -1);
+  given = nullptr;
+  const OwnRows nothing(given, 7, 4);
+  EXPECT(given == nullptr);
+  std::vector<std::int64_t> many(100'000, 2);
+  given = many.data();
+  const OwnRows all(given, many.size(), 3);
+  many.assign(many.size(), 9);
+  EXPECT(std::all_of(given, given + many.size(), [](std::int64_t row) { return row == 2; }));
+}
+
 // An edit that is told before the write that it edits, and after it, in all orders with a draw in between.
 TEST(no_row_is_lost_or_drawn_too_often_whatever_is_told_first) {
   std::vector<int> order{0, 1, 2};

@@ -133,7 +133,8 @@ def bytes_of(fd: int, size: int, *, readonly: bool = False, private: bool = Fals
     with torch.inference_mode(mode=False):
         if not readonly:
             return torch.frombuffer(memory, dtype=torch.uint8)
-        raw = (ctypes.c_ubyte * size).from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+        seen = np.frombuffer(memory, np.uint8)
+        raw = (ctypes.c_ubyte * size).from_address(seen.ctypes.data)
         vars(raw)["memory"] = memory  # mapped as long as the tensor lives
         # Of the map itself torch would warn that it must not be written to.
         return torch.frombuffer(raw, dtype=torch.uint8)

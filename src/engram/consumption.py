@@ -96,37 +96,37 @@ class ConsumptionIndex(LockedIndex[_native.Consumption]):
         rows, numbers = self.core.claim(key, n)
         return rows, numbers
 
-    def were_read(self, rows: Tensor, tickets: Tensor) -> None:
-        """Rows that were claimed have been read: those that are used up may be written over."""
-        self.core.were_read(rows.data_ptr(), tickets.data_ptr(), len(rows))
+    def were_read(self, rows: Tensor, tickets: Tensor, *, failed: bool = False) -> None:
+        """Rows that were claimed have been read: those that are used up may be written over. ``failed``: not read, and not drawn."""
+        (self.core.take_back if failed else self.core.were_read)(rows, tickets)
 
     def counts(self, n: int) -> Tensor:
         """int32 ``[n]``: how often the first rows were drawn. A copy."""
         out = torch.empty(n, dtype=torch.int32, device="cpu")
-        self.core.counts(out.data_ptr(), n)
+        self.core.counts(out)
         return out
 
     def restore(self, counts: Tensor) -> None:
         """Take over :meth:`counts`. Rows that it says nothing of were not drawn yet."""
-        self.core.restore(counts.data_ptr(), len(counts))
+        self.core.restore(counts)
 
     def reset(self, rows: Tensor) -> None:
         """Let live rows be drawn as often as new ones. Raises ``IndexError``: a row outside the store."""
-        self.core.reset(rows.data_ptr(), rows.numel())
+        self.core.reset(rows)
 
     # ---- what a list calls, which has no native write path ------------------------------------------------------------
 
     def written(self, rows: Tensor, first: int) -> None:
         """Rows of a list hold new items, under the tickets ``first``, ``first + 1``, …"""
-        self.core.written(rows.data_ptr(), rows.numel(), first)
+        self.core.written(rows, first)
 
     def edited(self, rows: Tensor, first: int) -> None:
         """Items of a list were replaced, and have these tickets now."""
-        self.core.edited(rows.data_ptr(), rows.numel(), first)
+        self.core.edited(rows, first)
 
     def lost(self, rows: Tensor) -> None:
         """Rows of a list hold nothing."""
-        self.core.lost(rows.data_ptr(), rows.numel())
+        self.core.lost(rows)
 
     def emptied(self) -> None:
         """A list was emptied."""

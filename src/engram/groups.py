@@ -99,7 +99,7 @@ class GroupIndex(LockedIndex[_native.Groups]):
             newest: the newest, the oldest of them first. Else any.
             without: int64, contiguous: rows whose groups are left out, if there are enough others.
         """
-        return self.core.draw(key, groups, each, newest, without.data_ptr(), len(without))
+        return self.core.draw(key, groups, each, newest, without)
 
     def best(
         self, store: Store, reward: Field, key: int, groups: int, each: int, *, spread: bool, without: Tensor
@@ -116,7 +116,7 @@ class GroupIndex(LockedIndex[_native.Groups]):
                 first, and of equal ones the newest.
         """
         numbered = store.schema.fields.index(reward), dlpack_specs([reward])[0]
-        return self.core.draw_best(store.core, numbered, key, groups, each, spread, without.data_ptr(), len(without))
+        return self.core.draw_best(store.core, numbered, key, groups, each, spread, without)
 
 
 class Groups(Protocol):

@@ -181,7 +181,7 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         """
         rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
         weights = torch.empty(n, dtype=torch.float64, device="cpu")
-        self.core.draw(key, n, rows.data_ptr(), numbers.data_ptr(), weights.data_ptr())
+        self.core.draw(key, rows, numbers, weights)
         return rows, numbers, weights
 
     def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
@@ -196,7 +196,7 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         rows = rows.contiguous()
         out = torch.empty(len(rows), dtype=torch.float64, device="cpu")
         try:
-            self.core.weigh(rows.data_ptr(), len(rows), out.data_ptr())
+            self.core.weigh(rows, out)
         except IndexError as error:
             raise RowError(f"weights: {error}.") from error
         return out
@@ -209,13 +209,7 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
             RowError: a row outside the store. Nothing is changed.
         """
         try:
-            self.core.update(
-                rows.data_ptr(),
-                priorities.data_ptr(),
-                priorities.dtype is torch.float32,
-                rows.numel(),
-                0 if expected is None else expected.data_ptr(),
-            )
+            self.core.update(rows, priorities, expected)
         except (_native.BadPriority, IndexError) as error:
             raise self._refusal(error) from error
 
@@ -236,21 +230,21 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
     def reset(self, rows: Tensor) -> None:
         """Give live rows the default priority again. Raises ``RowError``: a row outside the store."""
         try:
-            self.core.reset(rows.data_ptr(), rows.numel())
+            self.core.reset(rows)
         except IndexError as error:
             raise RowError(f"mark_update: {error}.") from error
 
     def leaves(self, n: int) -> Tensor:
         """float64 ``[n]``: ``(priority + eps) ** alpha`` of the first rows, 0 for rows that hold nothing. A copy."""
         out = torch.empty(n, dtype=torch.float64, device="cpu")
-        self.core.leaves(out.data_ptr(), n, False)
+        self.core.leaves(out, False)
         return out
 
     def leaves_of(self, rows: Tensor) -> Tensor:
         """float64 ``[n]``: the leaves of rows, int64 ``[n]``. A copy. Raises ``IndexError``: a row outside the store."""
         rows = rows.contiguous()
         out = torch.empty(len(rows), dtype=torch.float64, device="cpu")
-        self.core.leaves_of(rows.data_ptr(), len(rows), out.data_ptr())
+        self.core.leaves_of(rows, out)
         return out
 
     # ---- state ---------------------------------------------------------------------------------------------------------
@@ -264,7 +258,7 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
     def masses(self) -> Masses:
         """Sum and smallest of the leaves, and live rows, of one moment."""
         with DrawingPart() as part:
-            self.core.weigh(0, 0, 0)
+            self.core.weigh(None, None)
         return part.masses
 
     def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, Any]:
@@ -278,7 +272,7 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         rows = self.core.rows if rows is None else rows
         fits = room is not None and len(room) >= rows
         leaves = room[:rows] if room is not None and fits else torch.empty(rows, dtype=torch.float64, device="cpu")
-        self.core.leaves(leaves.data_ptr(), rows, True)
+        self.core.leaves(leaves, True)
         return {**state_of(self.config), "highest": self.core.highest, "leaves": leaves}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -288,17 +282,17 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         """
         leaves = state["leaves"].detach().to("cpu").contiguous()
         self.core.beta, self.core.highest = state["beta"], state["highest"]
-        self.core.restore(leaves.data_ptr(), leaves.numel(), state["alpha"])
+        self.core.restore(leaves, state["alpha"])
 
     # ---- what a list calls, which has no native write path ------------------------------------------------------------
 
     def written(self, rows: Tensor) -> None:
         """Rows of a list hold new items."""
-        self.core.written(rows.data_ptr(), rows.numel())
+        self.core.written(rows)
 
     def lost(self, rows: Tensor) -> None:
         """Rows of a list hold nothing."""
-        self.core.lost(rows.data_ptr(), rows.numel())
+        self.core.lost(rows)
 
     def emptied(self) -> None:
         """A list was emptied."""

@@ -66,7 +66,7 @@ class UsageIndex(LockedIndex[_native.Usage]):
         """int64 ``[n]``: how often these rows, int64 ``[n]``, were sampled."""
         rows = rows.contiguous()
         out = torch.empty(len(rows), dtype=torch.int64, device="cpu")
-        self.core.counts(rows.data_ptr(), len(rows), out.data_ptr())
+        self.core.counts(rows, out)
         return out
 
 

@@ -291,7 +291,7 @@ class FieldUpdates:
         live[moved] = False
         stored, given = _comparable(columns[0]), _comparable(incoming)
         wins, floating = np.empty_like(live), stored.dtype == np.float64
-        held, brought, here, won = (array.ctypes.data for array in (stored, given, live, wins))
+        held, brought, here, won = stored.ctypes.data, given.ctypes.data, live.ctypes.data, wins.ctypes.data
         _native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
         return wins, live
 

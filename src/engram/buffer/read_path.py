@@ -186,10 +186,15 @@ class ReadPath:
         chosen = draw.tickets is not None
         if tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=storage.tickets_of(draw.rows))
-        columns, moved = storage.read(draw.rows, draw.tickets)
+        try:
+            columns, moved = storage.read(draw.rows, draw.tickets)
+            taken = self._draw_others(draw, columns, moved, key) if moved and wiring.of_sampler.consumes else None
+        except BaseException:
+            if wiring.of_sampler.consumes:
+                source.were_read(draw, failed=True)
+            raise
         if wiring.of_sampler.consumes:
-            if moved:
-                columns, draw = self._draw_others(draw, columns, moved, key)
+            columns, draw = taken or (columns, draw)
             source.were_read(draw)
         elif moved:
             draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
@@ -211,7 +216,7 @@ class ReadPath:
         """
         storage, source, retries = self._wiring.storage, self._wiring.source, Retries()
         assert draw.tickets is not None  # a row that was written since was not counted
-        rows, tickets = draw.rows.clone(), draw.tickets.clone()
+        rows, tickets = draw.rows, draw.tickets  # which become those of others
         while moved:
             retries.again(rows, moved)
             try:

@@ -108,7 +108,7 @@ class Choice:
 
     def _numbers(self, key: int, below: int) -> list[int]:
         numbers = _native.empty_rows(self.parts)
-        _native.uniform(plans.key_of(key, _CHOICE, 0), below, self.parts, numbers.data_ptr())
+        _native.uniform(plans.key_of(key, _CHOICE, 0), below, numbers)
         found: list[int] = numbers.tolist()
         return found
 

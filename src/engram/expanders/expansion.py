@@ -104,9 +104,8 @@ class Expansion:
     def read(self, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
         """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
         rows, tickets = as_rows(draw.rows, "sample"), None if draw.tickets is None else as_rows(draw.tickets, "sample")
-        expected = 0 if tickets is None else tickets.data_ptr()
         try:
-            tensors, moved = self.native.read(self.memory.core, self._table, rows.data_ptr(), rows.numel(), expected)
+            tensors, moved = self.native.read(self.memory.core, self._table, rows, tickets)
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
         if self._following is None:

@@ -167,10 +167,8 @@ class Goals:
 
     def _read(self, rows: Tensor, tickets: Tensor, n: int, numbers: Tensor | None = None) -> list[int]:
         """Read the goals of the first ``n`` rows: positions of those that are not there now. ``numbers``: of the goals; None: in order."""
-        numbered = 0 if numbers is None else numbers.data_ptr()
-        addresses = rows.data_ptr(), tickets.data_ptr(), numbered
         core, attempt = self._memory.core, self._attempt
-        values, missing = self._native.read(core, self._table, *addresses, n, self._key, attempt)
+        values, missing = self._native.read(core, self._table, rows, tickets, numbers, n, self._key, attempt)
         self._attempt += 1
         if self._found is None or numbers is None:
             self._found = values

@@ -214,6 +214,8 @@ def _refusal(rules: Rules, counts: dict[str, float], live: int, rows: int, *, sa
     there = in_flight if rules.in_flight else live
     if samples and there < rules.min_size:
         advice = f"Insert {count(rules.min_size - there, 'more row')}"
+    elif samples and rules.in_flight and in_flight >= rules.in_flight:  # and none can be drawn, else it would have been
+        advice = "Wait until those who read the rows in flight are done with them"
     elif samples:
         missing = math.ceil((centre - band + by - counts["limit_level"]) / rules.ratio) if rules.ratio else 1
         advice = f"Insert {count(max(1, missing), 'more row')}"

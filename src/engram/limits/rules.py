@@ -64,7 +64,8 @@ class MinSize:
 class MaxInFlight:
     """Inserts wait while so many rows are inserted that no sampler has used up: a queue. Raises as :class:`SamplesPerInsert`.
 
-    For a sampler that uses rows up, after a number of draws.
+    For a sampler that uses rows up, after a number of draws. A row that is removed, evicted, overwritten, or lost with its writer is in
+    flight no longer, and one that may be drawn again (``mark_update``) is in flight again.
 
     >>> from engram import MaxInFlight
     >>> MaxInFlight(5_000)

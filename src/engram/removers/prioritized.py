@@ -62,7 +62,7 @@ class LowestPriority:
                 f"LowestPriority: expected priorities {self.index!r} in the store, got none. Use a PrioritizedSampler, or name its index."
             )
         rows = _native.empty_rows(n)
-        found = index.core.lowest(n, rows.data_ptr())
+        found = index.core.lowest(rows)
         if found < n:
             raise RuntimeError(
                 f"LowestPriority: expected {n} rows with a priority above zero, got {found}. Use eps above 0, so that no priority is zero."

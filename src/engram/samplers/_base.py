@@ -277,8 +277,10 @@ class DeclaredSampler(Component):
         """
         return len(storage) > 0 and batch_size > 0
 
-    def were_read(self, draw: Draw) -> None:
+    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
         """The rows of a draw were read, and may be written over where they are used up. Told to one that ``consumes``.
+
+        ``failed``: they were not, as reading them raised: they count as drawn once less, and another draw takes them.
 
         >>> import torch
         >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer

@@ -126,10 +126,10 @@ class ConsumingSampler(NativeSampler):
             )
         return Draw(rows, tickets)
 
-    def were_read(self, draw: Draw) -> None:
+    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
         index = self._attached()
         if index is not None and draw.tickets is not None:
-            index.were_read(draw.rows.contiguous(), draw.tickets.contiguous())
+            index.were_read(draw.rows.contiguous(), draw.tickets.contiguous(), failed=failed)
 
     def drawable(self, storage: SampledStorage) -> int:
         self.bind(storage)

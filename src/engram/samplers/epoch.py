@@ -138,7 +138,7 @@ class SamplerWithoutReplacement(NativeSampler):
         self._drawn_from = order
         ranks = _native.empty_rows(count)
         if self.shuffle:
-            _native.permute(order, size, start, count, ranks.data_ptr())
+            _native.permute(order, size, start, ranks)
         else:
             torch.arange(start, start + count, out=ranks, device="cpu")
         return Draw(extent.rows(ranks))

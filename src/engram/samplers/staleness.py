@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Versions are counted in int64, and drawn by in float64.
 _MOST = 1 << 53
+#: So often versions are read again where all of them moved meanwhile, as writers are faster.
+_LOOKS = 16
 
 
 class StalenessAwareSampler(NativeSampler):
@@ -156,8 +158,7 @@ class StalenessAwareSampler(NativeSampler):
             table = self._caught_up(storage)
             versions, counts = table.versions()
             consumer = self.consumer_version
-            weights = self._weights(consumer - versions)
-            drawn = table.draw(key, batch_size, weights.data_ptr())
+            drawn = table.draw(key, batch_size, versions, self._weights(consumer - versions))
         if drawn is None:
             raise NoSampleable(
                 f"sample: expected rows with a staleness of at most max_staleness={self.max_staleness} and a weight above zero: "
@@ -229,19 +230,14 @@ class StalenessAwareSampler(NativeSampler):
         if self._table is None or self._table[0] is not store:
             self._table = store, _native.VersionTable(store.core, store.control_memory)
         table = self._table[1]
-        rows, numbers = table.catch_up()
-        if len(rows):
-            try:
-                values, moved = self._read(storage, rows, numbers)
-            except BaseException:
-                self._table = None  # what was to be read is not known any more
-                raise
-            if moved:
-                table.put_off(rows[moved].contiguous().data_ptr(), len(moved))
-                whole = torch.ones(len(rows), dtype=torch.bool, device="cpu")
-                whole[moved] = False
-                rows, numbers, values = rows[whole], numbers[whole], values[whole]
-            table.set(rows.data_ptr(), numbers.data_ptr(), values.data_ptr(), len(rows))
+        for _ in range(_LOOKS):
+            rows, numbers = table.catch_up()
+            if not len(rows):
+                break
+            values, moved = self._read(storage, rows, numbers)
+            table.set(rows, numbers, values, moved)  # all of it, or nothing: what fails is named again
+            if len(moved) < len(rows):
+                break
         return table
 
     def _read(self, storage: SampledStorage, rows: Tensor, numbers: Tensor) -> tuple[Tensor, list[int]]:

@@ -131,7 +131,7 @@ class StreamingSliceSampler(SliceSampler):
             clock, positions, rows = self._loaded
             now, base = self._clock()
             if len(positions) == table.tracks and clock <= now - base and rows in (None, self._stored_rows()):
-                self._taken = torch.from_numpy(table.places_of(positions.data_ptr(), len(positions)))
+                self._taken = torch.from_numpy(table.places_of(positions))
             self._loaded = None
         if self._taken is None or len(self._taken) != table.tracks:
             self._taken = torch.full((table.tracks,), -1, dtype=torch.int64, device="cpu")
@@ -170,7 +170,7 @@ class StreamingSliceSampler(SliceSampler):
         if not isinstance(table, _native.Trajectories) or taken is None:
             return clock - base, _NONE, None
         spec = self.settings.native(self.settings.length, type(self).__name__)
-        return clock - base, torch.from_numpy(table.positions_of(taken.data_ptr(), len(taken), spec)), None
+        return clock - base, torch.from_numpy(table.positions_of(taken, spec)), None
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         """Check a :meth:`state_dict`; what is returned takes it over.

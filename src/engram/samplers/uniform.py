@@ -44,7 +44,7 @@ class RandomSampler(NativeSampler):
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         check_drawable(extent.size)
         ranks = _native.empty_rows(batch_size)
-        _native.uniform(key, extent.size, batch_size, ranks.data_ptr())
+        _native.uniform(key, extent.size, ranks)
         return Draw(extent.rows(ranks))
 
     def masses(self, storage: SampledStorage) -> Masses:

@@ -200,14 +200,13 @@ class WindowSampler(NativeSampler):
             "apart": EndMarks.of(memory, settings, weighted=weighted, apart=True),
         }
         taken = None if isinstance(table, _native.Fragments) else self._taken_of(table)
-        queue = (0, 0) if taken is None else (taken.data_ptr(), len(taken))
         batched = {
             (shown, numbered): _native.Batched(
                 settings.pad_output,
                 shown != "nothing",
                 numbered,
                 settings.flat or shown == "apart",
-                *queue,
+                taken,
                 self.streaming,
             )
             for shown in marks

@@ -75,7 +75,12 @@ class BlockLayout:
             columns: by key. They may be those of any sampler; a tensor that lies elsewhere comes somewhere in between.
             ndim: dimensions of the batch: 2 for windows ``[n, T, ...]``, which count as ``n * T`` rows.
         """
-        found = sorted(columns.items(), key=lambda item: item[1].data_ptr())
+
+        def begins(item: tuple[Entry, Tensor]) -> int:
+            _, column = item
+            return column.data_ptr()
+
+        found = sorted(columns.items(), key=begins)
         return cls(
             Field(
                 (key,) if isinstance(key, str) else key,

@@ -779,7 +779,7 @@ class Store:
     def count_sampled(self, rows: Tensor) -> None:
         """Count rows, int64, that were sampled other than by one native call, which does that itself. -1 is none."""
         rows = as_rows(rows, "sample")
-        self.core.count_sampled(rows.data_ptr(), rows.numel())
+        self.core.count_sampled(rows)
 
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.

@@ -41,22 +41,27 @@ class ExpandedReader(UnitReader):
         del shown  # the unit may say anything
         source, retries, bits = self.source, Retries(), key.value
         draw: Draw | None = None
-        while True:
-            clock = storage.next_number()
-            extent = storage.extent()
-            check_drawable(extent.size)
-            if draw is None or self.draws_others(draw.tickets):
-                source.bind(storage)
-                draw = source.draw(extent, n, bits)
-            rows, info = self._expanded(storage, draw.rows, dict(draw.info))
-            tickets = storage.tickets_of(rows)
-            columns, moved = storage.read(rows, tickets)
-            moved = sorted({*moved, *(tickets >= clock).nonzero().flatten().tolist()})
-            if not moved:
-                break
-            self._check_live(storage, rows)
-            retries.again(rows, moved, ", of a sample unit,")
-            bits = retries.key_of(key.value)
+        try:
+            while True:
+                clock = storage.next_number()
+                extent = storage.extent()
+                check_drawable(extent.size)
+                if draw is None or self.draws_others(draw.tickets):
+                    source.bind(storage)
+                    draw = source.draw(extent, n, bits)
+                rows, info = self._expanded(storage, draw.rows, dict(draw.info))
+                tickets = storage.tickets_of(rows)
+                columns, moved = storage.read(rows, tickets)
+                moved = sorted({*moved, *(tickets >= clock).nonzero().flatten().tolist()})
+                if not moved:
+                    break
+                self._check_live(storage, rows)
+                retries.again(rows, moved, ", of a sample unit,")
+                bits = retries.key_of(key.value)
+        except BaseException:
+            if source.traits.consumes and draw is not None:
+                source.were_read(draw, failed=True)
+            raise
         if source.traits.consumes:
             source.were_read(draw)
         if storage.memory is not None:

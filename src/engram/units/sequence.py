@@ -75,11 +75,16 @@ class WindowReader(UnitReader):
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
         told, numbered = shown != "nothing", numbered or source.traits.prioritized
-        windows, columns, moved = table.read(draw.rows, draw.tickets, told=told, numbered=numbered)
         said: Mapping[Entry, object] = draw.info
-        if moved:
-            said = self._read_again(table, storage, draw, windows, columns, moved, key.value)
-            windows = windows._replace(steps=int(windows.valid.count_nonzero()))
+        try:
+            windows, columns, moved = table.read(draw.rows, draw.tickets, told=told, numbered=numbered)
+            if moved:
+                said = self._read_again(table, storage, draw, windows, columns, moved, key.value)
+                windows = windows._replace(steps=int(windows.valid.count_nonzero()))
+        except BaseException:
+            if source.traits.consumes:
+                source.were_read(draw, failed=True)
+            raise
         if source.traits.consumes:
             source.were_read(draw)
         _count(memory, windows)
@@ -354,7 +359,7 @@ def _count(memory: Store, windows: Windows) -> None:
     if memory.core.hears_samples:
         memory.count_sampled(windows.rows[windows.valid])
     else:
-        memory.core.count_sampled(0, windows.steps)
+        memory.core.count_all_sampled(windows.steps)
 
 
 def _by_window(records: Tensor, total: int) -> Tensor:

@@ -88,11 +88,10 @@ class WindowTable:
         self, layout: _native.Layout | None, rows: Tensor, tickets: Tensor | None, *, told: bool, numbered: bool
     ) -> tuple[Windows, list[Tensor], list[int]]:
         rows, expected = as_rows(rows, "sample"), None if tickets is None else as_rows(tickets, "sample")
-        addresses = rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr()
         learned = self._learned if told else 0
         try:
             said, columns, moved, steps = self._table.around(
-                self.memory.core, layout, *addresses, self._spec, self._shifted, learned, numbered
+                self.memory.core, layout, rows, expected, self._spec, self._shifted, learned, numbered
             )
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
