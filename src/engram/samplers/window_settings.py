@@ -103,7 +103,7 @@ class WindowSettings:
             None if num_slices is None else check_count(f"{who}: num_slices", num_slices),
             None if slice_len is None else check_count(f"{who}: slice_len", slice_len),
             as_path(arguments.get("end_key"), f"{who}: end_key"),
-            as_paths(arguments.get("end_keys"), f"{who}: end_keys"),
+            as_paths(arguments.get("end_keys"), f"{who}: end_keys", empty=True),
             as_path(arguments.get("traj_key"), f"{who}: traj_key"),
             _as_static(arguments.get("ends"), f"{who}: ends"),
             _as_static(arguments.get("trajectories"), f"{who}: trajectories"),
