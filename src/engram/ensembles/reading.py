@@ -10,7 +10,7 @@ from torch import Tensor
 from engram import collate
 from engram._tensordict import add_fields, is_plain_tensordict, is_tensor_collection, put, wrap
 from engram.buffer.read_path import ReadPath
-from engram.buffer.tensordict import attach
+from engram.buffer.window_marks import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
 from engram.fleet import plans
 from engram.limits import WAIT_S
@@ -161,7 +161,8 @@ class EnsembleReadPath(ReadPath):
             data = self._collated(parts, rows)
             computed = {key: flat for part in parts for key, flat in part.member.wiring.source.computed_keys.items()}
         if wiring.transform.reads:
-            data = wiring.transform.forward(data)
+            shape = tuple(_lead(info[_INDEX], self._members))
+            data = self.transformed(data, parts[0].member.wiring, shape, info)
         if is_tensor_collection(data):
             data = self._attached(data, {key: value for key, value in info.items() if key not in computed}, rows)
         sample = (data, self._info(rows, info)) if return_info else data

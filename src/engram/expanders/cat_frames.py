@@ -11,8 +11,8 @@ from engram.expanders.frame_stack import FrameStack
 from engram.nested import is_tensordict
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
-from engram.transforms._base import as_key, as_keys, entry, path_of, put, shallow
-from engram.transforms.windows import Windows, ends_of
+from engram.transforms._base import as_key, as_keys, entry, find, path_of, put, shallow
+from engram.transforms.windows import WINDOW_ENDS, Windows, ends_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,7 +228,8 @@ class _Unstack(Transform):
 
 def _dims(data: object, name: str) -> int:
     """How many dimensions a batch of windows has; the last one is time. Raises ``ValueError``: it has none."""
-    dims = len(data.batch_size) if is_tensordict(data) else 2
+    ends = find(data, WINDOW_ENDS)
+    dims = len(data.batch_size) if is_tensordict(data) else 2 if ends is None else ends.ndim - 1
     if not dims:
         raise ValueError(f"{name}: expected a batch whose last dimension is time, got one without dimensions.")
     return dims

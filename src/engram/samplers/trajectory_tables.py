@@ -199,8 +199,9 @@ def _new_table(
 ) -> _native.Trajectories:
     """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
 
-    ``ids``: how many of them, the first ones, hold ids. ``which``: their numbers in the core; empty for fields that no write changes. ``step_types``: :func:`step_type_bytes` of each;
-    empty if all of them are flags or an id. ``whole``: :func:`whole_flag_bytes` of each; empty if one flag is enough.
+    ``ids``: how many of them, the first ones, hold ids. ``which``: their numbers in the core; empty for fields that no write changes.
+    ``step_types``: :func:`step_type_bytes` of each; empty if all of them are flags or an id. ``whole``:
+    :func:`whole_flag_bytes` of each; empty if one flag is enough.
     """
     width = math.prod(memory.schema.columns)
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)

@@ -127,6 +127,12 @@ class WindowSettings:
         """Steps of a window; 0 where they follow from the batch size."""
         return self.window.steps if self.window is not None else self.slice_len or 0
 
+    def even_steps(self, total: int) -> int:
+        """Steps of each window of a batch of ``total`` steps; 0: windows may differ in length."""
+        if self.window is None and not self.pad_output and (not self.strict_length or any(self.span)):
+            return 0
+        return self.length or total // (self.num_slices or 1)
+
     def split(self, batch_size: int) -> tuple[int, int]:
         """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""
         length = self.slice_len if self.window is None else self.window.steps

@@ -163,6 +163,10 @@ class WindowSampler(NativeSampler):
         keys = TrajectoryKeys(settings.traj_key, ends, settings.index, settings.end_when)
         return keys if settings.static is None else None
 
+    def even_steps(self, total: int) -> int:
+        """Steps of each window of a batch of ``total`` steps; 0: windows may differ in length."""
+        return self.settings.even_steps(total)
+
     def _clock(self) -> tuple[int, int]:
         """Ticket number of the store's next write, and the number that states count from."""
         memory = None if self._storage is None else self._storage.memory
@@ -388,8 +392,7 @@ class WindowSampler(NativeSampler):
     def _ends(self, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
         """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""
         settings, rows = self.settings, drawn[0]
-        if settings.pad_output or settings.window is not None or (settings.strict_length and not any(settings.span)):
-            length = settings.split(n)[1]
+        if length := settings.even_steps(n):
             return {WINDOW_ENDS: torch.arange(length - 1, len(rows), length, device="cpu")}
         key = settings.truncated_key
         if key is None:
