@@ -570,8 +570,7 @@ void bind_trajectories(nb::module_& m) {
           },
           "store"_a, "ids"_a, "which"_a, "step_types"_a, "whole"_a, "fields"_a,
           "row_bytes"_a, "strides"_a, "width"_a, "window"_a, "memory"_a, "memory_bytes"_a, "owner"_a, nb::keep_alive<1, 14>(),
-          "ids: how many of the fields, the first ones, tell trajectories apart; the others end one. `owner` holds all that memory and the "
-          "store's, and lives as long as the table.")
+          "ids: how many of the fields, the first ones, hold ids. `owner` holds all that memory and the store's, and lives as long as the table.")
       .def_static("bytes", &Trajectories::bytes, "lanes"_a, "lane_length"_a, "width"_a, "Bytes of a table.")
       .def("catch_up", &Trajectories::catch_up, "steps"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Looks at up to so many steps of each lane that are new; how many are left.")

@@ -240,3 +240,16 @@ def test_wherever_they_are_drawn(tmp_path, where, name):
     valid = batch["validity_mask"] if name == "sequence" else torch.ones(32, dtype=torch.bool)
     check(batch, every(4, 32) | (valid != valid.roll(-1)) | stored(batch))
     rb.close()
+
+
+def test_transforms_that_convert_everything():
+    to_numpy = lambda batch: {k: to_numpy(v) if isinstance(v, dict) else v.numpy() for k, v in batch.items()}  # noqa: E731
+    to_float = lambda batch: {k: to_float(v) if isinstance(v, dict) else v.float() for k, v in batch.items()}  # noqa: E731
+    for change in (to_numpy, to_float):
+        rb = ReplayBuffer(storage=LazyTensorStorage(200), sampler=SliceSampler(slice_len=4), transform=change)
+        rb.extend(rows())
+        batch = rb.sample(32)
+        assert set(batch) == {"episode", "i", "action", "next"}
+        assert set(batch["next"]) == {"reward", "done"}
+        assert type(batch["next"]["done"]) is type(batch["i"])
+        assert batch["next"]["done"].flatten().tolist() == (batch["i"] % EPISODE == EPISODE - 1).tolist()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.wiring import Wiring
     from engram.store import Key
-    from engram.types import Entry, Shown
+    from engram.types import Entry, Info, Shown
 
 
 class ReadPath:
@@ -81,7 +81,7 @@ class ReadPath:
             batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
             return self.waited(batch, start)
         since = memory.core.begin_wait() if timeout is not None and memory is not None else 0
-        shown: Shown = "beside" if return_info or (wiring.transform.reads and wiring.reads_windows) else "nothing"
+        shown: Shown = "beside" if return_info or wiring.transform.reads else "nothing"
         if self.shows_rows:
             shown = "beside" if wiring.transform.reads or wiring.collates else "within"
         columns, rows, info = self.read(key, batch_size, shown)
@@ -136,19 +136,22 @@ class ReadPath:
         if wiring.transform.reads:
             device = getattr(data, "device", None)
             data = self.copied(data, stacked=wiring.collate_fn is None)
-            data = self.transformed(data, wiring, None if rows is None else rows.shape, info)
+            data = self.transformed(data, wiring, None if rows is None else rows.shape, cast("Info", info))
         if self.shows_rows:
             data = self.attached(data, rows, info)
         sample = (data, self.info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, device)
 
-    def transformed(self, data: Any, wiring: Wiring, shape: tuple[int, ...] | None, info: Mapping[Any, Any]) -> Any:
+    def transformed(
+        self, data: object, wiring: Wiring, shape: tuple[int, ...] | None, info: Mapping[Entry, object]
+    ) -> object:
         """A batch as the transforms return it, to which flags say where windows end. ``wiring``: of what was drawn; ``shape``: of rows."""
         transform = self._wiring.transform
-        if shape is None or not (wiring.reads_windows or "sequence_id" in info):
-            return transform.forward(data)
+        if shape is None or not (wiring.of_sampler.draws_windows or "sequence_id" in info):
+            made: object = transform.forward(data)
+            return made
         marks = WindowMarks(wiring, info, shape)
-        return marks.reset_in(transform.forward(marks.set_in(data)), info if self.shows_rows else {})
+        return marks.reset_in(transform.forward(marks.set_in(data)), info if self.shows_rows else ())
 
     def attached(self, data: object, rows: Any, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
         """The batch with the entries that say which rows it holds."""

@@ -14,7 +14,6 @@ from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
 from engram.types import Sampler, Traits, Writer
 from engram.units.reading import Named
-from engram.units.sequence import WindowUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,11 +137,6 @@ class Wiring:
             self.unit.check(storage, self.source)
         self.source.bind(storage)
         self.placer.register_storage(storage)
-
-    @property
-    def reads_windows(self) -> bool:
-        """Whether batches are of windows, by the sampler or by the unit."""
-        return self.of_sampler.draws_windows or isinstance(self.unit, WindowUnit)
 
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, or the buffer is closed: forget what was kept of them."""

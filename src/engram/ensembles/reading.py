@@ -206,9 +206,7 @@ class EnsembleReadPath(ReadPath):
             return data
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
-        entries: dict[object, object] = {_INDEX: index, _IDS: named}
-        entries.update(info.items())
-        attach(data, tuple(lead), entries)
+        attach(data, tuple(lead), {_INDEX: index, _IDS: named, **info})
         return data
 
     def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class CatFrames(Transform):
     """Joins each frame of a window with the ``N - 1`` frames before it. TorchRL's, for batches of windows.
 
-    Batches are ``[*batch, T]``, TensorDicts or dicts ``[B, T]``, as those of slice samplers with ``flat=False``. A frame ``[*shape]``
+    Batches are ``[*batch, T]``, TensorDicts or dicts ``[B, T]``, as those of slice samplers with ``flat=False``; or flat batches of a
+    buffer, which says where each window ends. A frame ``[*shape]``
     becomes ``[..., N * shape[dim], ...]``, oldest first. Where a trajectory begins inside the window, at its first step or after
     ``("next", done_key)``, its first frame (``padding="same"``) or ``padding_value`` (``"constant"``) replaces the missing ones. A key
     ``("next", k)`` beside ``k`` gives the frames up to the next one: the frame before the first of them is ``k``.

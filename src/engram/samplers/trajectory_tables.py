@@ -148,9 +148,8 @@ class TrajectoryKeys(NamedTuple):
         if ids or ends:
             return Boundaries(tuple(ids), tuple(numbers[key] for key in ends), bool(ends) and self.end_when == "all")
         got = [public(field.key) for field in fields] if numbers else "rows of one tensor each"
-        flags, also = END_KEYS if self.end_keys is None else self.end_keys, ""
-        if self.end_keys is None:
-            also = f", or of these names beside the observation, or with a {STEP_TYPE!r} of integers"
+        usual = f", or of these names beside the observation, or with a {STEP_TYPE!r} of integers"
+        flags, also = (END_KEYS, usual) if self.end_keys is None else (self.end_keys, "")
         raise RuntimeError(
             f"{call}: expected rows with one of the trajectory ids {[public(key) for key in wanted]}, or of the end flags "
             f"{[public(key) for key in flags]}{also}, got {got}. Name a stored field with traj_key or end_keys."

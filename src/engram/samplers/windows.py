@@ -163,10 +163,6 @@ class WindowSampler(NativeSampler):
         keys = TrajectoryKeys(settings.traj_key, ends, settings.index, settings.end_when)
         return keys if settings.static is None else None
 
-    def even_steps(self, total: int) -> int:
-        """Steps of each window of a batch of ``total`` steps; 0: windows may differ in length."""
-        return self.settings.even_steps(total)
-
     def _clock(self) -> tuple[int, int]:
         """Ticket number of the store's next write, and the number that states count from."""
         memory = None if self._storage is None else self._storage.memory

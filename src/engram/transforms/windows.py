@@ -69,10 +69,7 @@ def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | Non
     """
     found = None if key is None else find(data, ("next", *path_of(key)))
     ends: Tensor | None = find(data, WINDOW_ENDS)
-    if ends is not None and ends.ndim == dims + 1:
-        ends = ends.to(torch.bool).squeeze(-1)
-    else:
-        ends = None
+    ends = None if ends is None or ends.ndim != dims + 1 else ends.to(torch.bool).squeeze(-1)
     if found is None:
         return ends
     flags = torch.as_tensor(found).to(torch.bool)
@@ -87,8 +84,8 @@ def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | Non
 class ActionChunkTransform(Transform):
     """Gives each step of a window its action and the ``chunk_size - 1`` actions after it: what a policy of chunks learns. TorchRL's.
 
-    Actions ``[*batch, T, A]`` become ``[*batch, T, chunk_size, A]`` under ``chunk_key``. After the window and after an end
-    ``("next", done_key)`` the last action is repeated; ``pad_key``, bool ``[*batch, T, chunk_size]``, says where.
+    Actions ``[*batch, T, A]`` become ``[*batch, T, chunk_size, A]`` under ``chunk_key``. After a window, also one of a flat batch of a
+    buffer, and after an end ``("next", done_key)`` the last action is repeated; ``pad_key``, bool ``[*batch, T, chunk_size]``, says where.
 
     Args:
         chunk_size: number of actions, at least 1.
