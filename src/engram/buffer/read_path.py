@@ -21,7 +21,7 @@ from engram.store import ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from engram.buffer.wiring import Wiring
     from engram.store import Key
@@ -146,12 +146,11 @@ class ReadPath:
         self, data: object, wiring: Wiring, shape: tuple[int, ...] | None, info: Mapping[Entry, object]
     ) -> object:
         """A batch as the transforms return it, to which flags say where windows end. ``wiring``: of what was drawn; ``shape``: of rows."""
-        transform = self._wiring.transform
-        if shape is None or not (wiring.of_sampler.draws_windows or "sequence_id" in info):
-            made: object = transform.forward(data)
-            return made
-        marks = WindowMarks(wiring, info, shape)
-        return marks.reset_in(transform.forward(marks.set_in(data)), info if self.shows_rows else ())
+        windows = wiring.of_sampler.draws_windows or "sequence_id" in info
+        kept: Collection[Entry] = info if self.shows_rows else ()
+        marks = WindowMarks(wiring, info, shape, kept) if windows and shape is not None else None
+        made: object = self._wiring.transform.forward(data if marks is None else marks.set_in(data))
+        return made if marks is None else marks.reset_in(made)
 
     def attached(self, data: object, rows: Any, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
         """The batch with the entries that say which rows it holds."""

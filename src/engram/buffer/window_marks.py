@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._tensordict import is_tensor_collection, is_tensorclass
+from engram._tensordict import is_plain_tensordict, is_tensor_collection, is_tensorclass
+from engram._tensordict import put as put_fields
 from engram.expanders import Expander
 from engram.field_paths import public
 from engram.nested import has_entries, is_tensordict
 from engram.samplers.windows import WindowSampler
-from engram.transforms._base import find, path_of, put, shallow
+from engram.transforms._base import find, path_of, put
 from engram.transforms.windows import WINDOW_ENDS
 from engram.units.sequence import WindowUnit
 
@@ -30,8 +31,10 @@ _MASKS = (("collector", "mask"), "validity_mask")
 class WindowMarks:
     """What transforms see of a batch besides its fields: flags at the end of each window, masks, and :data:`WINDOW_ENDS`."""
 
-    def __init__(self, wiring: Wiring, info: Mapping[Entry, object], shape: tuple[int, ...]) -> None:
-        """``info``: of a batch of windows, with rows of that shape."""
+    def __init__(
+        self, wiring: Wiring, info: Mapping[Entry, object], shape: tuple[int, ...], kept: Collection[Entry]
+    ) -> None:
+        """``info``: of a batch of windows, with rows of that shape. ``kept``: keys that are set again after the transforms."""
         unit, source = wiring.unit, wiring.source
         sampler = source.innermost if isinstance(source, Expander) else source
         truncated: FieldPath | None = ("next", "truncated")
@@ -41,7 +44,7 @@ class WindowMarks:
         done = truncated and (*truncated[:-1], "done")
         if isinstance(unit, WindowUnit):
             done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
-        self._shape, self._ends = shape, _ends_in(info, shape, truncated, even)
+        self._shape, self._kept, self._ends = shape, kept, _ends_in(info, shape, truncated, even)
         #: Flags in which ends of windows are set.
         self._flags = [path for path in (truncated, done) if path is not None]
         #: By path: what is set in a batch, ``[*shape, ...]``, and what was stored there.
@@ -51,6 +54,8 @@ class WindowMarks:
             if isinstance(value, Tensor) and value.dtype is torch.bool and key not in source.computed_keys
         }
         self._stored: dict[FieldPath, object] = {}
+        #: Whether the flags that the sampler has made say all.
+        self._as_marked = not any(key in info for key in _MASKS) and "sequence_id" not in info
 
     def set_in(self, data: object) -> object:
         """A batch, new from the storage, with the marks. Another form than a TensorDict or a dict stays as it is."""
@@ -58,61 +63,62 @@ class WindowMarks:
         if ends is None or not has_entries(data) or (is_tensordict(data) and data.batch_size[:lead] != self._shape):
             return data
         for path in self._flags:
-            flag = self._marks.get(path, find(data, path))
-            if flag is None:
+            flag = self._marks.get(path)
+            if flag is not None and self._as_marked:
+                continue
+            if flag is None and (flag := find(data, path)) is None:
                 flag = ends.new_zeros(*self._shape, 1)
             if isinstance(flag, Tensor) and flag.shape[:lead] == self._shape:
-                self._marks[path] = flag.masked_fill(
-                    ends.to(flag.device).reshape(*self._shape, *(1,) * (flag.ndim - lead)), 1
-                )
+                here = ends.to(flag.device).reshape(*self._shape, *(1,) * (flag.ndim - lead))
+                self._marks[path] = flag.masked_fill(here, 1)
         self._marks[(WINDOW_ENDS,)] = ends.unsqueeze(-1)
         if is_tensorclass(data):  # which has no other fields
             self._marks = {path: mark for path, mark in self._marks.items() if find(data, path) is not None}
-        self._stored = {path: find(data, path) for path in self._marks}
+        self._stored = {path: find(data, path) for path in self._marks if public(path) not in self._kept}
         data = _open(data)
         if is_tensordict(data):
             attach(data, self._shape, {public(path): mark for path, mark in self._marks.items()})
-            self._marks = {path: find(data, path) for path in self._marks}
+            self._marks.update((path, find(data, path)) for path in self._stored)
             return data
         for path, mark in self._marks.items():
             put(data, path, mark)
         return data
 
-    def reset_in(self, data: object, kept: Collection[Entry]) -> object:
-        """What transforms returned, with flags as they are stored where no transform changed them. ``kept``: keys that are set again."""
+    def reset_in(self, data: object) -> object:
+        """What transforms returned, with flags as they are stored where no transform changed them."""
         for path, stored in self._stored.items():
             now, mark = find(data, path), self._marks[path]
-            if now is None or public(path) in kept or not (path == (WINDOW_ENDS,) or _are_equal(now, mark)):
+            if now is None or not (path == (WINDOW_ENDS,) or _are_equal(now, mark)):
                 continue
             data = _open(data)
             if not isinstance(stored, Tensor):
                 _remove(data, path)
             else:
                 like = torch.as_tensor(now)
-                value = stored.reshape(like.shape).to(
-                    like.device, stored.dtype if like.dtype is mark.dtype else like.dtype
-                )
+                dtype = stored.dtype if like.dtype is mark.dtype else like.dtype
+                value = stored.reshape(like.shape).to(like.device, dtype)
                 put(data, path, value if isinstance(now, Tensor) else value.numpy())
         return data
 
 
-def _ends_in(
-    info: Mapping[Entry, object], shape: tuple[int, ...], truncated: FieldPath | None, even: int
-) -> Tensor | None:
+def _ends_in(info: Mapping[Entry, object], shape: tuple[int, ...], last: FieldPath | None, even: int) -> Tensor | None:
     """Bool ``[*shape]``: the last steps of windows, and those before and after which padding begins. None: not known.
 
-    ``truncated``: the mark of the last steps. ``even``: steps of each window; 0: not known.
+    ``last``: the mark of the last steps. ``even``: steps of each window; 0: not known.
     """
-    found = [info.get(key) for key in (public(truncated or ()), "sequence_id", *_MASKS)]
+    found = [info.get(key) for key in (public(last or ()), "sequence_id", *_MASKS)]
     marked, number, *masks = (of if isinstance(of, Tensor) else None for of in found)
     mask = next((of.reshape(shape) for of in masks if of is not None), None)
+    if marked is not None and mask is None and number is None:
+        return marked.reshape(*shape, -1)[..., 0]
     place = torch.arange(1, shape[-1] + 1, device=next((of.device for of in (marked, mask) if of is not None), None))
     if number is not None:
         ends: Tensor = number.reshape(shape) != number.reshape(shape).roll(-1, -1)
     elif marked is not None:
-        ends = marked.reshape(*shape, -1)[..., 0].clone()
-        if mask is not None:  # windows of one length, each of which has one end before its padding
-            ends |= place % (shape[-1] // ends.sum(-1, keepdim=True).clamp_min(1)) == 0
+        ends = marked.reshape(*shape, -1)[
+            ..., 0
+        ].clone()  # one in each window, before its padding; all are of one length
+        ends |= place % (shape[-1] // ends.sum(-1, keepdim=True).clamp_min(1)) == 0
     elif even:
         ends = (place % even == 0).expand(shape).clone()
     else:
@@ -133,8 +139,7 @@ def _are_equal(now: object, mark: Tensor) -> bool:
 
 def _open(data: object) -> object:
     """A batch to which entries can be added."""
-    copied: object = shallow(data, "sample") if is_tensordict(data) and data.is_locked else data
-    return copied
+    return data.copy() if is_tensordict(data) and data.is_locked else data
 
 
 def _remove(data: object, path: FieldPath) -> None:
@@ -157,6 +162,9 @@ def attach(data: Any, batch: tuple[int, ...], entries: Mapping[Entry, Tensor]) -
             f"{sorted(map(str, entries))} cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
         )
     missing = len(data.batch_size) - ours
+    if not missing and is_plain_tensordict(data) and not data.is_locked:
+        put_fields(data, entries)
+        return
     for key, value in entries.items():
         stored = data.get(key, None)
         if stored is not None and stored.shape == value.shape:  # a stored flag, marked

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engram import collate
-from engram._tensordict import add_fields, is_plain_tensordict, is_tensor_collection, put, wrap
+from engram._tensordict import add_fields, is_tensor_collection, put, wrap
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
@@ -199,11 +199,6 @@ class EnsembleReadPath(ReadPath):
         index = info.pop(_INDEX)
         lead = _lead(index, self._members)
         named = ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
-        if is_plain_tensordict(data) and data.batch_size == lead and not data.is_locked:
-            both = wrap({"index": index, "buffer_ids": named}, data.batch_size, data.device)
-            put(data, info)
-            put(data, {"index": both})
-            return data
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
         attach(data, tuple(lead), {_INDEX: index, _IDS: named, **info})

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from engram.query.boundaries import boundaries_of
 from engram.query.predicates import TrajectoryPredicate, holds, reject
 from engram.query.segments import Segments, missing
+from engram.query.splitting import boundaries_of, filter_trajectories
 from engram.samplers.trajectory_tables import numbers_by_path, shared_table
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ class Query:
         """The same of a list's items, which lie in memory as they are."""
         from tensordict import TensorDictBase
 
-        from engram.query.splitting import filter_trajectories
         from engram.query.trajectory import Trajectory
 
         extent = storage.extent()

@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from engram._dtypes import DTYPE_NAMES
+from engram._words import warn
+from engram.field_paths import as_path, public
 from engram.format.schema import Field
-from engram.query.boundaries import boundaries_of
 from engram.query.predicates import holds, reject
-from engram.samplers.trajectory_tables import step_type_bytes
+from engram.samplers.trajectory_tables import TrajectoryKeys, step_type_bytes
 from engram.trajectories import find_start_stop_traj
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tensordict import TensorDictBase
 
+    from engram.field_paths import FieldPath
     from engram.query.trajectory import Trajectory
+    from engram.samplers.trajectory_tables import Boundaries
 
 #: Step types, as dm_env numbers them.
 _FIRST, _LAST = 0, 2
@@ -75,6 +78,35 @@ def check_flat(data: object, call: str) -> None:
         raise TypeError(f"{call}: expected a TensorDict, got {type(data).__name__}.")
     if data.batch_dims != 1:
         raise ValueError(f"{call}: expected a TensorDict with one batch dimension, [N], got {list(data.batch_size)}.")
+
+
+def boundaries_of(fields: Sequence[Field], numbers: dict[FieldPath, int], given: object, call: str) -> Boundaries:
+    """Where trajectories end among rows of these fields, with a warning where no id says it.
+
+    Raises ``KeyError``: no field says it. ``TypeError``: no key.
+
+    Args:
+        fields, numbers: as :meth:`TrajectoryKeys.boundaries`.
+        given: the field with ids; None: the usual ones.
+    """
+    path = as_path(given, f"{call}: trajectory_key")
+    known = [public(key) for key in sorted(numbers)]
+    if path is not None and path not in numbers:
+        raise KeyError(f"{call}: trajectory_key: expected a stored field, one of {known}, got {public(path)!r}.")
+    try:
+        found = TrajectoryKeys(path, None, None).boundaries(fields, numbers, call)
+    except RuntimeError:
+        raise KeyError(
+            f"{call}: expected trajectory ids, such as ('collector', 'traj_ids') or 'episode', or end flags such as ('next', 'done'), "
+            f"got {known}. Name their field: trajectory_key=…."
+        ) from None
+    if not found.ids:
+        warn(
+            f"{call}: expected trajectory ids, such as the field ('collector', 'traj_ids') or 'episode', got the end flags "
+            f"{[public(fields[number].key) for number in found.ends]} only: a trajectory whose last step has none is taken for a part of "
+            "the next one. Store ids, or name their field: trajectory_key=…."
+        )
+    return found
 
 
 def _parts(data: TensorDictBase, trajectory_key: object, call: str) -> tuple[list[int], list[int]]:

@@ -86,10 +86,8 @@ def stored_ends(fields: Sequence[Field], known: Container[FieldPath]) -> list[Fi
     """
     ends = [key for key in END_KEYS if key in known] or [key[1:] for key in END_KEYS if key[1:] in known]
     types = [field for field in fields if field.key in known and step_type_bytes(field)]
-    for ahead in (False, True):
-        some = [field for field in types if ("next" in field.key[:-1]) is ahead]
-        ends += [field.key for field in of_the_step(some)[:1]]
-    return ends
+    sides = ([field for field in types if ("next" in field.key[:-1]) is ahead] for ahead in (False, True))
+    return ends + [field.key for some in sides for field in of_the_step(some)[:1]]
 
 
 def what_ends(fields: Sequence[Field], boundaries: Boundaries) -> tuple[list[int], list[int]]:
