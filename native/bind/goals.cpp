@@ -22,17 +22,12 @@ struct BoundGoals {
   Goal goal;
   std::uint64_t field;
   RowSpec spec;
-  std::vector<std::uint64_t> flags, step_types, whole;
 };
 
 nb::tuple read(const BoundGoals& self, const Store& store, Trajectories& table, Numbers rows, Numbers expected, Numbers places,
                std::uint64_t n, std::uint64_t key, std::uint64_t attempt) {
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
-  GoalDraw draw{self.goal, key, attempt, {}, self.step_types, self.whole};
-  for (const std::uint64_t number : self.flags) {
-    check(number < store.fields(), "a flag of the store");
-    draw.flags.push_back(store.field(number));
-  }
+  const GoalDraw draw{self.goal, key, attempt};
   const auto count = static_cast<std::int64_t>(n);
   OutputBuffers buffers;
   std::vector<std::int64_t> missing;
@@ -70,14 +65,12 @@ void bind_goals(nb::module_& m) {
   nb::class_<BoundGoals>(m, "Goals", "A field of the steps that are the goals of rows.")
       .def(
           "__init__",
-          [](BoundGoals* self, std::uint64_t goal, std::uint64_t field, const nb::tuple& spec, std::vector<std::uint64_t> flags,
-             std::vector<std::uint64_t> step_types, std::vector<std::uint64_t> whole) {
+          [](BoundGoals* self, std::uint64_t goal, std::uint64_t field, const nb::tuple& spec) {
             check(goal <= static_cast<std::uint64_t>(Goal::random), "one of four kinds of goals");
-            new (self) BoundGoals{static_cast<Goal>(goal), field, spec_of(spec), std::move(flags), std::move(step_types), std::move(whole)};
+            new (self) BoundGoals{static_cast<Goal>(goal), field, spec_of(spec)};
           },
-          "goal"_a, "field"_a, "spec"_a, "flags"_a, "step_types"_a, "whole"_a,
-          "goal: 0 this step or a later one of its trajectory, 1 the last one, 2 any, 3 any step of the store. flags, step_types, whole: as of "
-          "Expansion, but empty where the table knows them.")
+          "goal"_a, "field"_a, "spec"_a,
+          "goal: 0 this step or a later one of its trajectory, 1 the last one, 2 any, 3 any step of the store.")
       .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a, "places"_a.none(), "n"_a, "key"_a, "attempt"_a,
            "Of n rows with these tickets: ([n, *shape], positions without a goal now). The i-th takes the random numbers of position "
            "places[i]; None: i.");

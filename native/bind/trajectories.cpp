@@ -563,19 +563,19 @@ void bind_trajectories(nb::module_& m) {
   bind_completed(table);
   table.def(
           "__init__",
-          [](Trajectories* self, const Store& store, bool by_id, const std::vector<std::uint64_t>& which,
+          [](Trajectories* self, const Store& store, std::uint64_t ids, const std::vector<std::uint64_t>& which,
              const std::vector<std::uint64_t>& step_types, const std::vector<std::uint64_t>& whole, const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
              const std::vector<std::uint64_t>& strides, std::uint64_t width, std::uint64_t window, Address memory, std::uint64_t memory_bytes, const nb::object&) {
             check(data.size() == row_bytes.size() && data.size() == strides.size(), "one row size and stride per field");
-            Boundaries boundaries{by_id, {}, which, step_types, whole};
+            Boundaries boundaries{ids, {}, which, step_types, whole};
             for (std::size_t i = 0; i < data.size(); ++i) {
               boundaries.fields.push_back({at<std::byte>(data[i]), row_bytes[i], strides[i]});
             }
             new (self) Trajectories(store.control(), std::move(boundaries), width, window, block(memory, memory_bytes));
           },
-          "store"_a, "by_id"_a, "which"_a, "step_types"_a, "whole"_a, "fields"_a,
+          "store"_a, "ids"_a, "which"_a, "step_types"_a, "whole"_a, "fields"_a,
           "row_bytes"_a, "strides"_a, "width"_a, "window"_a, "memory"_a, "memory_bytes"_a, "owner"_a, nb::keep_alive<1, 14>(),
-          "`owner` holds all that memory and the store's, and lives as long as the table.")
+          "ids: how many of the fields, the first ones, hold ids. `owner` holds all that memory and the store's, and lives as long as the table.")
       .def_static("bytes", &Trajectories::bytes, "lanes"_a, "lane_length"_a, "width"_a, "Bytes of a table.")
       .def("catch_up", &Trajectories::catch_up, "steps"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Looks at up to so many steps of each lane that are new; how many are left.")

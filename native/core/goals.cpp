@@ -11,59 +11,10 @@ namespace {
 
 // Rows that are drawn for one goal among all, where writers that died have left rows without a step.
 constexpr std::uint64_t kTries = 64;
-constexpr std::uint64_t kPiece = 512;  // bytes of flags that are looked at at once
 // Numbers of goals do not depend on those by which the rows were drawn, with the same key.
 constexpr std::uint64_t kGoals = 0x68696E6473696768ull;
 
 }  // namespace
-
-// The places of a track that one field flags are looked for in pieces: flags are short, and most of them are not set.
-std::uint64_t Trajectories::piece(const GoalDraw& draw, std::size_t flag, std::uint64_t places) const {
-  const Field& field = draw.flags[flag];
-  const bool short_ones = width_ == 1 && draw.step_types[flag] == 0 && field.row_bytes > 0 && field.row_bytes <= kPiece / 8;
-  return short_ones ? std::min(places, kPiece / field.row_bytes) : 1;
-}
-
-// Whether none of n steps that follow one another, from a row on, is flagged. Of one piece.
-bool Trajectories::unflagged(const GoalDraw& draw, std::size_t flag, std::int64_t row, std::uint64_t n) const {
-  const Field& field = draw.flags[flag];
-  if (n == 1) {
-    const std::uint64_t step_type = draw.step_types[flag], whole = draw.whole[flag];
-    if (whole != 0) return !all(field, whole, row);
-    return !(step_type == 0 ? any(field, row) : is(field, step_type, row, StepType::last));
-  }
-  std::byte bytes[kPiece];
-  gather_run(field, static_cast<std::uint64_t>(row), n, bytes);
-  std::byte found{0};
-  for (std::uint64_t i = 0; i < n * field.row_bytes; ++i) found |= bytes[i];
-  return found == std::byte{0};
-}
-
-// The first place from `place` on that a flag says to be the last one of its trajectory; `last` if there is none before.
-std::uint64_t Trajectories::flagged_end(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t last) const {
-  for (std::size_t f = 0; f < draw.flags.size(); ++f) {
-    for (std::uint64_t at = place; at < last;) {
-      std::uint64_t n = piece(draw, f, std::min(last - at, steps_ - at % steps_));
-      while (n > 1 && !unflagged(draw, f, row(track, at), n)) n = (n + 1) / 2;
-      if (n == 1 && !unflagged(draw, f, row(track, at), 1)) last = at;
-      at += n;
-    }
-  }
-  return last;
-}
-
-// The place after the last one before `place` that is flagged; `first` if there is none.
-std::uint64_t Trajectories::flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const {
-  for (std::size_t f = 0; f < draw.flags.size(); ++f) {
-    for (std::uint64_t end = place; end > first;) {
-      std::uint64_t n = piece(draw, f, std::min(end - first, (end - 1) % steps_ + 1));
-      while (n > 1 && !unflagged(draw, f, row(track, end - n), n)) n = (n + 1) / 2;
-      if (n == 1 && !unflagged(draw, f, row(track, end - 1), 1)) first = end;
-      end -= n;
-    }
-  }
-  return first;
-}
 
 // One of all steps that are there, each equally often; -1 where none was found.
 std::int64_t Trajectories::any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,
@@ -81,7 +32,6 @@ std::int64_t Trajectories::any_row(const Views& views, const std::vector<std::ui
 void Trajectories::goals(const GoalDraw& draw, const std::int64_t* rows, const std::int64_t* expected, const std::int64_t* places,
                          std::uint64_t n, std::int64_t* goals, std::int64_t* numbers) {
   const OwnRows own(rows, n, control_.capacity());
-  check(draw.flags.size() == draw.step_types.size() && draw.flags.size() == draw.whole.size(), "what each flag is");
   const auto guard = locked();
   settle();
   const Random random(draw.key ^ kGoals);
@@ -100,8 +50,8 @@ void Trajectories::goals(const GoalDraw& draw, const std::int64_t* rows, const s
     if (anywhere) {
       goals[i] = any_row(all, ends, random, number, draw.attempt);
     } else {
-      const std::uint64_t first = draw.goal == Goal::episode ? flagged_begin(draw, v.track, place, v.first(run)) : place;
-      const std::uint64_t last = flagged_end(draw, v.track, place, v.end(run) - 1);
+      const std::uint64_t first = draw.goal == Goal::episode ? v.first(run) : place;
+      const std::uint64_t last = v.end(run) - 1;
       goals[i] = row(v.track, draw.goal == Goal::final ? last : first + random.below(last - first + 1, number, draw.attempt));
     }
     if (goals[i] >= 0) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(goals[i])));

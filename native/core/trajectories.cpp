@@ -46,14 +46,16 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
   check(width > 0 && (width == 1 || control_.lanes() == 1) && control_.lane_length() % width == 0,
         "columns that do not divide the only lane");
   check(window > 0, "a window of at least one step");
-  check(!boundaries_.by_id || boundaries_.fields.size() == 1, "one id field, or end fields");
+  check(boundaries_.ids <= boundaries_.fields.size(), "id fields that are among the fields");
   boundaries_.step_types.resize(boundaries_.fields.size());
   boundaries_.whole.resize(boundaries_.fields.size());
   for (const std::uint64_t size : boundaries_.whole) check(size <= kMostFlagBytes && std::has_single_bit(size | (size == 0)), "flags of a dtype");
   for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
     const std::uint64_t size = boundaries_.step_types[i];
-    check(size == 0 || (!boundaries_.by_id && size <= sizeof(std::uint64_t) && boundaries_.fields[i].row_bytes % size == 0),
+    check(size == 0 || (i >= boundaries_.ids && size <= sizeof(std::uint64_t) && boundaries_.fields[i].row_bytes % size == 0),
           "step types that are integers");
+    const bool flag = i >= boundaries_.ids && size == 0 && boundaries_.whole[i] == 0 && boundaries_.fields[i].row_bytes == 1;
+    flag ? flags_.push_back(boundaries_.fields[i]) : others_.push_back(i);
   }
   check(memory.size() >= bytes(control_.lanes(), control_.lane_length(), width), "a block shorter than the table");
   check(reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(Run) == 0, "a block that is not aligned to 8 bytes");
@@ -176,17 +178,20 @@ bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, 
 // step before it was lost.
 bool Trajectories::ends_in(std::size_t i, std::int64_t row, std::int64_t next) const {
   const Field& field = boundaries_.fields[i];
-  if (boundaries_.by_id) return !same(field, row, next);
+  if (i < boundaries_.ids) return !same(field, row, next);
   const std::uint64_t size = boundaries_.step_types[i], whole = boundaries_.whole[i];
   if (whole != 0) return all(field, whole, row);
   return size == 0 ? any(field, row) : is(field, size, row, StepType::last) || is(field, size, next, StepType::first);
 }
 
 bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
-  for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
-    if (ends_in(i, row, next)) return true;
+  std::byte set{0};
+  for (const Field& flag : flags_) {
+    std::byte one;
+    copy_from_shared(&one, flag.row(static_cast<std::uint64_t>(row)), 1);
+    set |= one;
   }
-  return false;
+  return set != std::byte{0} || std::any_of(others_.begin(), others_.end(), [&](std::size_t i) { return ends_in(i, row, next); });
 }
 
 // Whether a trajectory ends between two of n rows that follow one another. Of ids and flags, which are short, many are looked at at once.
@@ -205,8 +210,8 @@ bool Trajectories::ends_within(std::int64_t row, std::uint64_t n) const {
       }
       const std::uint64_t count = std::min(most, n - from), before_last = (count - 1) * size;
       gather_run(field, static_cast<std::uint64_t>(first), count, bytes);
-      if (boundaries_.by_id ? std::memcmp(bytes, bytes + size, before_last) != 0
-                            : std::any_of(bytes, bytes + before_last, [](std::byte b) { return b != std::byte{0}; })) {
+      if (i < boundaries_.ids ? std::memcmp(bytes, bytes + size, before_last) != 0
+                              : std::any_of(bytes, bytes + before_last, [](std::byte b) { return b != std::byte{0}; })) {
         return true;
       }
     }

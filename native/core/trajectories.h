@@ -38,11 +38,11 @@ bool any_is(const std::byte* from, std::uint64_t bytes, std::uint64_t size, Step
 /// Whether each of the flags of `size` bytes is set, of which there is at least one.
 bool all_set(const std::byte* from, std::uint64_t bytes, std::uint64_t size);
 
-/// What ends a trajectory: another content of the id field in the next step; or, in one of the fields, a byte other than zero; or
+/// What ends a trajectory: another content of an id field in the next step; or, in one of the other fields, a byte other than zero; or
 /// a step type: the last one, or the first one in the next step. Without fields only the ends of what is stored do.
 struct Boundaries {
-  bool by_id;
-  std::vector<Field> fields;         // exactly one if by_id
+  std::uint64_t ids;                 // how many of the fields, the first ones, hold ids
+  std::vector<Field> fields;
   std::vector<std::uint64_t> which;  // their numbers in the store, for edits; may be empty if they are not of the store
   std::vector<std::uint64_t> step_types = {};  // of each field the bytes of an integer, 0 for flags; may be empty: all are flags
   std::vector<std::uint64_t> whole = {};  // of each field the bytes of a flag if all flags must be set, 0 if one does; may be empty: one
@@ -113,8 +113,6 @@ enum class Goal { future, final, episode, random };
 struct GoalDraw {
   Goal goal;
   std::uint64_t key = 0, attempt = 0;     // attempt: how often it is drawn again
-  std::vector<Field> flags = {};          // fields that end a trajectory, whatever the table says
-  std::vector<std::uint64_t> step_types = {}, whole = {};  // of each, as in Boundaries
 };
 
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
@@ -361,10 +359,6 @@ class Trajectories final : public Index {
   Window window_around(std::int64_t row, const WindowSpec& spec, bool shifted) const;
   Window window_at(std::int64_t row, const WindowSpec& spec) const;
   bool append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
-  std::uint64_t piece(const GoalDraw& draw, std::size_t flag, std::uint64_t places) const;
-  bool unflagged(const GoalDraw& draw, std::size_t flag, std::int64_t row, std::uint64_t n) const;
-  std::uint64_t flagged_end(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t last) const;
-  std::uint64_t flagged_begin(const GoalDraw& draw, std::uint64_t track, std::uint64_t place, std::uint64_t first) const;
   std::int64_t any_row(const Views& views, const std::vector<std::uint64_t>& ends, const Random& random, std::uint64_t i,
                        std::uint64_t attempt) const;
   bool list_rows(const Window& window, const WindowSpec& spec, std::int64_t* rows, std::int64_t* numbers) const;
@@ -375,6 +369,8 @@ class Trajectories final : public Index {
 
   Control control_;
   Boundaries boundaries_;
+  std::vector<Field> flags_;         // of these fields: the flags of one byte
+  std::vector<std::size_t> others_;  // numbers of the rest
   std::uint64_t width_, steps_, tracks_, window_;
   LaneState* lanes_;
   TrackState* track_states_;

@@ -20,11 +20,11 @@ using Indices = std::vector<std::int64_t>;
 enum Fields : std::uint64_t { kStep, kEpisode, kFlag, kWide };
 
 struct World {
-  explicit World(Geometry g)
+  explicit World(Geometry g, bool flagged = false)
       : heap(g, {8, 8, 1, 40}),
         store(heap.open()),
         memory(Trajectories::bytes(g.lanes, g.lane_length, 1) / 8),
-        table(heap.view(), {true, {heap.fields[kEpisode]}, {kEpisode}}, 1, 1,
+        table(heap.view(), boundaries(flagged), 1, 1,
               {reinterpret_cast<std::byte*>(memory.data()), memory.size() * 8}) {
     store.attach(table);
   }
@@ -42,14 +42,12 @@ struct World {
     store.append(lane, steps, rows.in, nullptr);
   }
 
-  GoalDraw draw(Goal goal, std::uint64_t key, bool flags = false) const {
-    GoalDraw made{goal, key};
-    if (flags) {
-      made.flags = {heap.fields[kFlag]};
-      made.step_types = made.whole = {0};
-    }
-    return made;
+  Boundaries boundaries(bool flagged) const {
+    if (flagged) return {1, {heap.fields[kEpisode], heap.fields[kFlag]}, {kEpisode, kFlag}};
+    return {1, {heap.fields[kEpisode]}, {kEpisode}};
   }
+
+  GoalDraw draw(Goal goal, std::uint64_t key) const { return {goal, key}; }
 
   /// The step of the goal of each row.
   std::vector<double> steps(const GoalDraw& of, const Indices& rows) {
@@ -62,9 +60,9 @@ struct World {
   }
 
   /// Those that come for one row, over many keys.
-  std::set<double> all(Goal goal, std::int64_t row, bool flags = false) {
+  std::set<double> all(Goal goal, std::int64_t row) {
     std::set<double> found;
-    for (std::uint64_t key = 0; key < 400; ++key) found.insert(steps(draw(goal, key, flags), {row})[0]);
+    for (std::uint64_t key = 0; key < 400; ++key) found.insert(steps(draw(goal, key), {row})[0]);
     EXPECT(moved.empty());
     return found;
   }
@@ -97,16 +95,15 @@ TEST(they_go_on_across_the_end_of_the_array_and_not_across_the_seam) {
   EXPECT((w.all(Goal::episode, 4) == std::set<double>{3, 4}));  // of the first one that much is left
 }
 
-TEST(flags_beside_the_table_cut) {
-  World w(geometry(1, 2000));
+TEST(flags_beside_an_id_cut) {
+  World w(geometry(1, 2000), true);
   w.append(0, 1, 1500, 700);
   w.append(0, 1, 480, 100);  // in the rows 1500 to 1979
-  EXPECT((w.all(Goal::final, 3, true) == std::set<double>{700}));
-  EXPECT((w.all(Goal::final, 700, true) == std::set<double>{700}));
-  EXPECT((w.all(Goal::final, 701, true) == std::set<double>{100}));
-  EXPECT((w.all(Goal::final, 3) == std::set<double>{479}));
-  for (const double step : w.all(Goal::episode, 1601, true)) EXPECT(step > 100);
-  for (const double step : w.all(Goal::episode, 750, true)) EXPECT(step > 700 || step <= 100);
+  EXPECT((w.all(Goal::final, 3) == std::set<double>{700}));
+  EXPECT((w.all(Goal::final, 700) == std::set<double>{700}));
+  EXPECT((w.all(Goal::final, 701) == std::set<double>{100}));
+  for (const double step : w.all(Goal::episode, 1601)) EXPECT(step > 100);
+  for (const double step : w.all(Goal::episode, 750)) EXPECT(step > 700 || step <= 100);
 }
 
 TEST(the_same_key_gives_the_same_goals_wherever_a_row_stands) {

@@ -24,9 +24,9 @@ enum Fields : std::uint64_t { kStep, kEpisode, kDone, kCut, kFields };
 using Indices = std::vector<std::int64_t>;
 using Runs = std::vector<Indices>;  // rows of each trajectory, in order
 
-// What ends a trajectory in these tests: the episode, one flag, either of two, or step types (two int32 in place of the episode)
-// beside a flag.
-enum class By { episode, done, either, types };
+// What ends a trajectory in these tests: the episode, one flag, either of two, step types (two int32 in place of the episode) beside a
+// flag, or the episode beside a flag.
+enum class By { episode, done, either, types, both };
 
 struct World {
   World(Geometry g, By kind, std::uint64_t columns, std::uint64_t window)
@@ -40,6 +40,7 @@ struct World {
 
   Boundaries boundaries() const {
     if (by == By::episode) return {true, {heap.fields[kEpisode]}, {kEpisode}};
+    if (by == By::both) return {1, {heap.fields[kEpisode], heap.fields[kDone]}, {kEpisode, kDone}};
     if (by == By::done) return {false, {heap.fields[kDone]}, {kDone}};
     if (by == By::types) return {false, {heap.fields[kEpisode], heap.fields[kDone]}, {kEpisode, kDone}, {4, 0}};
     return {false, {heap.fields[kDone], heap.fields[kCut]}, {kDone, kCut}};
@@ -55,7 +56,10 @@ struct World {
     return static_cast<std::uint32_t>(both) == type || static_cast<std::uint32_t>(both >> 32) == type;
   }
   bool ends(std::int64_t row, std::int64_t next) const {
-    if (by == By::episode) return episode(row) != episode(next);
+    if (by == By::episode || by == By::both) {
+      if (episode(row) != episode(next)) return true;
+      if (by == By::episode) return false;
+    }
     if (by == By::types && (has_type(row, 2) || has_type(next, 0))) return true;
     const bool done = heap.fields[kDone].data[row] != std::byte{0}, cut = heap.fields[kCut].data[row] != std::byte{0};
     return done || (by == By::either && cut);
@@ -339,20 +343,20 @@ void write_episodes(World& w, const std::vector<std::uint64_t>& lengths, std::ui
 
 TEST(random_writes_of_one_lane) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
-    random_walk(geometry(1, 1 + seed % 23), By(seed % 4), 1, seed, 60);
+    random_walk(geometry(1, 1 + seed % 23), By(seed % 5), 1, seed, 60);
   }
 }
 
 TEST(random_writes_of_several_lanes) {
   for (std::uint64_t seed = 1000; seed < 1200; ++seed) {
-    random_walk(geometry(2 + seed % 4, 3 + seed % 17), By(seed % 4), 1, seed, 80);
+    random_walk(geometry(2 + seed % 4, 3 + seed % 17), By(seed % 5), 1, seed, 80);
   }
 }
 
 TEST(random_writes_of_columns) {
   for (std::uint64_t seed = 2000; seed < 2150; ++seed) {
     const std::uint64_t width = 2 + seed % 3;
-    random_walk(geometry(1, width * (2 + seed % 11)), By(seed % 4), width, seed, 80);
+    random_walk(geometry(1, width * (2 + seed % 11)), By(seed % 5), width, seed, 80);
   }
 }
 
@@ -387,7 +391,7 @@ TEST(mistakes_of_the_caller) {
   const std::span<std::byte> memory(reinterpret_cast<std::byte*>(w.memory.data()), w.memory.size() * 8);
   EXPECT_THROWS(std::invalid_argument, Trajectories(w.heap.view(), w.boundaries(), 2, 3, memory));
   EXPECT_THROWS(std::invalid_argument, Trajectories(w.heap.view(), w.boundaries(), 1, 0, memory));
-  EXPECT_THROWS(std::invalid_argument, Trajectories(w.heap.view(), {true, {}, {}}, 1, 3, memory));
+  EXPECT_THROWS(std::invalid_argument, Trajectories(w.heap.view(), {1, {}, {}}, 1, 3, memory));
   EXPECT_THROWS(std::invalid_argument, Trajectories(w.heap.view(), w.boundaries(), 1, 3, memory.first(4096)));
   EXPECT_THROWS(std::invalid_argument, w.table.draw(1, 1, {0}));
   EXPECT_THROWS(std::invalid_argument, w.table.draw(1, 1, {2, true, false, 2, 0}));

@@ -89,7 +89,7 @@ class Trajectories(Index):
     def __init__(
         self,
         store: Store,
-        by_id: bool,
+        ids: int,
         which: Sequence[int],
         step_types: Sequence[int],
         whole: Sequence[int],
@@ -342,9 +342,7 @@ class Expansion:
     ) -> tuple[list[Tensor], list[int]]: ...
 
 class Goals:
-    def __init__(
-        self, goal: int, field: int, spec: _Spec, flags: Sequence[int], step_types: Sequence[int], whole: Sequence[int]
-    ) -> None: ...
+    def __init__(self, goal: int, field: int, spec: _Spec) -> None: ...
     def read(
         self,
         store: Store,

@@ -149,15 +149,17 @@ def test_ends_of_streams(tmp_path, storage, terminated):
     rb.close()
 
 
-def test_ids_that_differ_are_not_ended():
-    writer, sampler = TensorDictRoundRobinWriter(track_generations=True), SliceSampler(slice_len=2, traj_key="id")
+def test_streams_whose_rows_have_ids_are_ended_too():
+    writer, sampler = TensorDictRoundRobinWriter(track_generations=True), SliceSampler(slice_len=4, traj_key="id")
     one = TensorDictReplayBuffer(storage=LazyTensorStorage(9), writer=writer, sampler=sampler)
     one.extend(rows(0, 4, id=torch.zeros(4, dtype=torch.int64)))
     rb = ReplayBufferEnsemble(one)
     rb.end_streams()
     assert bool(one[:]["next", "done"][3])
-    one.extend(rows(0, 3, id=torch.ones(3, dtype=torch.int64)))
-    with pytest.raises(RuntimeError, match="one trajectory id"):
+    one.extend(rows(0, 4, id=torch.zeros(4, dtype=torch.int64)))  # the number of the environment
+    assert set(one.sample(400)["index"].reshape(-1, 4)[:, 0].tolist()) == {0, 4}
+    one.set_sampler(SliceSampler(slice_len=2, traj_key="id", end_keys=[]))
+    with pytest.raises(RuntimeError, match="end_key"):
         rb.end_streams()
 
 

@@ -581,7 +581,7 @@ def test_returns_of_several_steps_are_refused():
 
 
 def test_other_boundaries_of_the_same_table_are_refused():
-    rb = buffer(SliceSampler(slice_len=2, end_key=("next", "done")), steps([4, 5], ids=True))
+    rb = buffer(SliceSampler(slice_len=2, end_keys=[]), steps([4, 5], ids=True))
     rb.sample()
     sampler = Hindsight(RandomSampler(), reward, traj_key="episode")
     other = TensorDictReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=4)

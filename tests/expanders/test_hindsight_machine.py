@@ -31,7 +31,7 @@ class HindsightMachine(StoreMachine):
 
     def make_rules(self, draw):
         self.by_id = draw(st.booleans())
-        return {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "done")]}
+        return {"traj_key": "episode"} if self.by_id else {"traj_key": "absent", "end_keys": [("next", "done")]}
 
     def make_sampler(self, draw):
         rules = self.make_rules(draw)
@@ -82,7 +82,7 @@ class HindsightOfWindowsMachine(HindsightMachine, TrajectoryMachine):
 
     def make_rules(self, draw):
         self.arguments = self.boundaries(draw)
-        own = {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "done")]}
+        own = {"traj_key": self.arguments["traj_key"], "end_keys": [("next", "done")]}
         return draw(st.sampled_from([own, {}]))
 
     def make_source(self, draw):

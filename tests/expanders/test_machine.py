@@ -45,7 +45,8 @@ class ExpanderMachine(StoreMachine):
 
     def make_rules(self, draw):
         self.by_id = draw(st.booleans())
-        return {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "terminated"), ("next", "truncated")]}
+        ends = [("next", "terminated"), ("next", "truncated")]
+        return {"traj_key": "episode"} if self.by_id else {"traj_key": "absent", "end_keys": ends}
 
     def make_sampler(self, draw):
         rules = self.make_rules(draw)
@@ -153,7 +154,7 @@ class WindowExpanderMachine(ExpanderMachine, TrajectoryMachine):
 
     def make_rules(self, draw):
         self.arguments = self.boundaries(draw)
-        own = {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "done")]}
+        own = {"traj_key": self.arguments["traj_key"], "end_keys": [("next", "done")]}
         return draw(st.sampled_from([own, {}]))
 
     def make_source(self, draw):

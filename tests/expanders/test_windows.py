@@ -134,12 +134,12 @@ def test_boundaries_are_those_of_the_sampler_inside(more):
 
 def test_boundaries_of_its_own():
     data = steps([3, 3, 3, 3])
-    inner = SliceSampler(slice_len=6, traj_key="half")
+    inner = SliceSampler(slice_len=6, traj_key="half", end_keys=[])
     data["half"] = torch.arange(12) // 6
     rb = buffer(RewardToGo(inner, end_keys=[("next", "done")], index="ends"), data)
     batch = rb.sample(60)
     assert (batch["reward_to_go"].flatten() == torch.tensor([6.0, 5, 3] * 20)).all()
-    rb.set_sampler(RewardToGo(SliceSampler(slice_len=6, traj_key="half"), end_keys=[("next", "done")]))
+    rb.set_sampler(RewardToGo(SliceSampler(slice_len=6, traj_key="half", end_keys=[]), end_keys=[("next", "done")]))
     with pytest.raises(IncompatibleStore, match="Give another index"):
         rb.sample(6)
 

@@ -198,16 +198,16 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class TrajectoryMachine(StoreMachine):
-    """Of samplers of windows: steps of one trajectory each, which ends by id or by flag."""
+    """Of samplers of windows: steps of one trajectory each, which ends by its flag, and where ids are looked at by its id."""
 
     def boundaries(self, draw):
         """The arguments of a sampler."""
         self.by_id, self.length, self.strict = draw(st.booleans()), draw(st.integers(1, 4)), draw(st.booleans())
-        keys = {"traj_key": "episode"} if self.by_id else {"end_key": ("next", "done")}
+        keys = {"traj_key": "episode" if self.by_id else "absent", "end_key": ("next", "done")}
         return {**keys, "slice_len": self.length, "strict_length": self.strict}
 
     def trajectories(self):
-        return self.rings.runs(lambda a, b: a.episode != b.episode if self.by_id else a.done)
+        return self.rings.runs(lambda a, b: a.done or (self.by_id and a.episode != b.episode))
 
     def starts(self):
         """The rows of each window that may be drawn, by its first row, and the number of its trajectory."""

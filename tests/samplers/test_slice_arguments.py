@@ -42,7 +42,6 @@ from tests.samplers.slicing import BOTH, buffer, steps, windows
         ({"slice_len": 1, "end_key": 1.5}, TypeError),
         ({"slice_len": 1, "traj_key": ()}, TypeError),
         ({"slice_len": 1, "end_keys": "done"}, TypeError),
-        ({"slice_len": 1, "end_keys": []}, TypeError),
         ({"slice_len": 1, "truncated_key": 1.5}, TypeError),
         ({"slice_len": 1, "init_key": ("a", 1.5)}, TypeError),
         ({"slice_len": 1, "index": ""}, ValueError),

@@ -38,24 +38,27 @@ def test_boundaries_by_default_and_by_name(cls):
         data = TensorDict({key: value for key, value in everything.items() if key not in missing}, [n])
         return runs_of(buffer(cls(slice_len=1, **arguments), data))
 
-    by_traj, by_episode, by_done = [4] * 3, [3] * 4, [2, 10]
+    by_traj, by_episode, by_done = [2, 2, 4, 4], [2, 1, 3, 3, 3], [2, 10]
     assert lengths() == by_traj
     assert lengths("collector") == by_episode
     assert lengths("collector", "episode") == by_done
-    assert lengths(traj_key="mine") == [6, 6]
+    assert lengths(traj_key="mine") == [2, 4, 6]
     assert lengths(traj_key="episode") == by_episode
     assert lengths(traj_key=("collector", "traj_ids")) == by_traj
-    assert lengths(end_key=("next", "cut")) == [5, 7]
-    assert lengths(end_keys=[("next", "cut"), ("next", "end")]) == [5, 4, 3]
-    assert lengths(end_keys=["absent", ("next", "cut")]) == [5, 7]
-    assert lengths(traj_key="mine", end_key=("next", "cut")) == [6, 6]
-    # A key that is not stored: the other kind, once.
+    assert lengths(end_key=("next", "cut")) == [4, 1, 3, 4]
+    assert lengths(end_keys=[("next", "cut"), ("next", "end")]) == [4, 1, 3, 1, 3]
+    assert lengths(end_keys=["absent", ("next", "cut")]) == [4, 1, 3, 4]
+    assert lengths(traj_key="mine", end_key=("next", "cut")) == [5, 1, 6]
+    # Ids alone.
+    assert lengths(end_keys=[]) == lengths(end_key="absent") == [4] * 3
+    assert lengths("collector", end_keys=["absent", "none"]) == [3] * 4
+    assert lengths(traj_key="mine", end_keys=[]) == [6, 6]
+    # A key that is not stored: the other kind.
     assert lengths(traj_key="absent") == by_done
     assert lengths(traj_key="absent", end_key=("next", "cut")) == [5, 7]
-    assert lengths(end_key="absent") == by_traj
-    assert lengths("collector", end_keys=["absent", "none"]) == by_episode
     for missing, arguments in [
         (("collector", "episode"), {"end_key": "absent"}),
+        (("collector", "episode"), {"end_keys": []}),
         (("next",), {"traj_key": "absent"}),
         (("next", "collector", "episode"), {}),
     ]:
@@ -65,18 +68,19 @@ def test_boundaries_by_default_and_by_name(cls):
 
 def test_one_end_key_merges_trajectories_that_end_by_another_flag():
     data = TensorDict({"next": TensorDict({"done": flags([3]), "truncated": flags([7])}, [12])}, [12])
-    assert runs_of(buffer(SliceSampler(slice_len=1), data)) == [4, 8]
+    assert runs_of(buffer(SliceSampler(slice_len=1, end_key=("next", "done")), data)) == [4, 8]
+    assert runs_of(buffer(SliceSampler(slice_len=1), data)) == [4, 4, 4]
     both = [("next", "done"), ("next", "truncated")]
     assert runs_of(buffer(SliceSampler(slice_len=1, end_keys=both), data)) == [4, 4, 4]
 
 
 @pytest.mark.parametrize("cls", BOTH)
 def test_usual_end_flags(cls):
-    """``done``, or else what it is made of, of the transition or else beside the observation; an expander's is the same table."""
+    """Each of the flags of the transition, or else of those beside the observation; an expander's is the same table."""
     done, terminated, truncated = flags([5]), flags([2]), flags([7, 11])
     both = [3, 5, 4]
     for below, expected in [
-        ({"done": done, "terminated": terminated, "truncated": truncated}, [6, 6]),
+        ({"done": done, "terminated": terminated, "truncated": truncated}, [3, 3, 2, 4]),
         ({"terminated": terminated, "truncated": truncated}, both),
         ({"truncated": truncated}, [8, 4]),
     ]:
@@ -89,7 +93,8 @@ def test_usual_end_flags(cls):
     with pytest.raises(RuntimeError, match="expected rows with one of"):
         runs_of(buffer(cls(slice_len=1, end_keys=["absent"]), TensorDict({"done": done}, [12])))
     typed = TensorDict({"done": done, "step_type": torch.tensor([0, 1, 1, 2] * 3)}, [12])
-    assert runs_of(buffer(cls(slice_len=1), typed)) == [4, 4, 4]
+    assert runs_of(buffer(cls(slice_len=1), typed)) == [4, 2, 2, 4]
+    assert runs_of(buffer(cls(slice_len=1, end_key="done"), typed)) == [6, 6]
 
 
 @pytest.mark.parametrize(
@@ -209,25 +214,28 @@ def test_columns_have_trajectories_of_their_own():
 
 
 def test_edits_of_boundaries_are_seen_and_others_change_nothing():
-    rb = buffer(SliceSampler(slice_len=2), steps([4, 4, 4]), capacity=20)
+    def numbered(*lengths, **more):
+        return steps(*lengths, **more).exclude("next")
+
+    rb = buffer(SliceSampler(slice_len=2), numbered([4, 4, 4]), capacity=20)
     assert runs_of(rb) == [4, 4, 4]
     rb.set_at_("episode", torch.tensor([9, 9]), [5, 6])
     assert runs_of(rb) == [4, 1, 2, 1, 4]
     rb["episode"] = torch.arange(12) // 6
     assert runs_of(rb) == [6, 6]
-    rb[3:5] = steps([1, 1], first=7)
+    rb[3:5] = numbered([1, 1], first=7)
     assert runs_of(rb) == [3, 1, 1, 1, 6]
     table = rb.sampler._table
     rb.set_at_("step", torch.tensor([100]), [0])
     assert runs_of(rb) == [3, 1, 1, 1, 6]
     assert rb.sampler._table is table
     # By number, ahead of the cursor, where the seam is: rows 12 and 13 become live as zeros.
-    rb.storage.set(range(14, 16), steps([2], first=40))
+    rb.storage.set(range(14, 16), numbered([2], first=40))
     assert runs_of(rb) == [2, 2, 3, 1, 1, 1, 6]
     rb.empty()
     with pytest.raises(NoSampleable):
         rb.sample(4)
-    rb.extend(steps([3]))
+    rb.extend(numbered([3]))
     assert runs_of(rb) == [3]
 
 
@@ -321,11 +329,13 @@ def test_step_types_that_are_named_end_trajectories_too():
         assert rb.sample(3)["time_step", "observation"].tolist() == [0, 1, 2]
 
 
-def test_an_id_or_a_flag_counts_before_step_types():
-    rows = TensorDict(
-        {"episode": torch.zeros(6), "step_type": torch.tensor([0, 2, 0, 2, 0, 2]), "step": torch.arange(6)}, [6]
-    )
-    assert buffer(SliceSampler(slice_len=6), rows).sample(6)["step"].tolist() == [0, 1, 2, 3, 4, 5]
+def test_step_types_count_beside_ids():
+    types = torch.tensor([0, 2, 0, 1, 0, 2])  # the last step of the second trajectory was lost
+    rows = TensorDict({"episode": torch.zeros(6), "step_type": types, "step": torch.arange(6)}, [6])
+    assert runs_of(buffer(SliceSampler(slice_len=2), rows)) == [2, 2, 2]
+    assert runs_of(buffer(SliceSampler(slice_len=2, end_keys=[]), rows)) == [6]
+    ahead = TensorDict({"episode": torch.zeros(6), "next": {"step_type": torch.tensor([1, 2, 1, 2, 1, 1])}}, [6])
+    assert runs_of(buffer(SliceSampler(slice_len=2), ahead)) == [2, 2, 2]
     rows = TensorDict({"step_type": torch.tensor([0.0, 2.0]), "step": torch.arange(2)}, [2])
     with pytest.raises(RuntimeError, match=r"or with a 'step_type' of integers, got \['step_type', 'step'\]"):
         buffer(SliceSampler(slice_len=2), rows).sample(2)

@@ -32,8 +32,8 @@ def test_batches_are_windows_of_one_trajectory(cls, arguments):
 
 @pytest.mark.parametrize("cls", BOTH)
 def test_marks_and_index(cls):
-    terminated = torch.rand(20, 1, generator=seeded()) < 0.5
     data = steps([5, 6, 9])
+    terminated = data["next", "done"] & (torch.rand(20, 1, generator=seeded()) < 0.5)
     data["next", "terminated"] = terminated
     rb = buffer(cls(slice_len=3), data, batch_size=9)
     for _ in range(10):
@@ -120,7 +120,7 @@ def test_transforms_and_collate_functions():
 def test_rows_with_batch_dimensions():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=3))
     done = torch.zeros(6, 2, 1, dtype=torch.bool)
-    done[4, 1] = done[1, 0] = True
+    done[5, 1] = done[2, 0] = True
     data = {
         "episode": torch.arange(6).unsqueeze(-1).expand(6, 2) // 3,
         "is_init": done.clone(),

@@ -43,8 +43,8 @@ def test_samplers_of_a_store_share_a_table_of_one_name():
     one.extend(steps([5], first=2))  # a write through one is seen by all
     assert runs_of(other) == runs_of(named) == [4, 6, 5]
     with pytest.raises(IncompatibleStore, match="Give another index=… name"):
-        buffer(SliceSampler(slice_len=2, end_key=("next", "done")), storage=storage).sample(4)
-    buffer(SliceSampler(slice_len=2, end_key=("next", "done"), index="ends"), storage=storage).sample(4)
+        buffer(SliceSampler(slice_len=2, end_keys=[]), storage=storage).sample(4)
+    buffer(SliceSampler(slice_len=2, end_keys=[], index="ids"), storage=storage).sample(4)
 
 
 def test_the_table_outlives_storage_and_buffer():
@@ -251,12 +251,12 @@ class Runs(RuleBasedStateMachine):
     @initialize(
         lanes=st.integers(1, 3),
         length=st.integers(1, 9),
-        by_id=st.booleans(),
+        by=st.sampled_from(["ids", "ends", "both"]),
         late=st.booleans(),
     )
-    def start(self, lanes, length, by_id, late):
-        self.rings, self.by_id = Rings(lanes, length), by_id
-        key = {"traj_key": "id"} if by_id else {"end_keys": ["done", "cut"]}
+    def start(self, lanes, length, by, late):
+        self.rings, self.by = Rings(lanes, length), by
+        key = {"traj_key": "absent" if by == "ends" else "id", "end_keys": [] if by == "ids" else ["done", "cut"]}
         self.rb = ReplayBuffer(
             storage=LazyTensorStorage(lanes * length, lanes=lanes), sampler=SliceSampler(slice_len=1, **key)
         )
@@ -294,7 +294,9 @@ class Runs(RuleBasedStateMachine):
         self.rings.clear()
 
     def runs(self):
-        return self.rings.runs(lambda a, b: a[0] != b[0] if self.by_id else a[1] or a[2])
+        return self.rings.runs(
+            lambda a, b: (self.by != "ends" and a[0] != b[0]) or (self.by != "ids" and (a[1] or a[2]))
+        )
 
     @invariant()
     def agrees(self):

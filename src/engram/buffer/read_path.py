@@ -12,6 +12,7 @@ from torch import Tensor
 from engram import collate, samplers
 from engram._tensordict import add_fields, is_lazy_stack
 from engram.buffer.drawn import TICKETS
+from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
 from engram.retries import Retries
@@ -20,9 +21,11 @@ from engram.store import ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from engram.buffer.wiring import Wiring
     from engram.store import Key
-    from engram.types import Entry, Shown
+    from engram.types import Entry, Info, Shown
 
 
 class ReadPath:
@@ -78,7 +81,7 @@ class ReadPath:
             batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
             return self.waited(batch, start)
         since = memory.core.begin_wait() if timeout is not None and memory is not None else 0
-        shown: Shown = "beside" if return_info else "nothing"
+        shown: Shown = "beside" if return_info or wiring.transform.reads else "nothing"
         if self.shows_rows:
             shown = "beside" if wiring.transform.reads or wiring.collates else "within"
         columns, rows, info = self.read(key, batch_size, shown)
@@ -132,11 +135,22 @@ class ReadPath:
         device = None
         if wiring.transform.reads:
             device = getattr(data, "device", None)
-            data = wiring.transform.forward(self.copied(data, stacked=wiring.collate_fn is None))
+            data = self.copied(data, stacked=wiring.collate_fn is None)
+            data = self.transformed(data, wiring, None if rows is None else rows.shape, cast("Info", info))
         if self.shows_rows:
             data = self.attached(data, rows, info)
         sample = (data, self.info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, device)
+
+    def transformed(
+        self, data: object, wiring: Wiring, shape: tuple[int, ...] | None, info: Mapping[Entry, object]
+    ) -> object:
+        """A batch as the transforms return it, to which flags say where windows end. ``wiring``: of what was drawn; ``shape``: of rows."""
+        windows = wiring.of_sampler.draws_windows or "sequence_id" in info
+        kept: Collection[Entry] = info if self.shows_rows else ()
+        marks = WindowMarks(wiring, info, shape, kept) if windows and shape is not None else None
+        made: object = self._wiring.transform.forward(data if marks is None else marks.set_in(data))
+        return made if marks is None else marks.reset_in(made)
 
     def attached(self, data: object, rows: Any, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
         """The batch with the entries that say which rows it holds."""

@@ -13,6 +13,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.row_access import RowAccess
+from engram.buffer.window_marks import attach
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.limits import WAIT_S, checked_timeout
 from engram.units import Sequence
@@ -320,27 +321,6 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     @classmethod
     def open_arguments(cls, record: dict[str, Any]) -> dict[str, Any]:
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
-
-
-def attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> None:
-    """Add entries ``[*batch, ...]`` to a batch of another form than ours. Raises ``RuntimeError``: it has another size, or no entries."""
-    if not is_tensor_collection(data):
-        raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
-    ours = len(batch)
-    if data.batch_size[:ours] != batch:
-        was = batch[0] if ours == 1 else list(batch)
-        raise RuntimeError(
-            f"sample: a transform or collate_fn changed the batch size from {was} to {list(data.batch_size)}, so "
-            f"{sorted(map(str, entries))} cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
-        )
-    missing = len(data.batch_size) - ours
-    for key, value in entries.items():
-        stored = data.get(key, None)
-        if stored is not None and stored.shape == value.shape:  # a stored flag, marked
-            data.set(key, value)
-            continue
-        laid_out = value.reshape(*value.shape[:ours], *(1,) * missing, *value.shape[ours:])
-        data.set(key, laid_out.expand(*data.batch_size, *value.shape[ours:]))
 
 
 def _to_store(data: Any, call: str) -> object:

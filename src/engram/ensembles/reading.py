@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from engram import collate
-from engram._tensordict import add_fields, is_plain_tensordict, is_tensor_collection, put, wrap
+from engram._tensordict import add_fields, is_tensor_collection, put, wrap
 from engram.buffer.read_path import ReadPath
-from engram.buffer.tensordict import attach
+from engram.buffer.window_marks import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
 from engram.fleet import plans
 from engram.limits import WAIT_S
@@ -161,7 +161,8 @@ class EnsembleReadPath(ReadPath):
             data = self._collated(parts, rows)
             computed = {key: flat for part in parts for key, flat in part.member.wiring.source.computed_keys.items()}
         if wiring.transform.reads:
-            data = wiring.transform.forward(data)
+            shape = tuple(_lead(info[_INDEX], self._members))
+            data = self.transformed(data, parts[0].member.wiring, shape, info)
         if is_tensor_collection(data):
             data = self._attached(data, {key: value for key, value in info.items() if key not in computed}, rows)
         sample = (data, self._info(rows, info)) if return_info else data
@@ -198,16 +199,9 @@ class EnsembleReadPath(ReadPath):
         index = info.pop(_INDEX)
         lead = _lead(index, self._members)
         named = ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
-        if is_plain_tensordict(data) and data.batch_size == lead and not data.is_locked:
-            both = wrap({"index": index, "buffer_ids": named}, data.batch_size, data.device)
-            put(data, info)
-            put(data, {"index": both})
-            return data
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
-        entries: dict[object, object] = {_INDEX: index, _IDS: named}
-        entries.update(info.items())
-        attach(data, tuple(lead), entries)
+        attach(data, tuple(lead), {_INDEX: index, _IDS: named, **info})
         return data
 
     def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:

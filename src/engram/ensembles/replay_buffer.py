@@ -454,7 +454,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
 
         Raises:
             RuntimeError: a member without a tensor storage with ``ndim=1`` and one lane, a ring writer that tracks generations, and a
-                :class:`SliceSampler` that reads ``end_key``, or whose trajectory ids differ. TypeError: the end flag is no bool.
+                :class:`SliceSampler` that reads ``end_key``. TypeError: the end flag is no bool.
                 ValueError: two keys are the same. Nothing is changed.
 
         >>> import torch

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram import storages
 from engram.field_paths import FieldPath, checked_path, public
+from engram.samplers.trajectory_tables import END_KEYS
 from engram.samplers.windows import WindowSampler
 from engram.types import Extent
 
@@ -66,15 +67,13 @@ def _patch_of(member: Member, keys: Keys) -> _Patch | None:
         raise RuntimeError(f"{who}: expected a round-robin writer with track_generations=True, got {wiring.writer!r}.")
     if not isinstance(sampler, WindowSampler):
         raise RuntimeError(f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}.")
-    if sampler.traj_key is None and keys.end not in _ends_of(sampler):
+    if keys.end not in _ends_of(sampler):
         raise RuntimeError(
             f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}. Give it end_key={public(keys.end)!r}."
         )
     newest = _newest(storage.extent(), storage)
     if newest is None:
         return None
-    if sampler.traj_key is not None:
-        _check_one_id(who, storage, checked_path(sampler.traj_key, who))
     structure = storage.written()
     row = torch.tensor([newest], device="cpu")
     number = storage.writes_of(row, storage.tickets_of(row))
@@ -100,8 +99,10 @@ def _patch_of(member: Member, keys: Keys) -> _Patch | None:
 
 def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
     """The end flags that a sampler was told to read, or reads by default."""
-    settings = sampler.settings
-    return settings.end_keys or (settings.end_key or ("next", "done"),)
+    rules = sampler.rules
+    if rules is None:  # boundaries that are no fields
+        return ()
+    return (*END_KEYS, *(key[1:] for key in END_KEYS)) if rules.end_keys is None else rules.end_keys
 
 
 def _newest(extent: Extent, storage: storages.TensorStorage) -> int | None:
@@ -111,17 +112,3 @@ def _newest(extent: Extent, storage: storages.TensorStorage) -> int | None:
         if int(storage.tickets_of(torch.tensor([row], device="cpu"))[0]) >= 0:
             return row
     return None
-
-
-def _check_one_id(who: str, storage: storages.TensorStorage, key: FieldPath) -> None:
-    """Raise ``RuntimeError`` where ids tell trajectories apart: producers that start again may use old ones."""
-    number = {field.key: at for at, field in enumerate(storage.written().fields)}.get(key)
-    if number is None:
-        return
-    live = storage.extent().rows(torch.arange(len(storage), device="cpu"))
-    ids = storage.store.read(live, which=(number,))[0][0]
-    if bool((ids != ids[:1]).any()):
-        raise RuntimeError(
-            f"{who}: expected one trajectory id in all rows of {public(key)!r}, such as the number of an environment, got several. Give "
-            "the next rows another id: that ends a trajectory."
-        )

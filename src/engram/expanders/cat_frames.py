@@ -11,8 +11,8 @@ from engram.expanders.frame_stack import FrameStack
 from engram.nested import is_tensordict
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
-from engram.transforms._base import as_key, as_keys, entry, path_of, put, shallow
-from engram.transforms.windows import Windows, ends_of
+from engram.transforms._base import as_key, as_keys, entry, find, path_of, put, shallow
+from engram.transforms.windows import WINDOW_ENDS, Windows, ends_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class CatFrames(Transform):
     """Joins each frame of a window with the ``N - 1`` frames before it. TorchRL's, for batches of windows.
 
-    Batches are ``[*batch, T]``, TensorDicts or dicts ``[B, T]``, as those of slice samplers with ``flat=False``. A frame ``[*shape]``
+    Batches are ``[*batch, T]``, TensorDicts or dicts ``[B, T]``, as those of slice samplers with ``flat=False``; or flat batches of a
+    buffer, which says where each window ends. A frame ``[*shape]``
     becomes ``[..., N * shape[dim], ...]``, oldest first. Where a trajectory begins inside the window, at its first step or after
     ``("next", done_key)``, its first frame (``padding="same"``) or ``padding_value`` (``"constant"``) replaces the missing ones. A key
     ``("next", k)`` beside ``k`` gives the frames up to the next one: the frame before the first of them is ``k``.
@@ -228,7 +229,8 @@ class _Unstack(Transform):
 
 def _dims(data: object, name: str) -> int:
     """How many dimensions a batch of windows has; the last one is time. Raises ``ValueError``: it has none."""
-    dims = len(data.batch_size) if is_tensordict(data) else 2
+    ends = find(data, WINDOW_ENDS)
+    dims = len(data.batch_size) if is_tensordict(data) else 2 if ends is None else ends.ndim - 1
     if not dims:
         raise ValueError(f"{name}: expected a batch whose last dimension is time, got one without dimensions.")
     return dims

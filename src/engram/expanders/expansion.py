@@ -9,11 +9,11 @@ import torch
 
 from engram import _native
 from engram.errors import NoSampleable, RowError
-from engram.expanders.reading import TO_THE_END, boundaries_of
+from engram.expanders.reading import TO_THE_END
 from engram.field_paths import public
 from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
-from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes, whole_flag_bytes
+from engram.samplers.trajectory_tables import NAMED, shared_table, what_ends
 from engram.samplers.windows import WINDOW_ENDS
 from engram.store import as_rows, dlpack_specs
 from engram.types import Draw
@@ -37,7 +37,7 @@ class Expansion:
 
     def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
         """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
-        boundaries, ends = boundaries_of(keys, reading, who)
+        boundaries = keys.boundaries(reading.fields, reading.numbers, f"sample: {who}")
         specs = dlpack_specs(reading.fields)
         columns = [*reading.columns, *reading.entries.values()]
         names = [*reading.entries]
@@ -46,11 +46,7 @@ class Expansion:
             columns += reading.following.columns(columns)
             names += reading.following.names
         #: The native read. It returns one tensor per column, then tickets.
-        self.native = _native.Expansion(
-            ends,
-            [step_type_bytes(reading.fields[number]) for number in ends],
-            [whole_flag_bytes(reading.fields[number], keys.end_when == "all") for number in ends],
-        )
+        self.native = _native.Expansion(boundaries.ends, *what_ends(reading.fields, boundaries))
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         self.memory, self._fields = memory, reading.fields
@@ -74,8 +70,7 @@ class Expansion:
         self._relabelling = reading.relabelling
         if self._relabelling is not None:
             self.reach = TO_THE_END
-            unknown = [number for number in ends if number not in boundaries.which]
-            self._goals = self._relabelling.native(reading.fields, specs, unknown, keys.end_when == "all")
+            self._goals = self._relabelling.native(specs)
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
 

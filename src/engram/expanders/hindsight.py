@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from engram._checks import check_number
 from engram.expanders._base import Expander
-from engram.expanders.reading import boundaries_of
 from engram.expanders.relabelling import Relabelling, Rule
 from engram.field_paths import checked_path
 
@@ -85,7 +84,7 @@ class Hindsight(Expander):
     :class:`SamplingLog` writes down the values of every row, since later steps change what they could be.
 
     Cost: a plain draw, a look-up in the table of trajectories per relabelled row, which is logarithmic in their number, a read of
-    one field there, and ``reward_fn``. With ids and end flags both, the flags from the row to its goal are read, too.
+    one field there, and ``reward_fn``.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -167,7 +166,7 @@ class Hindsight(Expander):
         if self._end is not None:
             reading.number(self._end, "Hindsight: end_key")
         try:
-            boundaries_of(self.rules, reading, "Hindsight")
+            self.rules.boundaries(reading.fields, reading.numbers, "sample: Hindsight")
         except RuntimeError as error:
             raise KeyError(str(error)) from error
         rule = Rule(_NUMBERS[self.strategy], self.her_ratio, self.reward_fn)

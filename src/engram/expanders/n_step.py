@@ -48,12 +48,10 @@ class NStep(Expander):
         reward_key: a float32 or float64 field of any shape.
         next_keys: the fields to take from the last step, beside the flags; each names a field, or all fields below it, and ``"next"``
             also those that are called so, as above. Name next observations that are called otherwise: ``["obs2"]``.
-        traj_key: a field that is constant within a trajectory. Default: ``("collector", "traj_ids")``, else
-            ``"episode"``, if one is stored and ``end_keys`` is not given.
-        end_keys: fields that are nonzero at the last step of a trajectory; those that are not stored are skipped.
-            Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``. They also count
-            together with a ``traj_key``. Without any, step types and the flags of the same names beside the observation are
-            understood as by :class:`SliceSampler`.
+        traj_key: a field that is constant within a trajectory. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or
+            ``"episode"``, the first that is stored.
+        end_keys: fields that are nonzero at the last step of a trajectory, which ends there also where its id comes again. Those that
+            are not stored are skipped; an empty list: ids alone count. Default: as for :class:`SliceSampler`.
         index: the name of the store's trajectory table, ``"main"`` by default; slice samplers of the same name share
             it. Around a slice sampler, keys and name are those of the slice sampler, if none is given.
         end_when: of flags of which a step has several, ``[B, agents, 1]``: ``"any"``, the default, ends the trajectory where one of a

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engram.expanders.following import Following
     from engram.expanders.relabelling import Relabelling
     from engram.format.schema import Field
-    from engram.samplers.trajectory_tables import Boundaries, TrajectoryKeys
+    from engram.samplers.trajectory_tables import TrajectoryKeys
 
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
@@ -157,14 +157,3 @@ class Reading:
                 f"sample: {who}: expected a name of its own for {public(key)!r}, but the rows have such a field."
             )
         self.entries[key] = column
-
-
-def boundaries_of(keys: TrajectoryKeys, reading: Reading, who: str) -> tuple[Boundaries, list[int]]:
-    """What the table of trajectories goes by, and the flags that end one besides.
-
-    Raises ``RuntimeError``: the rows have none of the fields.
-    """
-    flags, numbers = keys.end_keys or END_KEYS, reading.numbers
-    ends = [numbers[key] for key in flags if key in numbers]
-    found = keys.boundaries(reading.fields, numbers, f"sample: {who}")
-    return found, ends or ([] if found.by_id else list(found.which))

@@ -10,13 +10,11 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import add_fields
 from engram.field_paths import public
-from engram.samplers.trajectory_tables import step_type_bytes, whole_flag_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engram.expanders.reading import Reading
-    from engram.format.schema import Field
     from engram.storages import TensorStorage
     from engram.store import Store
     from engram.types import Entry, Info, SampledStorage
@@ -74,19 +72,9 @@ class Relabelling:
                     f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
                 )
 
-    def native(
-        self,
-        fields: Sequence[Field],
-        specs: Sequence[tuple[int, int, tuple[int, ...]]],
-        flags: Sequence[int],
-        all_flags: bool,
-    ) -> _native.Goals:
-        """The native read of goals. ``specs``: of the fields; ``flags``: end flags that the table does not know; ``all_flags``: all of
-        a step's must be set.
-        """
-        sizes = [step_type_bytes(fields[number]) for number in flags]
-        whole = [whole_flag_bytes(fields[number], all_flags) for number in flags]
-        return _native.Goals(self._rule.goal, self._achieved, specs[self._achieved], flags, sizes, whole)
+    def native(self, specs: Sequence[tuple[int, int, tuple[int, ...]]]) -> _native.Goals:
+        """The native read of goals. ``specs``: of the fields."""
+        return _native.Goals(self._rule.goal, self._achieved, specs[self._achieved])
 
     def rows_of(self, n: int) -> int:
         """How many of ``n`` rows, or windows, get another goal."""

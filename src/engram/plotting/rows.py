@@ -257,7 +257,7 @@ class Ends(NamedTuple):
         meant = boundary_fields(fields, roles_of(fields))
         flags = [field.key for role in ("done", "terminated", "truncated") for field in meant[role]]
         types = [field.key for field in meant["last"]]
-        ids = [] if flags or types else [field.key for field in meant["traj_id"]]
+        ids = [field.key for field in meant["traj_id"]]
         return cls(tuple(flags), tuple(types), tuple(ids))
 
     @property

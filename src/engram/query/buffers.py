@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from engram.query.boundaries import boundary_keys
 from engram.query.predicates import TrajectoryPredicate, holds, reject
 from engram.query.segments import Segments, missing
-from engram.samplers.trajectory_tables import Boundaries, numbers_by_path, shared_table
+from engram.query.splitting import boundaries_of, filter_trajectories
+from engram.samplers.trajectory_tables import numbers_by_path, shared_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +43,9 @@ class Query:
     Args:
         predicate: made with :data:`engram.traj`, ``traj.reward.sum() > 100``; then only the fields that it names are read of all
             trajectories, and all fields of those of which it is true. Or any callable that takes a :class:`Trajectory`. None: all.
-        trajectory_key: the field with trajectory ids. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or ``"episode"``, or else
-            the end flags ``("next", "done")``, ``"terminated"`` and ``"truncated"``, with a warning.
+        trajectory_key: the field with trajectory ids. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or ``"episode"``.
+            A trajectory ends with its id, and at every stored end: ``("next", "done")``, ``"terminated"``, ``"truncated"``, or a step
+            type. Where no id is stored, a warning says so.
 
     Returns a list of :class:`Trajectory`, copies, oldest first; lane by lane, and with ``ndim > 1`` column by column. One that goes on
     across the end of the storage is whole; one that a writer overwrites during the call is left out. Read transforms are applied to
@@ -118,7 +119,6 @@ class Query:
         """The same of a list's items, which lie in memory as they are."""
         from tensordict import TensorDictBase
 
-        from engram.query.splitting import filter_trajectories
         from engram.query.trajectory import Trajectory
 
         extent = storage.extent()
@@ -159,9 +159,8 @@ class Stored:
     def __init__(self, storage: Storage, memory: Store, trajectory_key: object) -> None:
         self._storage, self._memory = storage, memory
         self._numbers = numbers_by_path(memory)
-        by_id, keys = boundary_keys(self._numbers.keys(), trajectory_key, "query")
-        boundaries = Boundaries(by_id, tuple(self._numbers[key] for key in keys))
-        name = "-".join(["query", "id" if by_id else "end", *map(str, boundaries.which)])
+        boundaries = boundaries_of(memory.schema.fields, self._numbers, trajectory_key, "query")
+        name = "-".join(["query", "id" if boundaries.ids else "end", *map(str, boundaries.which)])
         runs = torch.from_numpy(shared_table(memory, name, boundaries, 1).runs().reshape(-1, 3))
         self._lengths = runs[:, 2]
         self._rows = self._rows_of(runs)

@@ -56,6 +56,7 @@ class SliceSampler(WindowSampler):
     ``"index"`` is a tuple of int64 ``[B]``. So in a batch of TensorDicts ``("next", "done")`` is true at the end of every window,
     also within an episode, as in TorchRL, and in batches of other rows it is as stored. A target that is to look past the end of a
     window goes by ``("next", "terminated")``, which stays as stored, or by other rows; ``truncated_key=None`` leaves all flags alone.
+    Transforms see the marks in batches of TensorDicts and of dicts.
 
     With ``window=`` all windows have the steps of a :class:`WindowSpec`, ``T``, and samples have ``"validity_mask"``, false
     where a step stands for one beyond its trajectory, and ``"learning_mask"``, false in the burn-in: bool ``[B]``. With
@@ -67,15 +68,15 @@ class SliceSampler(WindowSampler):
         slice_len: steps per window.
         window: what a window is: steps, burn-in, padding, and how far apart. Give exactly one of the three.
         flat: False: batches ``[B, T, ...]``, of ``B`` windows. It needs ``window``.
-        end_key: a bool field that is true at the last step of a trajectory. Default ``("next", "done")``, or where that is not
-            stored, ``("next", "terminated")`` and ``("next", "truncated")``. An integer field named ``step_type``, at any
-            depth, holds step types as dm_env numbers them: 2 is the last step of a trajectory, and 0 the first one, which
-            begins a trajectory also if the last step before it was lost. It is used if nothing else is stored; without it,
-            ``"done"``, or else ``"terminated"`` and ``"truncated"``, are, which rows have beside the observation.
-        end_keys: several of these: each of them ends a trajectory; those that are not stored are skipped.
-        traj_key: a field that is constant within a trajectory and changes with the next one. If neither end key is
-            given, default ``("collector", "traj_ids")``, else ``"episode"``, if one is stored. If a given key is not
-            stored, the other kind is used.
+        end_key: a bool field that is true at the last step of a trajectory. Default: each of ``("next", "done")``,
+            ``("next", "terminated")`` and ``("next", "truncated")`` that is stored, or where none of them is, of the flags of these names
+            beside the observation; and an integer field named ``step_type``, at any depth, which holds step types as dm_env numbers
+            them: 2 is the last step of a trajectory, and 0 the first one, which begins a trajectory also if the last step before it
+            was lost.
+        end_keys: several of these: each of them ends a trajectory; those that are not stored are skipped. An empty list: ids alone count.
+        traj_key: a field that is constant within a trajectory and changes with the next one. Default ``("collector", "traj_ids")``,
+            ``"traj_ids"`` or ``"episode"``, the first that is stored. A trajectory ends where the id changes, and at every end, so that
+            an id may come again. If a given key is not stored, ends alone count.
         ends, trajectories: end flags or ids of all live rows in row order, ``[N]``, instead of a stored field. They
             stay those of their rows when a full ring is written to. They need ``cache_values=True``.
         cache_values, compile, use_gpu: have no effect: boundaries are always kept and always current.

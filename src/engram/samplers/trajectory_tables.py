@@ -19,7 +19,7 @@ from engram.store import check_index_name
 from engram.store.memory import row_stride
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
     from typing import Self
 
     from torch import Tensor
@@ -35,21 +35,25 @@ STEP_TYPE = "step_type"
 NAMED = ("tensordict", "tensorclass", "dict", "namedtuple")
 
 #: Trajectory ids that are looked for in this order if no key is given.
-ID_KEYS: tuple[FieldPath, ...] = (("collector", "traj_ids"), ("episode",))
-#: Flags that end a trajectory if no keys are given: the first, if it is stored, else the others. Without any, those of the same names
-#: beside the observation count.
+ID_KEYS: tuple[FieldPath, ...] = (("collector", "traj_ids"), ("traj_ids",), ("episode",))
+#: Flags that end a trajectory if no keys are given. Where none of them is stored, those of the same names beside the observation count.
 END_KEYS: tuple[FieldPath, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
 
 
 class Boundaries(NamedTuple):
-    """What ends a trajectory."""
+    """What ends a trajectory: another content of an id field in the next step, or an end that is stored."""
 
-    by_id: bool
-    """Another content of a field in the next step; else a byte other than zero in one of the fields, or a step type."""
-    which: tuple[int, ...]
-    """Numbers of the fields in the store; one if ``by_id``."""
+    ids: tuple[int, ...]
+    """Numbers of the fields in the store: one, or none."""
+    ends: tuple[int, ...]
+    """Numbers of fields that end a trajectory by a byte other than zero, or by a step type."""
     all_flags: bool = False
     """Of a field with several flags, all must be set; else one is enough."""
+
+    @property
+    def which(self) -> tuple[int, ...]:
+        """Numbers of all these fields."""
+        return self.ids + self.ends
 
 
 def numbers_by_path(memory: Store) -> dict[FieldPath, int]:
@@ -75,10 +79,21 @@ def whole_flag_bytes(field: Field, all_flags: bool) -> int:
     return DTYPES[field.dtype] if all_flags and several and not step_type_bytes(field) else 0
 
 
-def _step_type_of(fields: Sequence[Field]) -> int | None:
-    """The field that holds the step types of the rows, and not of the next steps. None: there is none."""
-    found = [field for field in fields if step_type_bytes(field) and "next" not in field.key[:-1]]
-    return fields.index(of_the_step(found)[0]) if found else None
+def stored_ends(fields: Sequence[Field], known: Container[FieldPath]) -> list[FieldPath]:
+    """The fields that end a trajectory if no keys are given: the usual flags, and the step types of the step and of the next one.
+
+    ``known``: the paths among the fields.
+    """
+    ends = [key for key in END_KEYS if key in known] or [key[1:] for key in END_KEYS if key[1:] in known]
+    types = [field for field in fields if field.key in known and step_type_bytes(field)]
+    sides = ([field for field in types if ("next" in field.key[:-1]) is ahead] for ahead in (False, True))
+    return ends + [field.key for some in sides for field in of_the_step(some)[:1]]
+
+
+def what_ends(fields: Sequence[Field], boundaries: Boundaries) -> tuple[list[int], list[int]]:
+    """:func:`step_type_bytes` and :func:`whole_flag_bytes` of each field that ends trajectories. ``fields``: of the store."""
+    ends = [fields[number] for number in boundaries.ends]
+    return [*map(step_type_bytes, ends)], [whole_flag_bytes(field, boundaries.all_flags) for field in ends]
 
 
 def checked_end_when(end_when: str | None, who: str) -> str | None:
@@ -105,8 +120,8 @@ class TrajectoryKeys(NamedTuple):
         """Check the arguments. Raises ``TypeError``, ``ValueError``; messages begin with ``who``."""
         if index is not None:
             check_index_name(index, f"{who}: index")
-        path, flags = as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys")
-        return cls(path, flags, index, checked_end_when(end_when, who))
+        path, ends = as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys", empty=True)
+        return cls(path, ends, index, checked_end_when(end_when, who))
 
     def config(self) -> dict[str, object]:
         """The arguments as plain values. ``end_when`` is among them if it was given: earlier versions do not know it."""
@@ -114,42 +129,29 @@ class TrajectoryKeys(NamedTuple):
         return {"traj_key": plain(self.traj_key), "end_keys": plain(self.end_keys), "index": self.table, **given}
 
     def boundaries(self, fields: Sequence[Field], numbers: dict[FieldPath, int], call: str) -> Boundaries:
-        """The boundaries in a store: the first id that is stored, or all given end flags that are, or the usual ones, or step types.
-
-        End flags come before ids if they were given, and no id.
+        """The boundaries in a store: the first id that is stored, and all ends: the given ones that are stored, or the usual ones.
 
         Args:
             fields: of the store.
             numbers: those of them that have a path, by path.
             call: what messages begin with.
 
-        Raises ``RuntimeError``: the store holds none of the fields, and no step types.
+        Raises ``RuntimeError``: the store holds none of the fields.
         """
-        ids = ID_KEYS if self.traj_key is None else (self.traj_key,)
-        by_id = [Boundaries(True, (numbers[key],)) for key in ids if key in numbers][:1]
-        ends = _usual_ends(numbers, 0) if self.end_keys is None else [key for key in self.end_keys if key in numbers]
-        every = self.end_when == "all"
-        by_end = [Boundaries(False, tuple(numbers[key] for key in ends), every)] if ends else []
-        step_type = _step_type_of(fields)
-        by_type = [] if step_type is None else [Boundaries(False, (step_type,))]
-        if self.end_keys is None and (beside := _usual_ends(numbers, 1)):
-            by_type.append(Boundaries(False, tuple(numbers[key] for key in beside), every))
-        ends_first = self.traj_key is None and self.end_keys is not None
-        for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
-            return found
-        got = [public(field.key) for field in fields] if numbers else "rows of one tensor each"
-        also = ", or of these names beside the observation," if self.end_keys is None else ""
-        raise RuntimeError(
-            f"{call}: expected rows with one of the trajectory ids {[public(key) for key in ids]}, of the end flags "
-            f"{[public(key) for key in self.end_keys or END_KEYS]}{also} or with a {STEP_TYPE!r} of integers, got {got}. Name a "
-            "stored field with traj_key or end_keys."
+        wanted = ID_KEYS if self.traj_key is None else (self.traj_key,)
+        ids = [numbers[key] for key in wanted if key in numbers][:1]
+        ends = (
+            stored_ends(fields, numbers) if self.end_keys is None else [key for key in self.end_keys if key in numbers]
         )
-
-
-def _usual_ends(numbers: dict[FieldPath, int], above: int) -> list[FieldPath]:
-    """The usual end flags that are stored, without so many parts of their keys: ``done`` alone, where there is one."""
-    found = [key[above:] for key in END_KEYS if key[above:] in numbers]
-    return found[:1] if found[:1] == [END_KEYS[0][above:]] else found
+        if ids or ends:
+            return Boundaries(tuple(ids), tuple(numbers[key] for key in ends), bool(ends) and self.end_when == "all")
+        got = [public(field.key) for field in fields] if numbers else "rows of one tensor each"
+        usual = f", or of these names beside the observation, or with a {STEP_TYPE!r} of integers"
+        flags, also = (END_KEYS, usual) if self.end_keys is None else (self.end_keys, "")
+        raise RuntimeError(
+            f"{call}: expected rows with one of the trajectory ids {[public(key) for key in wanted]}, or of the end flags "
+            f"{[public(key) for key in flags]}{also}, got {got}. Name a stored field with traj_key or end_keys."
+        )
 
 
 def check_order(memory: Store) -> None:
@@ -172,14 +174,9 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
     def make() -> _native.Trajectories:
         which, fields = memory.on_host(boundaries.which)
         counted = memory.indexes.windows.setdefault(name, window)
-        types = [
-            0 if boundaries.by_id else step_type_bytes(memory.schema.fields[number]) for number in boundaries.which
-        ]
-        whole = [
-            0 if boundaries.by_id else whole_flag_bytes(memory.schema.fields[number], boundaries.all_flags)
-            for number in boundaries.which
-        ]
-        table = _new_table(memory, boundaries.by_id, which, fields, counted, types, whole)
+        ids = len(boundaries.ids)
+        types, whole = ([0] * ids + sizes for sizes in what_ends(memory.schema.fields, boundaries))
+        table = _new_table(memory, ids, which, fields, counted, types, whole)
         memory.core.attach(table)
         _scan(table, memory)
         return table
@@ -190,7 +187,7 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
 
 def _new_table(
     memory: Store,
-    by_id: bool,
+    ids: int,
     which: Sequence[int],
     fields: Sequence[Tensor],
     window: int,
@@ -199,8 +196,9 @@ def _new_table(
 ) -> _native.Trajectories:
     """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
 
-    ``which``: their numbers in the core; empty for fields that no write changes. ``step_types``: :func:`step_type_bytes` of each;
-    empty if all of them are flags or an id. ``whole``: :func:`whole_flag_bytes` of each; empty if one flag is enough.
+    ``ids``: how many of them, the first ones, hold ids. ``which``: their numbers in the core; empty for fields that no write changes.
+    ``step_types``: :func:`step_type_bytes` of each; empty if all of them are flags or an id. ``whole``:
+    :func:`whole_flag_bytes` of each; empty if one flag is enough.
     """
     width = math.prod(memory.schema.columns)
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
@@ -208,7 +206,7 @@ def _new_table(
     table: _native.Trajectories = _fork.registered(
         _native.Trajectories(
             memory.core,
-            by_id,
+            ids,
             list(which),
             list(step_types),
             list(whole),
@@ -242,7 +240,7 @@ class StaticTable:
         self._field = torch.zeros((memory.capacity, *values.shape[1:]), dtype=values.dtype, device="cpu")
         #: Ticket number of the next write when the values were placed.
         self._placed = -1
-        self.table = _new_table(memory, by_id, (), [self._field], window)
+        self.table = _new_table(memory, int(by_id), (), [self._field], window)
 
     def place(self, extent: Extent) -> None:
         """Give the live rows their values. The caller holds a lock until its draw is over.

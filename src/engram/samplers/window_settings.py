@@ -103,7 +103,7 @@ class WindowSettings:
             None if num_slices is None else check_count(f"{who}: num_slices", num_slices),
             None if slice_len is None else check_count(f"{who}: slice_len", slice_len),
             as_path(arguments.get("end_key"), f"{who}: end_key"),
-            as_paths(arguments.get("end_keys"), f"{who}: end_keys"),
+            as_paths(arguments.get("end_keys"), f"{who}: end_keys", empty=True),
             as_path(arguments.get("traj_key"), f"{who}: traj_key"),
             _as_static(arguments.get("ends"), f"{who}: ends"),
             _as_static(arguments.get("trajectories"), f"{who}: trajectories"),
@@ -126,6 +126,12 @@ class WindowSettings:
     def length(self) -> int:
         """Steps of a window; 0 where they follow from the batch size."""
         return self.window.steps if self.window is not None else self.slice_len or 0
+
+    def even_steps(self, total: int) -> int:
+        """Steps of each window of a batch of ``total`` steps; 0: windows may differ in length."""
+        if self.window is None and not self.pad_output and (not self.strict_length or any(self.span)):
+            return 0
+        return self.length or total // (self.num_slices or 1)
 
     def split(self, batch_size: int) -> tuple[int, int]:
         """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""

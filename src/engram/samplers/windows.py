@@ -159,7 +159,7 @@ class WindowSampler(NativeSampler):
     def rules(self) -> TrajectoryKeys | None:
         """Which trajectories its windows are of; None: those of static boundaries, which no field tells."""
         settings = self.settings
-        ends = settings.end_keys or (None if settings.end_key is None else (settings.end_key,))
+        ends = settings.end_keys if settings.end_key is None else (settings.end_key,)
         keys = TrajectoryKeys(settings.traj_key, ends, settings.index, settings.end_when)
         return keys if settings.static is None else None
 
@@ -224,7 +224,7 @@ class WindowSampler(NativeSampler):
         if rules is not None:
             boundaries = rules.boundaries(memory.schema.fields, numbers, "sample")
             table = shared_table(memory, settings.index, boundaries, window)
-            told = (path for path, number in numbers.items() if boundaries.by_id and number == boundaries.which[0])
+            told = (path for path, number in numbers.items() if number in boundaries.ids)
             return table, None, next(told, None)
         if not numbers:
             raise RuntimeError(
@@ -387,8 +387,7 @@ class WindowSampler(NativeSampler):
     def _ends(self, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
         """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""
         settings, rows = self.settings, drawn[0]
-        if settings.pad_output or settings.window is not None or (settings.strict_length and not any(settings.span)):
-            length = settings.split(n)[1]
+        if length := settings.even_steps(n):
             return {WINDOW_ENDS: torch.arange(length - 1, len(rows), length, device="cpu")}
         key = settings.truncated_key
         if key is None:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from engram.transforms._base import Key
 
 
+#: The entry of a batch of windows that transforms find beside its fields: bool ``[*batch, 1]``, true at the last step of each window.
+#: No field has its name.
+WINDOW_ENDS = ".engram"
+
+
 class Windows(NamedTuple):
     """Of each step ``[*batch, T]`` the ``n`` steps around it, oldest first."""
 
@@ -58,23 +63,29 @@ def _of_steps(value: Tensor, steps: Tensor) -> Tensor:
 
 
 def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | None:
-    """The end flags under ``("next", key)``, one per step; None if there are none. Raises ``ValueError``: they do not fit."""
+    """The end flags under ``("next", key)``, and the ends of windows, one per step; None if there are none of either.
+
+    Raises ``ValueError``: they do not fit.
+    """
     found = None if key is None else find(data, ("next", *path_of(key)))
+    ends: Tensor | None = find(data, WINDOW_ENDS)
+    ends = None if ends is None or ends.ndim != dims + 1 else ends.to(torch.bool).squeeze(-1)
     if found is None:
-        return None
+        return ends
     flags = torch.as_tensor(found).to(torch.bool)
     if flags.ndim < dims:
         raise ValueError(
             f"{name}: ('next', {key!r}): expected a flag for each of the {dims} dimensions of the batch, got {list(flags.shape)}."
         )
-    return flags.reshape(*flags.shape[:dims], -1).any(-1)
+    flags = flags.reshape(*flags.shape[:dims], -1).any(-1)
+    return flags if ends is None or ends.shape != flags.shape else flags | ends
 
 
 class ActionChunkTransform(Transform):
     """Gives each step of a window its action and the ``chunk_size - 1`` actions after it: what a policy of chunks learns. TorchRL's.
 
-    Actions ``[*batch, T, A]`` become ``[*batch, T, chunk_size, A]`` under ``chunk_key``. After the window and after an end
-    ``("next", done_key)`` the last action is repeated; ``pad_key``, bool ``[*batch, T, chunk_size]``, says where.
+    Actions ``[*batch, T, A]`` become ``[*batch, T, chunk_size, A]`` under ``chunk_key``. After a window, also one of a flat batch of a
+    buffer, and after an end ``("next", done_key)`` the last action is repeated; ``pad_key``, bool ``[*batch, T, chunk_size]``, says where.
 
     Args:
         chunk_size: number of actions, at least 1.

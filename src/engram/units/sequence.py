@@ -212,6 +212,8 @@ class Sequence(WindowUnit):
         anchor_generation               int64: its generation, where there is "index_generation", that of the record
         is_init                         where it is stored: as stored, or the first record of a window
 
+    Transforms see ``done_key`` set at the last record of each window; afterwards it is as stored.
+
     A window holds steps of one trajectory and one lane (of one column, with ``ndim > 1``), and never crosses the seam of a full ring,
     where the newest row precedes the oldest. Where it would reach beyond, the first or last step that it may hold stands for those
     that are missing, and ``validity_mask`` is false there.
@@ -224,7 +226,8 @@ class Sequence(WindowUnit):
         episode_boundary: what happens at the end of a trajectory. ``"pad"``: its last step is repeated. ``"stop"``: the window
             begins as much earlier as is needed to end there, but its anchor no earlier than the trajectory; what is still missing is
             padded. ``"include_reset"``: windows go on into the next trajectory.
-        done_key: the stored flag of a trajectory's last step; None: all that is stored is one trajectory.
+        done_key: the stored flag of a trajectory's last step. By default every usual end counts, as for :class:`SliceSampler`. A
+            trajectory also ends where its id changes. None: all that is stored is one trajectory.
         burn_in: records before the anchor.
         bootstrap: records after those to learn from.
         dilation: steps of a trajectory from one record to the next.
@@ -236,7 +239,8 @@ class Sequence(WindowUnit):
     Raises:
         TypeError: no ints, or no key. ValueError: a size out of range, ``priority_eta`` outside [0, 1], another boundary.
         When a buffer takes it: TypeError: a list storage; a sampler of windows, or an expander.
-        When drawing: TypeError: rows of one tensor each. KeyError: ``done_key`` is not stored. ValueError: windows longer than a lane.
+        When drawing: TypeError: rows of one tensor each. KeyError: ``done_key`` is not stored, or by default
+            no end and no id. ValueError: windows longer than a lane.
 
     Cost: O(B · total), of which none depends on how much is stored. The first draw scans the flags once, and keeps 16 bytes per row.
 

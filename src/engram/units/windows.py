@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from engram import _native
 from engram.errors import RowError
 from engram.field_paths import public
-from engram.samplers.trajectory_tables import Boundaries, numbers_by_path, shared_table
+from engram.samplers.trajectory_tables import END_KEYS, Boundaries, TrajectoryKeys, numbers_by_path, shared_table
 from engram.store import as_rows
 
 if TYPE_CHECKING:
@@ -43,18 +44,18 @@ class WindowTable:
             raise TypeError(
                 f"sample: {name}: expected a tensor storage of rows with fields, such as TensorDicts, got rows of one tensor ({kind})."
             )
-        ends = () if unit.crosses else (_number_of(numbers, unit.done_key, name),)
+        boundaries = Boundaries((), ()) if unit.crosses else _boundaries_of(memory, numbers, unit, name)
         steps = memory.lane_length // math.prod(memory.schema.columns)
         if unit.reach > steps:
             raise ValueError(
                 f"sample: {name}: expected windows of at most {steps} steps, as long as a lane of the storage, got {unit.reach} "
                 f"({unit.total} records, {unit.dilation} apart). Draw shorter ones, or use a larger storage."
             )
-        table = f"sequence-{'-'.join(map(str, ends)) or 'all'}"
+        table = f"sequence-{'-'.join(map(str, boundaries.which)) or 'all'}"
         self.memory = memory
         self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
         """The field that gets a mark at the first record of each window; None: none does."""
-        self._table = shared_table(memory, table, Boundaries(False, ends), 1)
+        self._table = shared_table(memory, table, boundaries, 1)
         self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
         self._total = unit.total
         self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
@@ -99,11 +100,16 @@ class WindowTable:
         return Windows(records, numbers, valid, steps, told_of), columns, moved
 
 
-def _number_of(numbers: dict[FieldPath, int], key: FieldPath | None, name: str) -> int:
+def _boundaries_of(memory: Store, numbers: dict[FieldPath, int], unit: WindowUnit, name: str) -> Boundaries:
+    """Ids, and the unit's flag; the usual ends, if that is the default one. Raises ``KeyError``: the flag is not stored, or nothing is."""
+    key = unit.done_key
     assert key is not None  # else windows cross trajectories
-    if key not in numbers:
-        raise KeyError(
-            f"sample: {name}: done_key: expected a stored field, one of {[public(path) for path in numbers]}, got {public(key)!r}. Name "
-            "the flag of a trajectory's last step, or pass done_key=None where there is one trajectory."
-        )
-    return numbers[key]
+    usual = key == END_KEYS[0]
+    if usual or key in numbers:
+        with suppress(RuntimeError):
+            keys = TrajectoryKeys(None, None if usual else (key,), None)
+            return keys.boundaries(memory.schema.fields, numbers, f"sample: {name}")
+    raise KeyError(
+        f"sample: {name}: done_key: expected a stored field, one of {[public(path) for path in numbers]}, got {public(key)!r}. Name "
+        "the flag of a trajectory's last step, or pass done_key=None where there is one trajectory."
+    )

@@ -1,0 +1,174 @@
+"""The ends of windows, as transforms see them: flags that are set in a batch before its transforms, and reset after them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram._tensordict import is_plain_tensordict, is_tensor_collection, is_tensorclass
+from engram._tensordict import put as put_fields
+from engram.expanders import Expander
+from engram.field_paths import public
+from engram.nested import has_entries, is_tensordict
+from engram.samplers.windows import WindowSampler
+from engram.transforms._base import find, path_of, put
+from engram.transforms.windows import WINDOW_ENDS
+from engram.units.sequence import WindowUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from engram.buffer.wiring import Wiring
+    from engram.field_paths import FieldPath
+    from engram.types import Entry
+
+_MASKS = (("collector", "mask"), "validity_mask")
+
+
+class WindowMarks:
+    """What transforms see of a batch besides its fields: flags at the end of each window, masks, and :data:`WINDOW_ENDS`."""
+
+    def __init__(
+        self, wiring: Wiring, info: Mapping[Entry, object], shape: tuple[int, ...], kept: Collection[Entry]
+    ) -> None:
+        """``info``: of a batch of windows, with rows of that shape. ``kept``: keys that are set again after the transforms."""
+        unit, source = wiring.unit, wiring.source
+        sampler = source.innermost if isinstance(source, Expander) else source
+        truncated: FieldPath | None = ("next", "truncated")
+        even = 0
+        if isinstance(sampler, WindowSampler):
+            truncated, even = sampler.truncated_key, sampler.settings.even_steps(shape[-1])
+        done = truncated and (*truncated[:-1], "done")
+        if isinstance(unit, WindowUnit):
+            done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
+        self._shape, self._kept, self._ends = shape, kept, _ends_in(info, shape, truncated, even)
+        #: Flags in which ends of windows are set.
+        self._flags = [path for path in (truncated, done) if path is not None]
+        #: By path: what is set in a batch, ``[*shape, ...]``, and what was stored there.
+        self._marks: dict[FieldPath, Tensor] = {
+            path_of(key): value
+            for key, value in info.items()
+            if isinstance(value, Tensor) and value.dtype is torch.bool and key not in source.computed_keys
+        }
+        self._stored: dict[FieldPath, object] = {}
+        #: Whether the flags that the sampler has made say all.
+        self._as_marked = not any(key in info for key in _MASKS) and "sequence_id" not in info
+
+    def set_in(self, data: object) -> object:
+        """A batch, new from the storage, with the marks. Another form than a TensorDict or a dict stays as it is."""
+        ends, lead = self._ends, len(self._shape)
+        if ends is None or not has_entries(data) or (is_tensordict(data) and data.batch_size[:lead] != self._shape):
+            return data
+        for path in self._flags:
+            flag = self._marks.get(path)
+            if flag is not None and self._as_marked:
+                continue
+            if flag is None and (flag := find(data, path)) is None:
+                flag = ends.new_zeros(*self._shape, 1)
+            if isinstance(flag, Tensor) and flag.shape[:lead] == self._shape:
+                here = ends.to(flag.device).reshape(*self._shape, *(1,) * (flag.ndim - lead))
+                self._marks[path] = flag.masked_fill(here, 1)
+        self._marks[(WINDOW_ENDS,)] = ends.unsqueeze(-1)
+        if is_tensorclass(data):  # which has no other fields
+            self._marks = {path: mark for path, mark in self._marks.items() if find(data, path) is not None}
+        self._stored = {path: find(data, path) for path in self._marks if public(path) not in self._kept}
+        data = _open(data)
+        if is_tensordict(data):
+            attach(data, self._shape, {public(path): mark for path, mark in self._marks.items()})
+            self._marks.update((path, find(data, path)) for path in self._stored)
+            return data
+        for path, mark in self._marks.items():
+            put(data, path, mark)
+        return data
+
+    def reset_in(self, data: object) -> object:
+        """What transforms returned, with flags as they are stored where no transform changed them."""
+        for path, stored in self._stored.items():
+            now, mark = find(data, path), self._marks[path]
+            if now is None or not (path == (WINDOW_ENDS,) or _are_equal(now, mark)):
+                continue
+            data = _open(data)
+            if not isinstance(stored, Tensor):
+                _remove(data, path)
+            else:
+                like = torch.as_tensor(now)
+                dtype = stored.dtype if like.dtype is mark.dtype else like.dtype
+                value = stored.reshape(like.shape).to(like.device, dtype)
+                put(data, path, value if isinstance(now, Tensor) else value.numpy())
+        return data
+
+
+def _ends_in(info: Mapping[Entry, object], shape: tuple[int, ...], last: FieldPath | None, even: int) -> Tensor | None:
+    """Bool ``[*shape]``: the last steps of windows, and those before and after which padding begins. None: not known.
+
+    ``last``: the mark of the last steps. ``even``: steps of each window; 0: not known.
+    """
+    found = [info.get(key) for key in (public(last or ()), "sequence_id", *_MASKS)]
+    marked, number, *masks = (of if isinstance(of, Tensor) else None for of in found)
+    mask = next((of.reshape(shape) for of in masks if of is not None), None)
+    if marked is not None and mask is None and number is None:
+        return marked.reshape(*shape, -1)[..., 0]
+    place = torch.arange(1, shape[-1] + 1, device=next((of.device for of in (marked, mask) if of is not None), None))
+    if number is not None:
+        ends: Tensor = number.reshape(shape) != number.reshape(shape).roll(-1, -1)
+    elif marked is not None:
+        ends = marked.reshape(*shape, -1)[
+            ..., 0
+        ].clone()  # one in each window, before its padding; all are of one length
+        ends |= place % (shape[-1] // ends.sum(-1, keepdim=True).clamp_min(1)) == 0
+    elif even:
+        ends = (place % even == 0).expand(shape).clone()
+    else:
+        return None
+    ends[..., -1] = True
+    if mask is not None:
+        ends[..., :-1] |= mask[..., 1:] != mask[..., :-1]
+    return ends
+
+
+def _are_equal(now: object, mark: Tensor) -> bool:
+    """Whether an entry has the values of a mark, in another shape or dtype perhaps."""
+    if now is mark or not isinstance(now, Tensor | np.ndarray):
+        return now is mark
+    value = torch.as_tensor(now)
+    return value.numel() == mark.numel() and torch.equal(value.reshape(mark.shape).to(mark.device, mark.dtype), mark)
+
+
+def _open(data: object) -> object:
+    """A batch to which entries can be added."""
+    return data.copy() if is_tensordict(data) and data.is_locked else data
+
+
+def _remove(data: object, path: FieldPath) -> None:
+    """Remove an entry, and containers that are empty then."""
+    inner = find(data, path[:-1])
+    del inner[path[-1]]
+    if len(path) > 1 and not len(inner.keys()):
+        _remove(data, path[:-1])
+
+
+def attach(data: Any, batch: tuple[int, ...], entries: Mapping[Entry, Tensor]) -> None:
+    """Add entries ``[*batch, ...]`` to a batch of another form than ours. Raises ``RuntimeError``: it has another size, or no entries."""
+    if not is_tensor_collection(data):
+        raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
+    ours = len(batch)
+    if data.batch_size[:ours] != batch:
+        was = batch[0] if ours == 1 else list(batch)
+        raise RuntimeError(
+            f"sample: a transform or collate_fn changed the batch size from {was} to {list(data.batch_size)}, so "
+            f"{sorted(map(str, entries))} cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
+        )
+    missing = len(data.batch_size) - ours
+    if not missing and is_plain_tensordict(data) and not data.is_locked:
+        put_fields(data, entries)
+        return
+    for key, value in entries.items():
+        stored = data.get(key, None)
+        if stored is not None and stored.shape == value.shape:  # a stored flag, marked
+            data.set(key, value)
+            continue
+        laid_out = value.reshape(*value.shape[:ours], *(1,) * missing, *value.shape[ours:])
+        data.set(key, laid_out.expand(*data.batch_size, *value.shape[ours:]))
