@@ -318,7 +318,7 @@ def test_a_transform_may_return_tensordicts_of_other_forms(form, prefetch):
     batch, info = rb.sample(return_info=True)
     assert (batch["b"] == batch["index"] * 20).all()
     assert (info["index"] == batch["index"]).all()
-    assert batch.is_locked == (form not in ("without batch size",))
+    assert batch.is_locked == (form != "without batch size")
 
 
 def test_windows_are_marked_in_a_locked_tensordict():

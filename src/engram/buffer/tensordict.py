@@ -324,7 +324,8 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
 
 def attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> None:
     """Add entries ``[*batch, ...]`` to a batch of another form than ours, as TorchRL does: a tensorclass has no place for them, a locked
-    TensorDict is locked again. Raises ``RuntimeError``: it has another size, or no entries."""
+    TensorDict is locked again. Raises ``RuntimeError``: it has another size, or no entries.
+    """
     if not is_tensor_collection(data):
         raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
     if is_tensorclass(data):
@@ -343,7 +344,7 @@ def attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> Non
         stored = data.get(key, None)
         if dims > ours and (stored is None or stored.shape != value.shape):  # else a stored flag, marked
             laid_out = value.reshape(*batch, *(1,) * (dims - ours), *value.shape[ours:])
-            value = laid_out.expand(*data.batch_size, *value.shape[ours:])  # noqa: PLW2901
+            value = laid_out.expand(*data.batch_size, *value.shape[ours:])
         data.set(key, value)
     if locked:
         data.lock_()

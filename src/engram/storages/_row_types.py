@@ -12,7 +12,7 @@ from engram._words import warn
 from engram.nested import can_be_attribute, class_of, fields_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping
 
     from engram.format.schema import Node
 
@@ -93,3 +93,17 @@ def of_users(types: Mapping[str, type[object]]) -> dict[str, type[object]]:
 def is_named(cls: type, name: str) -> bool:
     """Whether a class is what a structure calls by that name. Those that functions make are not, nor are those that were made again."""
     return _found(name) is cls
+
+
+def takes_rows_of(cls: type, node: Node, types: dict[str, type], kept: MutableMapping[str, object]) -> bool:
+    """Whether data may be of a class. Where the first row's is not found under its name, the fields count: the caller compares them.
+
+    The user's own class takes the place of one that stands in for it: batches are of it from then on, and the ``intake`` is made again.
+    """
+    known = types[node.type]
+    if cls is known or node.kind != "namedtuple" or is_named(known, node.type):
+        return cls is known
+    if stands_in(known) and fields_of(cls) == tuple(node.children):
+        types[node.type] = cls
+        kept.pop("intake", None)
+    return True

@@ -30,11 +30,11 @@ from engram._tensordict import (
 from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import attributes, fields_of, first_leaf, is_dataclass, is_numbers, with_fields
+from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored
 from engram.storages._keys import at, by_name, taken_by_key
-from engram.storages._row_types import find_types, is_named, of_users, stands_in, type_name
+from engram.storages._row_types import find_types, of_users, takes_rows_of, type_name
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class Structure:
             found[node.field] = self._leaf(node.field, value, expected, call)
             return
         given, source = _opened(value, of_numbers=node.kind == "list")
-        if given != node.kind or (node.type and not self._takes(node, type(value))):
+        if given != node.kind or (node.type and not takes_rows_of(type(value), node, self._types, vars(self))):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
@@ -325,17 +325,6 @@ class Structure:
         if len(children) < len(node.children):
             for number in self.added.missing(node.children, children):
                 found[number] = self.added.fills[number].expand((*batch, *self._specs[number][1])).contiguous()
-
-    def _takes(self, node: Node, cls: type[object]) -> bool:
-        """Whether data may be of a class. Where the first row's is not found under its name, fields count and not classes: they are compared
-        next. The user's own class takes the place of one that stands in for it: batches are of it from then on."""
-        known = self._types[node.type]
-        if cls is known or node.kind != "namedtuple" or is_named(known, node.type):
-            return cls is known
-        if stands_in(known) and fields_of(cls) == tuple(node.children):
-            self._types[node.type] = cls
-            vars(self).pop("intake", None)
-        return True
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
 
