@@ -23,6 +23,9 @@ class Component(Declared, Dumpable):
     #: Arguments of the constructor that a store notes: attributes of these names.
     noted: ClassVar[tuple[str, ...]] = ()
 
+    def _empty(self, empty_write_count: bool = True) -> None:
+        """TorchRL's; no effect, because rows and cursors are the store's."""
+
     def state_dict(self) -> dict[str, object]:
         """All state, as tensors and plain values: copies.
 

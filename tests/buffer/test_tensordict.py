@@ -11,6 +11,7 @@ from engram import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
@@ -294,3 +295,53 @@ def test_edits():
     rb.write_all(rb[:2].clone())
     assert rb["a"].tolist()[1:] == [90, 70, 80]
     assert rb.write_count == 4
+
+
+# ---- what transforms and collate functions may return -------------------------------------------------------------------------
+
+
+FORMS = {
+    "locked": lambda td: TensorDict({"b": td["a"] * 2, "in": {"c": td["a"]}}, td.batch_size).lock_(),
+    "memory-mapped": lambda td: TensorDict({"b": td["a"] * 2}, td.batch_size).memmap_(),
+    "shared": lambda td: TensorDict({"b": td["a"] * 2}, td.batch_size).share_memory_(),
+    "without batch size": lambda td: TensorDict({"b": td["a"] * 2}, []),
+    "both": lambda td: TensorDict({"b": td["a"] * 2}, []).lock_(),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_transform_may_return_tensordicts_of_other_forms(form, prefetch):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(9), batch_size=4, prefetch=prefetch or None)
+    rb.append_transform(FORMS[form])
+    rb.extend(steps(0, 9))
+    batch, info = rb.sample(return_info=True)
+    assert (batch["b"] == batch["index"] * 20).all()
+    assert (info["index"] == batch["index"]).all()
+    assert batch.is_locked == (form != "without batch size")
+
+
+def test_windows_are_marked_in_a_locked_tensordict():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=3), batch_size=6)
+    rb.append_transform(FORMS["locked"])
+    rb.extend(steps(0, 12, done=torch.arange(12) % 6 == 5))
+    batch = rb.sample()
+    assert batch["next", "truncated"].flatten().tolist() == [False, False, True] * 2
+    assert batch["index"].shape == (6, 1)
+
+
+def test_a_tensorclass_has_no_place_for_the_index():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(9), batch_size=4)
+    rb.append_transform(lambda td: Step(a=td["a"] * 2, batch_size=td.batch_size))
+    rb.extend(steps(0, 9))
+    batch, info = rb.sample(return_info=True)
+    assert type(batch) is Step
+    assert (batch.a == info["index"] * 20).all()
+
+
+def test_another_batch_size_is_refused():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(9), batch_size=4)
+    rb.append_transform(lambda td: td[:2])
+    rb.extend(steps(0, 9))
+    with pytest.raises(RuntimeError, match=r"changed the batch size from 4 to \[2\]"):
+        rb.sample()

@@ -81,7 +81,7 @@ class ReadPath:
             batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
             return self.waited(batch, start)
         since = memory.core.begin_wait() if timeout is not None and memory is not None else 0
-        shown: Shown = "beside" if return_info or wiring.transform.reads else "nothing"
+        shown: Shown = "beside" if return_info or wiring.transform.reads or wiring.storage.gets else "nothing"
         if self.shows_rows:
             shown = "beside" if wiring.transform.reads or wiring.collates else "within"
         columns, rows, info = self.read(key, batch_size, shown)
@@ -126,6 +126,8 @@ class ReadPath:
         """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
         data = wiring.storage.batch(columns, None if rows is None else rows.shape)
+        if wiring.storage.gets and rows is not None:
+            data = wiring.storage.got(wiring.user_index(rows), data)
         computed = wiring.source.computed_keys
         if computed:
             made = cast("dict[Entry, Tensor]", info)
@@ -194,12 +196,15 @@ class ReadPath:
         storage, source, tracks = wiring.storage, wiring.source, wiring.numbers
         extent = storage.extent()
         samplers.check_drawable(extent.size)
-        if wiring.of_sampler.draws_windows:  # perhaps it has drawn for another buffer since
+        if wiring.of_sampler.draws_windows or source.samples:  # perhaps it has drawn for another buffer since
             source.bind(storage)
         draw = source.draw(extent, batch_size, key)
         chosen = draw.tickets is not None
         if tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=storage.tickets_of(draw.rows))
+        shape = draw.rows.shape
+        if len(shape) > 1:  # of a sampler of the user's own
+            draw = draw._replace(rows=draw.rows.reshape(-1))
         try:
             columns, moved = storage.read(draw.rows, draw.tickets)
             taken = self._draw_others(draw, columns, moved, key) if moved and wiring.of_sampler.consumes else None
@@ -219,6 +224,8 @@ class ReadPath:
             info[number] = storage.writes_of(draw.rows, draw.tickets)
         if storage.memory is not None:
             storage.memory.count_sampled(draw.rows)
+        if len(shape) > 1 and storage.traits.has_fields:
+            return [column.reshape(*shape, *column.shape[1:]) for column in columns], draw.rows.reshape(shape), info
         return columns, draw.rows, info
 
     def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Draw]:

@@ -365,6 +365,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._discard_prefetched("empty")
         storage.empty(keep_write_count=not empty_write_count)
         storage.notify(None, None)
+        self._wiring.tell_emptied()
 
     def end_trajectory(self, lane: Lane = None, *, terminated: bool = False, roles: Roles | None = None) -> Tensor:
         """Make the newest step of a lane the last one of its trajectory, as a truncation.

@@ -53,6 +53,8 @@ class RowAccess:
             data = wiring.storage.view(where, self._entries(where))
         else:
             data = self._read(where)
+        if wiring.storage.gets:
+            data = wiring.storage.got(index, data)
         stacked = wiring.collates and not (where.single or isinstance(index, int))
         if stacked:
             data = reading.collated(data)

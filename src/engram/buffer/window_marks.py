@@ -151,24 +151,31 @@ def _remove(data: object, path: FieldPath) -> None:
 
 
 def attach(data: Any, batch: tuple[int, ...], entries: Mapping[Entry, Tensor]) -> None:
-    """Add entries ``[*batch, ...]`` to a batch of another form than ours. Raises ``RuntimeError``: it has another size, or no entries."""
+    """Add entries ``[*batch, ...]`` to a batch of another form than ours, as TorchRL does: a tensorclass has no place for new ones, a
+    locked TensorDict is locked again. Raises ``RuntimeError``: it has another size, or no entries.
+    """
     if not is_tensor_collection(data):
         raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
-    ours = len(batch)
-    if data.batch_size[:ours] != batch:
+    if is_tensorclass(data):
+        entries = {key: value for key, value in entries.items() if find(data, path_of(key)) is not None}
+    dims, ours = len(data.batch_size), len(batch)
+    if data.batch_size[:ours] != batch[:dims]:
         was = batch[0] if ours == 1 else list(batch)
         raise RuntimeError(
             f"sample: a transform or collate_fn changed the batch size from {was} to {list(data.batch_size)}, so "
             f"{sorted(map(str, entries))} cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
         )
-    missing = len(data.batch_size) - ours
-    if not missing and is_plain_tensordict(data) and not data.is_locked:
+    locked = data.is_locked
+    if locked:
+        data.unlock_()
+    elif dims == ours and is_plain_tensordict(data):
         put_fields(data, entries)
         return
     for key, value in entries.items():
         stored = data.get(key, None)
-        if stored is not None and stored.shape == value.shape:  # a stored flag, marked
-            data.set(key, value)
-            continue
-        laid_out = value.reshape(*value.shape[:ours], *(1,) * missing, *value.shape[ours:])
-        data.set(key, laid_out.expand(*data.batch_size, *value.shape[ours:]))
+        if dims > ours and (stored is None or stored.shape != value.shape):  # else a stored flag, marked
+            laid_out = value.reshape(*batch, *(1,) * (dims - ours), *value.shape[ours:])
+            value = laid_out.expand(*data.batch_size, *value.shape[ours:])
+        data.set(key, value)
+    if locked:
+        data.lock_()

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from engram import samplers, storages, writers
 from engram._checks import as_numbers, check_count
+from engram._overrides import overrides, refuse_others
 from engram.errors import RowError
 from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
-from engram.types import Sampler, Traits, Writer
+from engram.types import Declared, Sampler, Traits, Writer
 from engram.units.reading import Named
 
 if TYPE_CHECKING:
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     from engram.units import SampleUnit
     from engram.units.reading import UnitReader
     from engram.writers._base import NativeWriter
+
+
+#: Attributes of a wiring that a copy makes again.
+_DERIVED = (
+    " source of_sampler placer of_writer generator recorder unit_reader own_sampler draws_uniformly draws_natively numbers "
+    "sample_natively refills places_each hooked appends appends_natively write_of collates "
+)
 
 
 class ReadsBatch(Protocol):
@@ -159,7 +167,7 @@ class Wiring:
         recorded = self.recorder is not None
         #: Whether the store draws by itself, and whether nothing else needs to hear of it.
         self.draws_uniformly = fields and self.of_sampler.draws_uniformly and self.unit_reader is None
-        self.draws_natively = self.draws_uniformly and not recorded
+        self.draws_natively = self.draws_uniformly and not recorded and not self.storage.gets
         #: Whether what is read says its tickets.
         self.numbers = self.of_writer.tracks_tickets or recorded
         #: What draws and reads in one native call; None: nothing does.
@@ -170,8 +178,24 @@ class Wiring:
         )
         #: Whether rows go behind the last one of their lane, without asking the writer.
         self.appends = fields and self.of_writer.appends and not self.refills
+        #: The sampler that the user has made, inside of expanders.
+        self.own_sampler = self.sampler
+        while isinstance(self.own_sampler, Expander):
+            self.own_sampler = self.own_sampler.sampler
+        writer, of_rows = type(self.writer), type(self.own_sampler)
+        #: Whether the user's writer says of each row by itself where it goes.
+        self.places_each = self.of_writer.rejects and overrides(writer, "get_insert_index")
+        #: Whether writes go through methods of TorchRL's that components of the user's override.
+        calls = (
+            *((writer, name) for name in ("add", "extend")),
+            *((of_rows, name) for name in ("mark_update", "add", "extend")),
+        )
+        self.hooked = self.storage.sets or any(overrides(*call) for call in calls)
+        #: The same as appends, in one native call.
+        self.appends_natively = self.appends and not self.hooked
         #: What places and writes in one native call; None: nothing does.
-        self.write_of = self.placer.write_of if fields and self.of_writer.places_natively else None
+        natively = fields and self.of_writer.places_natively and not (self.hooked or self.places_each)
+        self.write_of = self.placer.write_of if natively else None
         #: Whether a batch is not yet what was gathered.
         self.collates = not fields or self.collate_fn is not None
 
@@ -218,6 +242,12 @@ class Wiring:
         """Whether a draw of so many rows would succeed now, and be admitted."""
         return self.source.can_sample(self.storage, rows) and self.gate.admits(self.storage.memory, rows)
 
+    def tell_emptied(self) -> None:
+        """Call what samplers and writers of TorchRL's form reset themselves by."""
+        for part in (self.own_sampler, self.writer):
+            if overrides(type(part), "_empty"):
+                part._empty()  # noqa: SLF001 - TorchRL's
+
     def check_editable(self, call: str) -> None:
         """Raise ``RuntimeError``: rows must not be changed."""
         if self.of_writer.read_only:
@@ -261,18 +291,7 @@ class Wiring:
     # ---- copies ----------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, object]:
-        derived = ("source", "of_sampler", "placer", "of_writer", "generator", "recorder", "unit_reader")
-        paths = (
-            "draws_uniformly",
-            "draws_natively",
-            "numbers",
-            "sample_natively",
-            "refills",
-            "appends",
-            "write_of",
-            "collates",
-        )
-        state = {name: value for name, value in self.__dict__.items() if name not in (*derived, *paths)}
+        state = {name: value for name, value in self.__dict__.items() if f" {name} " not in _DERIVED}
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()
         return state
@@ -325,6 +344,9 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
         raise TypeError(
             f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made, kind)}"
         )
+    if isinstance(made, Declared):
+        inside = {"sample": "that of the sampler inside"} if isinstance(made, Expander) else {}
+        refuse_others(made, **({"_empty": "empty"} if of_storage else inside))
     return made
 
 

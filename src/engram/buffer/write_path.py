@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from engram import storages
 from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
+from engram.buffer import overridden
 from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
@@ -108,7 +110,7 @@ class WritePath:
         wiring = self._wiring
         storage = wiring.storage
         try:
-            if wiring.appends and self._recipe.noted:
+            if wiring.appends_natively and self._recipe.noted:
                 placed = storage.add_row(lane, data)
                 if placed is not None:
                     row: int
@@ -121,7 +123,7 @@ class WritePath:
                 if rows is not None:
                     row = int(rows)
                     return None if row < 0 else row
-            write = self._write(data, lane, "add", batched=False)
+            write = (self._write if wiring.hooked else self.write_here)(data, lane, "add", batched=False)
         except NotAdmitted as refused:
             if timeout is None:
                 raise
@@ -129,7 +131,7 @@ class WritePath:
         if storage.ndim > 1:
             return wiring.user_index(write.rows)
         row = int(write.rows[0])
-        return None if wiring.of_writer.rejects and row < 0 else row
+        return None if row < 0 else row
 
     # ---- a batch ---------------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class WritePath:
         wiring = self._wiring
         storage = wiring.storage
         try:
-            if wiring.appends and self._recipe.noted:
+            if wiring.appends_natively and self._recipe.noted:
                 named = self._lanes.default if lane is None else lane
                 if named is None and self._lanes.told:
                     named = "each"
@@ -170,7 +172,7 @@ class WritePath:
                 rows = self._write_of(data, batched=True)
                 if rows is not None:
                     return rows
-            write = self._write(data, lane, "extend", batched=True)
+            write = (self._write if wiring.hooked else self.write_here)(data, lane, "extend", batched=True)
         except NotAdmitted as refused:
             if timeout is None:
                 raise
@@ -191,6 +193,11 @@ class WritePath:
         return written[1]
 
     def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
+        """Write through what components of the user's override."""
+        return overridden.write(self.write_here, self._wiring, self._lanes, data, lane, call, batched=batched)
+
+    def write_here(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
+        """Write as a buffer does whose components override nothing."""
         wiring = self._wiring
         storage = wiring.storage
         storage.check_writable()
@@ -230,18 +237,41 @@ class WritePath:
             self._wiring.bound_sampler()  # its priorities say who goes
         if not storage.initialized:  # a writer that refuses leaves no memory behind
             rows = rows_of(data, storage.ndim) if batched else 1
-            plan = None if rows is None else place(rows)
+            plan = None if rows is None or self._wiring.places_each else place(rows)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._settings.ignored, count=count)
         if not self._recipe.noted:
             self._recipe.note()
         with storage.placing:
             if self._wiring.refills:
                 return self._refill(prepared, n)
+            if self._wiring.places_each:
+                return self._place_each(prepared, n, data, batched=batched)
             if plan is None or len(storage):  # another process may have written first
                 plan = place(n)
             write: Write = storage.write(plan, prepared, n)
             placer.written(plan, write)
         return write
+
+    def _place_each(self, prepared: Any, n: int, data: Any, *, batched: bool) -> Write:
+        """Write one row after the other where the user's ``get_insert_index`` says."""
+        storage, writer = self._wiring.storage, self._wiring.writer
+        places = torch.full((2, n), -1, device="cpu")
+        for i in range(n):
+            row = (
+                data
+                if not batched
+                else data[i]
+                if isinstance(data, list)
+                else map_leaves(data, cast("Any", operator.itemgetter(i)))
+            )
+            at = writer.get_insert_index(row)
+            if at is not None:
+                plan, one = (
+                    WritePlan(rows=torch.tensor([int(at)])),
+                    storage.some(prepared, [i]) if batched else prepared,
+                )
+                places[:, i] = torch.tensor([int(at), storage.write(plan, one, 1).first])
+        return Write(places[0], 0, places[1])
 
     def _refill(self, prepared: object, n: int) -> Write:
         """Write over rows that are used up, and append the others: as few places of the ring as then all rows have one of their own.

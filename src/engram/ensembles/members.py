@@ -207,7 +207,7 @@ class Member:
     def is_plain(self) -> bool:
         """Whether its batches are just what was read."""
         wiring = self.wiring
-        return not (wiring.transform.reads or wiring.collates or wiring.pinning is not None)
+        return not (wiring.transform.reads or wiring.collates or wiring.storage.gets or wiring.pinning is not None)
 
     @property
     def memory(self) -> Store | None:

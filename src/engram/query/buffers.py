@@ -219,4 +219,6 @@ class Stored:
         """All fields of each trajectory."""
         columns = self._columns(None)
         data = cast("TensorDictBase", self._storage.batch(columns, len(self._rows)))
+        if self._storage.gets:
+            data = self._storage.got(self._rows, data)
         return list(data.split(self._lengths.tolist())) if len(self._lengths) else []

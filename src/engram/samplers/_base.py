@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from engram import _fork
+from engram._checks import as_numbers
+from engram._overrides import overrides
 from engram._words import warn
 from engram.components import Component, adopt
-from engram.errors import EMPTY, NoSampleable
+from engram.errors import EMPTY, NoSampleable, RowError
 from engram.field_paths import as_paths, public
 from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
-from engram.types import Declared, Traits
+from engram.types import Declared, Draw, Traits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from engram.store import Key, Masses
-    from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
+    from engram.types import Commit, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
 
 
 def check_drawable(size: int) -> None:
@@ -41,6 +45,8 @@ class DeclaredSampler(Component):
     drop_last = False
     #: After how many draws a row is used up; None: never.
     draws_of_a_row: int | None = None
+    #: Whether draws are a ``sample`` of the user's own, of TorchRL's form.
+    samples = False
     #: Keys of the fields that ``draw`` is handed; None: it is handed none.
     reads: object = None
     #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too, and whether ``[B, 1]`` is ``[B]`` there.
@@ -88,7 +94,10 @@ class DeclaredSampler(Component):
         >>> places, others.rows.shape
         ([1, 3], torch.Size([2]))
         """
-        return moved, self.draw(extent, len(moved), key)
+        if self.samples:
+            moved = list(range(len(drawn.rows))) if self.traits.draws_windows else moved
+        fresh = self.draw(extent, len(moved), key)
+        return moved, fresh if fresh.rows.ndim == 1 else fresh._replace(rows=fresh.rows.reshape(-1))
 
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn; raises to refuse it. A buffer calls it before it draws; programs need not.
@@ -310,6 +319,28 @@ class NativeSampler(DeclaredSampler):
 
     #: Priority of rows without one.
     default_priority = 1.0
+    #: Drives a :meth:`sample` of the user's own, by the key of the draw.
+    _rng: torch.Generator | None = None
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """A ``sample`` of the user's own draws in place of ``draw``. One that calls ``super().sample()`` gets the draws of its parent."""
+        super().__init_subclass__(**kwargs)
+        if overrides(cls, "update_priority"):
+            cls.update_priority = _with_generation(cls.update_priority)  # type: ignore[method-assign]
+        if not overrides(cls, "sample") or overrides(cls, "draw") or cls.draw is _draw_by_sample:
+            return
+        cls._draw_apart, cls.draw, cls.samples = cls.draw, _draw_by_sample, True  # type: ignore[method-assign]
+        cls.traits = cls.traits.without({"draw"})
+
+    def bind(self, storage: SampledStorage) -> None:
+        self._storage: Any = storage
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_storage": None}
+
+    def _draw_apart(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        """:meth:`draw`, whatever takes its place."""
+        return self.draw(extent, batch_size, key)
 
     @property
     def prioritized(self) -> bool:
@@ -327,11 +358,65 @@ class NativeSampler(DeclaredSampler):
 
     def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
-        key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        draw = self.draw(storage.extent(), batch_size, key)
+        key = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._rng))
+        draw = self._draw_apart(storage.extent(), batch_size, key)
         if self.traits.consumes:
             self.were_read(draw)
         return draw.rows, dict(draw.info)
+
+
+# ---- samplers with a ``sample`` of the user's own -----------------------------------------------------------------------
+
+_one_by_one = _fork.rlock()
+
+
+def _draw_by_sample(self: Any, extent: Extent, batch_size: int, key: int) -> Draw:
+    """Rows of the user's ``sample(storage, batch_size)``, which has a generator of the key as ``_rng``.
+
+    Raises ``TypeError``, ``RowError``: it returned none.
+    """
+    inner, storage = cast("Any", _said(self, "_inner", self)), self._storage
+    call = f"sample: {type(inner).__name__}.sample"
+    with _one_by_one:
+        before, inner._rng = _said(inner, "_rng"), torch.Generator().manual_seed(key)  # noqa: SLF001 - TorchRL's
+        try:
+            drawn = inner.sample(storage, batch_size)
+        finally:
+            inner._rng = before  # noqa: SLF001
+    if not isinstance(drawn, tuple) or len(drawn) != 2 or not isinstance(drawn[1], dict):
+        raise TypeError(f"{call}: expected (index, info), as TorchRL's samplers return them, got {drawn!r:.80}.")
+    index, said = drawn
+    if isinstance(index, tuple):
+        index = index[0] if len(index) == 1 else torch.stack([as_numbers(call, one).to("cpu") for one in index], -1)
+    rows = as_numbers(call, index).to("cpu")
+    if storage.ndim > 1 and rows.ndim > 1:  # coordinates
+        rows = storage.rows_at(rows)
+    if rows.is_floating_point() or (rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < extent.capacity):
+        raise RowError(f"{call}: expected rows, ints in [0, {extent.capacity}), got {rows.tolist()!r:.80}.")
+    rows = rows.to(torch.int64).reshape(rows.shape or (1,))
+    info: Info = {}
+    for name, value in ((name, torch.as_tensor(value)) for name, value in said.items() if name != "index"):
+        shape = *value.shape, *(1,) * (rows.ndim - value.ndim)
+        info[name] = value.reshape(shape).expand(*rows.shape, *shape[rows.ndim :])
+    fixed = self.traits.consumes or self.traits.draws_windows  # no other row may take the place of one
+    return Draw(rows, storage.tickets_of(rows.reshape(-1)) if fixed else None, info)
+
+
+def _with_generation(theirs: Callable[..., None]) -> Callable[..., None]:
+    """An ``update_priority`` of TorchRL's form, which knows no generations: rows that were written since become -1, passed over."""
+    if {"generation", "kwargs"} & set(inspect.signature(theirs).parameters):
+        return theirs
+
+    @functools.wraps(theirs)
+    def update_priority(self: Any, index: Any, priority: Any, *, generation: Any = None, **storage: Any) -> None:
+        if generation is not None:
+            rows = as_numbers("update_priority: index", index[0] if isinstance(index, tuple) else index).to("cpu")
+            index = rows.where(
+                self._storage.tickets_of(rows) == as_numbers("update_priority: generation", generation).to("cpu"), -1
+            )
+        theirs(self, index, priority, **storage)
+
+    return update_priority
 
 
 #: Methods of a user's sampler that a buffer calls, if they are there.
@@ -400,6 +485,15 @@ class _Adapted(DeclaredSampler):
         return repr(self._inner)
 
 
+class _Sampled(_Adapted):
+    """A sampler of the user's own whose only way to draw is a ``sample`` of TorchRL's form."""
+
+    samples, draw = True, _draw_by_sample
+
+    def bind(self, storage: SampledStorage) -> None:
+        self._storage = storage
+
+
 class _Reading(_Adapted):
     """A sampler that is handed fields of the rows at each draw."""
 
@@ -445,4 +539,7 @@ def declared(sampler: Sampler) -> DeclaredSampler:
     reads = sampler.reads if isinstance(sampler, DeclaredSampler) else _said(sampler, "reads")
     if reads is not None:
         return _Reading(sampler, reads)
-    return cast("DeclaredSampler", sampler) if isinstance(sampler, Declared) else _Adapted(sampler)
+    if isinstance(sampler, Declared):
+        return cast("DeclaredSampler", sampler)
+    sampled = overrides(type(sampler), "sample") and not overrides(type(sampler), "draw")
+    return (_Sampled if sampled else _Adapted)(sampler)

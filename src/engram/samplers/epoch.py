@@ -95,6 +95,7 @@ class SamplerWithoutReplacement(NativeSampler):
         >>> sampler.epoch(first.storage)[1]
         2
         """
+        super().bind(storage)
         self._epoch_of(storage.memory)
 
     def moved(self) -> None:
@@ -223,7 +224,7 @@ class SamplerWithoutReplacement(NativeSampler):
         return {**super().config(), "index": self.index_name}
 
     def __getstate__(self) -> dict[str, object]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_bound")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_bound", "_storage")}
         return state | {"walk": self._own.progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

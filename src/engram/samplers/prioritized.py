@@ -292,7 +292,9 @@ class PrioritizedSampler(NativeSampler):
 
     # ---- updating ------------------------------------------------------------------------------------------------------
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(
+        self, index: object, priority: object, *, generation: Tensor | None = None, storage: object = None
+    ) -> None:
         """New priorities of rows, in one native call.
 
         Args:

@@ -266,7 +266,9 @@ class SliceSampler(WindowSampler):
         """Priority of new rows."""
         return self._priorities.default_priority
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(
+        self, index: object, priority: object, *, generation: Tensor | None = None, storage: object = None
+    ) -> None:
         """As :meth:`PrioritizedSampler.update_priority`, step by step; without anchors it has no effect and warns.
 
         >>> import torch

@@ -29,9 +29,11 @@ class RandomSampler(NativeSampler):
 
     traits = NativeSampler.traits._replace(draws_uniformly=True)
 
-    def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, replacement: bool = True, **kwargs: Any) -> Any:
+        if cls.__init__ is not RandomSampler.__init__:  # a subclass has arguments of its own
+            return super().__new__(cls)
         if replacement:
-            if kwargs:
+            if kwargs or args:
                 raise TypeError(f"RandomSampler: unexpected arguments {sorted(kwargs)} with replacement.")
             return super().__new__(cls)
         from engram.samplers.epoch import SamplerWithoutReplacement

@@ -458,7 +458,10 @@ class WindowSampler(NativeSampler):
         self.bind(storage)
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         key = DrawKey()
-        key.draw()
+        if self._rng is None:
+            key.draw()
+        else:
+            key.draw(generator=self._rng)
         _, rows, info = self.sample_natively(storage, key, batch_size)
         assert rows is not None  # as they are shown
         return (rows,), info

@@ -355,7 +355,7 @@ class Service:
         columns = columns[: len(self._fields)]
         if command.writer is not None:
             return self._append_once(command, columns, lane, n)
-        if not wiring.appends:
+        if not wiring.appends_natively:
             return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
 
         write = storage.write(WritePlan(lane=lane), list(columns), n)
@@ -365,7 +365,7 @@ class Service:
 
     def _append_once(self, command: Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
-        if not self._wiring.appends:
+        if not self._wiring.appends_natively:
             raise NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written

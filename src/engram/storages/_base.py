@@ -14,6 +14,7 @@ from torch import Tensor
 from engram import _fork, _words
 from engram._checks import as_numbers
 from engram._closing import end
+from engram._overrides import doing, meanwhile, overrides
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
@@ -65,6 +66,13 @@ class Storage(Declared, Dumpable, Port):
 
     #: Makes a batch of items, in place of a dense stack; None: nothing does.
     stacked: Callable[[list[object]], object] | None = None
+
+    #: Whether :meth:`get` and :meth:`set` are the user's own: a buffer reads and writes through them.
+    gets, sets = False, False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.gets, cls.sets = overrides(cls, "get"), overrides(cls, "set")
 
     #: Whether it is in a forked child, which has not written yet, and its rows were not shared.
     _inherited = False
@@ -844,6 +852,9 @@ class Storage(Declared, Dumpable, Port):
         >>> rb[[0, 9]]
         tensor([7, 8])
         """
+        if (instead := meanwhile(self)) is not None:
+            instead(cursor, data)
+            return
         single = isinstance(cursor, int)
         if isinstance(cursor, slice):
             bounded = self.max_size < torch.iinfo(torch.int64).max
@@ -865,7 +876,21 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.get(slice(2, 4))
         tensor([2, 3])
         """
-        return self[index]
+        return (meanwhile(self) or self.__getitem__)(index)
+
+    def got(self, index: Any, data: Any) -> Any:
+        """What a :meth:`get` of the user's own makes of rows that were read; it is called for one thread at a time.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage
+        >>> class Halved(LazyTensorStorage):
+        ...     def get(self, index):
+        ...         return super().get(index) / 2
+        >>> Halved(10).got([3], torch.tensor([6.0]))
+        tensor([3.])
+        """
+        with self._lock, doing(self, lambda asked: data if asked is index else self[asked]):
+            return self.get(index)
 
     def locate(self, index: object) -> Rows:
         """As :meth:`resolve`; with ``ndim > 1`` the index is one into the layout of ``extend``.

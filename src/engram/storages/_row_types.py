@@ -12,7 +12,7 @@ from engram._words import warn
 from engram.nested import can_be_attribute, class_of, fields_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping
 
     from engram.format.schema import Node
 
@@ -38,9 +38,7 @@ def find_types(node: Node, types: dict[str, type]) -> None:
 def _find_type(node: Node) -> type:
     """A class that the program has defined already. A name found in a file never makes us import anything."""
     module_name, _, qualname = node.type.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for part in qualname.split("."):
-        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+    found = _found(node.type)
     fits = isinstance(found, type) and (
         is_tensorclass_type(found)
         if node.kind == "tensorclass"
@@ -63,6 +61,15 @@ def _find_type(node: Node) -> type:
     return cls
 
 
+def _found(name: str) -> Any:
+    """What lies under a name now; None: nothing."""
+    module_name, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+    return found
+
+
 @functools.cache
 def _stand_in(name: str, fields: tuple[str, ...]) -> type[object]:
     module_name, _, qualname = name.partition(":")
@@ -73,6 +80,30 @@ def _stand_in(name: str, fields: tuple[str, ...]) -> type[object]:
     return class_of(fields)
 
 
+def stands_in(cls: type) -> bool:
+    """Whether a class stands for one that the program has not defined."""
+    return cls.__module__ == class_of.__module__
+
+
 def of_users(types: Mapping[str, type[object]]) -> dict[str, type[object]]:
-    """Those of the classes that the user has defined."""
-    return {name: cls for name, cls in types.items() if cls.__module__ != class_of.__module__}
+    """Those of the classes that the user has defined, and that other processes find under their names."""
+    return {name: cls for name, cls in types.items() if not stands_in(cls) and is_named(cls, name)}
+
+
+def is_named(cls: type, name: str) -> bool:
+    """Whether a class is what a structure calls by that name. Those that functions make are not, nor are those that were made again."""
+    return _found(name) is cls
+
+
+def takes_rows_of(cls: type, node: Node, types: dict[str, type], kept: MutableMapping[str, object]) -> bool:
+    """Whether data may be of a class. Where the first row's is not found under its name, the fields count: the caller compares them.
+
+    The user's own class takes the place of one that stands in for it: batches are of it from then on, and the ``intake`` is made again.
+    """
+    known = types[node.type]
+    if cls is known or node.kind != "namedtuple" or is_named(known, node.type):
+        return cls is known
+    if stands_in(known) and fields_of(cls) == tuple(node.children):
+        types[node.type] = cls
+        kept.pop("intake", None)
+    return True

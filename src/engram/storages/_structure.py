@@ -34,7 +34,7 @@ from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored
 from engram.storages._keys import at, by_name, taken_by_key
-from engram.storages._row_types import find_types, of_users, type_name
+from engram.storages._row_types import find_types, of_users, takes_rows_of, type_name
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
@@ -115,6 +115,12 @@ class Structure:
     def __getstate__(self) -> dict[str, object]:
         state = {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
         return {**state, "_types": of_users(self._types)}
+
+    def __deepcopy__(self, _: object) -> Structure:
+        """With the same classes: pickles know those of other processes only by their names."""
+        twin = object.__new__(Structure)
+        vars(twin).update(vars(self), _types=dict(self._types))
+        return twin
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -300,7 +306,7 @@ class Structure:
             found[node.field] = self._leaf(node.field, value, expected, call)
             return
         given, source = _opened(value, of_numbers=node.kind == "list")
-        if given != node.kind or (node.type and type(value) is not self._types[node.type]):
+        if given != node.kind or (node.type and not takes_rows_of(type(value), node, self._types, vars(self))):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._checks import as_numbers
+from engram._overrides import meanwhile
 from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
@@ -117,6 +118,8 @@ class NativeWriter(Component):
         return self._storage
 
     def _write(self, call: str, data: object, plan: WritePlan | None, *, batched: bool) -> Write:
+        if plan is None and (instead := meanwhile(self)) is not None:
+            return instead(data, call, batched)  # type: ignore[no-any-return]
         storage = self._registered()
         lane, count = (0, None) if plan is not None else storage.unnamed_lanes(call, batched=batched)
         prepared, n = storage.prepare(data, call, batched=batched, count=count)
