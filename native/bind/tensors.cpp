@@ -65,8 +65,8 @@ bool says_yes(PyObject* tensor, PyObject* method) {
 
 // The table knows no conjugate or negative views: their bytes are not their values. Integers cannot be such views.
 bool is_lazy_view(PyObject* tensor, std::uint8_t code) {
-  constexpr std::uint8_t kFloat = 2, kBfloat = 4, kComplex = 5;
-  if (code != kFloat && code != kBfloat && code != kComplex) return false;
+  constexpr std::uint8_t kFloat = 2, kComplex = 5, kBool = 6;
+  if (code < kFloat || code == kBool) return false;
   return says_yes(tensor, is_neg_name) || (code == kComplex && says_yes(tensor, is_conj_name));
 }
 
