@@ -132,6 +132,25 @@ void bind_writes(nb::class_<Store>& type) {
           "One field more, which holds what the live rows have; no other thread may add one or write meanwhile. `fill`: a row of it, for "
           "writes that leave the field out.")
       .def(
+          "grow",
+          [](Store& self, Layout& layout, const nb::list& fields, const nb::list& swaps) {
+            std::vector<Store::NewField> more;
+            std::vector<RowSpec> specs;
+            for (nb::handle field : fields) {
+              const auto data = at<std::byte>(nb::cast<Address>(field[0]));
+              more.push_back({{data, nb::cast<std::uint64_t>(field[1])}, bytes_in(nb::cast<nb::bytes>(field[2]))});
+              specs.push_back(spec_of(field[3]));
+            }
+            std::vector<std::pair<nb::dict, nb::dict>> all;
+            for (nb::handle swap : swaps) all.emplace_back(nb::cast<nb::dict>(swap[0]), nb::cast<nb::dict>(swap[1]));
+            self.add_fields(std::move(more));  // before the layout: whoever reads by that needs them
+            layout.add(specs);
+            for (auto& [to, entries] : all) to.update(entries);
+          },
+          "layout"_a, "fields"_a, "swaps"_a,
+          "Adds fields, (address, row bytes, fill, spec) each, to the store and to the layout of its reads, and updates dicts, (dict, "
+          "entries) each: in one call, during which Python handles no signal.")
+      .def(
           "set_fill", [](Store& self, std::uint64_t field, const nb::bytes& fill) { self.set_fill(field, bytes_in(fill)); }, "field"_a,
           "fill"_a, "What rows hold in a field that become live without being written; no other thread may use the store meanwhile.")
       .def(
