@@ -169,7 +169,7 @@ class AddField(Work):
         stored, batch = self.rb[:], self.rb.sample()
         told = {"index", "index_generation", "priority_weight"}
         assert set(stored.keys()) - told == set(batch.keys()) - told
-        for name in [name for name in stored.keys() if name.startswith("v")]:  # noqa: SIM118 - of a TensorDict
+        for name in [name for name in stored.keys() if name.startswith("v")]:
             assert stored[name].eq(float(name[1:])).all()
             assert batch[name].eq(float(name[1:])).all()
         assert len(stored) == len(self.rb) > 3
