@@ -59,7 +59,7 @@ class Emptied:
             inside = admitted(*args, **kwargs)
 
             class Inside:
-                def __enter__(_):
+                def __enter__(self):
                     inside.__enter__()
                     if self.left:
                         self.left -= 1
@@ -68,7 +68,7 @@ class Emptied:
                             rb.extend(refill, timeout=0)
                         self.emptied.release()
 
-                def __exit__(_, *raised):
+                def __exit__(self, *raised):
                     return inside.__exit__(*raised)
 
             return Inside()

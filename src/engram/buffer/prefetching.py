@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engram._native import NotAdmitted
-from engram.errors import NoSampleable
 from engram._tensordict import children, is_plain_tensordict, tensordict_type
+from engram.errors import NoSampleable
 from engram.limits import Room
 from engram.nested import has_entries, map_leaves
 from engram.packing import pack, unpack

@@ -31,12 +31,12 @@ from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
 from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
 from engram.storages.tensor_state import (
-    ENTRIES,
     KeptRows,
     RowsLoad,
     RowsState,
     SnapshotPreparation,
     describe_store,
+    entries_of,
     unwritten,
     with_numbers,
 )
@@ -711,7 +711,8 @@ class TensorStorage(Storage):
         ``schema``, JSON text, None before the first write; ``lanes``, int64 ``[L, 4]``: the position of each lane's next step and
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
         ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
-        ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count.
+        ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count; and ``usage``,
+        int32 ``[n]``, where :meth:`~ReplayBuffer.count_usage` was called: how often rows were sampled.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -728,7 +729,7 @@ class TensorStorage(Storage):
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
-        check_keys(state_dict, (*ENTRIES, "rows"), where)
+        check_keys(state_dict, (*entries_of(state_dict), "rows"), where)
         head = {name: value for name, value in state_dict.items() if name != "rows"}
         rows = KeptRows([])
         load = self.prepare_rows(head, rows)
@@ -744,7 +745,7 @@ class TensorStorage(Storage):
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
         where = type(self).__name__
-        check_keys(state, ENTRIES, where)
+        check_keys(state, entries_of(state), where)
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
