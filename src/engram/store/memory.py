@@ -77,7 +77,7 @@ def torch_dtype(field: Field) -> torch.dtype:
 
 def dlpack_specs(fields: Sequence[Field]) -> list[DlpackSpec]:
     """The dtypes and shapes of rows, as DLPack names them."""
-    return [(*_native.DLPACK[torch_dtype(f)], f.shape) for f in fields]
+    return [(*_native.DLPACK[getattr(torch, f.dtype)], f.shape) for f in fields]
 
 
 def as_rows(rows: Tensor, call: str) -> Tensor:

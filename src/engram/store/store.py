@@ -491,12 +491,12 @@ class Store:
         first, every = len(self.tensors), (*self.tensors, *tensors)
         specs = dlpack_specs(schema.fields[first:])
         fields = [
-            (every[number].data_ptr(), schema.fields[number].row_bytes, schema.fill(number), spec)
+            (every[number].data_ptr(), schema.fields[number].row_bytes, schema.fill(number) or b"", spec)
             for number, spec in enumerate(specs, first)
         ]
         with self._viewing:
-            mine = {"tensors": every, "_addresses": [tensor.data_ptr() for tensor in every], "_views": []}
-            mine |= {"_which": tuple(range(len(every))), "schema": schema}
+            mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
+            mine |= {"_addresses": [tensor.data_ptr() for tensor in every], "_views": []}
             theirs = [(vars(owner), {"structure": owner.structure.grown(schema)}) for owner in list(self.owners)]
             self.core.grow(self.layout, fields, [(vars(self), mine), *theirs])  # whole, whatever interrupts Python
 
