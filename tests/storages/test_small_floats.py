@@ -186,6 +186,18 @@ def test_what_is_written_to_a_field_of_them_is_cast(dtype, given):
     assert len(rb) == 6
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.complex64])
+def test_a_directory_notes_that_values_are_cast_to_them(dtype, tmp_path):
+    for _ in range(2):
+        rb = ReplayBuffer.open_or_create(tmp_path / "store", 16, dtypes={"x": dtype})
+        rb.extend({"x": torch.arange(4.0)})
+        rb.close()
+        rb = ReplayBuffer.open(tmp_path / "store")
+        rb.extend({"x": torch.tensor([8.0])})
+        assert rb["x"].to(torch.complex64).real.tolist()[-5:] == [0.0, 1.0, 2.0, 3.0, 8.0]
+        rb.close()
+
+
 def test_they_are_cast_to_others():
     storage = LazyTensorStorage(16, dtypes={"x": torch.float32})
     rb = ReplayBuffer(storage=storage)

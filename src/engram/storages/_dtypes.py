@@ -29,7 +29,7 @@ def overflows(given: Tensor, made: Tensor) -> bool:
     """Whether a value has become infinite, or the largest or smallest float of 8 bits, of which some kinds have no infinity."""
     if given.is_floating_point() and given.itemsize == 1:
         given = given.float()  # those do not know isinf
-    if made.itemsize > 1:
+    if made.itemsize > 1 or not made.is_floating_point():
         return bool((made.isinf() & ~given.isinf()).any())
     limits, given = torch.finfo(made.dtype), given.double()
     return bool((((given > limits.max) | (given < limits.min)) & (given != made.double())).any())
@@ -63,7 +63,8 @@ def checked_dtypes(dtypes: object, where: str) -> Dtypes:
     checked = {}
     for key, dtype in dtypes.items():
         try:
-            name = DTYPE_NAMES[dtype] if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+            name = DTYPE_NAMES[dtype] if isinstance(dtype, torch.dtype) else str(dtype)
+            name = name if name in DTYPES else np.dtype(dtype).name  # NumPy does not know all of ours
         except (KeyError, TypeError):
             name = ""
         if name not in DTYPES or dtype is None:
