@@ -52,7 +52,7 @@ class Emptied:
 
     def __init__(self, rb, monkeypatch, times, refill=None):
         self.left, self.emptied = times, threading.Semaphore(0)
-        gate = type(rb._wiring.gate)
+        gate, emptied = type(rb._wiring.gate), self
         admitted = gate.admitted
 
         def admits(*args, **kwargs):
@@ -61,12 +61,12 @@ class Emptied:
             class Inside:
                 def __enter__(self):
                     inside.__enter__()
-                    if self.left:
-                        self.left -= 1
+                    if emptied.left:
+                        emptied.left -= 1
                         rb.storage.store.empty(keep_write_count=False)
                         if refill is not None:
                             rb.extend(refill, timeout=0)
-                        self.emptied.release()
+                        emptied.emptied.release()
 
                 def __exit__(self, *raised):
                     return inside.__exit__(*raised)
