@@ -120,17 +120,33 @@ void bind_takes(nb::class_<Store>& type) {
           "Appends rows to a lane, or to one each: (int64 tensor of rows, first ticket number), or None.");
 }
 
+// In one call, during which Python handles no signal. Fields are added before the layout says them: reads by that need them.
+void grow(Store& store, Layout& layout, const nb::list& fields, const nb::list& swaps) {
+  std::vector<Store::NewField> more;
+  std::vector<RowSpec> specs;
+  for (nb::handle field : fields) {
+    const auto data = at<std::byte>(nb::cast<Address>(field[0]));
+    more.push_back({{data, nb::cast<std::uint64_t>(field[1])}, bytes_in(nb::cast<nb::bytes>(field[2]))});
+    specs.push_back(spec_of(field[3]));
+  }
+  std::vector<std::pair<nb::dict, nb::dict>> all;
+  for (nb::handle swap : swaps) all.emplace_back(nb::cast<nb::dict>(swap[0]), nb::cast<nb::dict>(swap[1]));
+  store.add_fields(std::move(more));
+  layout.add(specs);
+  for (auto& [to, entries] : all) to.update(entries);
+}
+
 // Rows in.
 void bind_writes(nb::class_<Store>& type) {
   type
       .def(
           "add_field",
-          [](Store& self, Address data, std::uint64_t row_bytes, std::optional<nb::bytes> fill) {
-            self.add_field({at<std::byte>(data), row_bytes}, fill ? std::optional(bytes_in(*fill)) : std::nullopt);
-          },
-          "data"_a, "row_bytes"_a, "fill"_a = nb::none(),
-          "One field more, which holds what the live rows have; no other thread may add one or write meanwhile. `fill`: a row of it, for "
-          "writes that leave the field out.")
+          [](Store& self, Address data, std::uint64_t row_bytes) { self.add_field({at<std::byte>(data), row_bytes}); }, "data"_a,
+          "row_bytes"_a, "One field more, which holds what the live rows have; no other thread may add one or write meanwhile.")
+      .def(
+          "grow", &grow, "layout"_a, "fields"_a, "swaps"_a,
+          "Adds fields, (address, row bytes, fill, spec) each, to the store and to the layout of its reads, and updates dicts, (dict, "
+          "entries) each: in one call, during which Python handles no signal.")
       .def(
           "set_fill", [](Store& self, std::uint64_t field, const nb::bytes& fill) { self.set_fill(field, bytes_in(fill)); }, "field"_a,
           "fill"_a, "What rows hold in a field that become live without being written; no other thread may use the store meanwhile.")

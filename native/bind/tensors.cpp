@@ -65,8 +65,8 @@ bool says_yes(PyObject* tensor, PyObject* method) {
 
 // The table knows no conjugate or negative views: their bytes are not their values. Integers cannot be such views.
 bool is_lazy_view(PyObject* tensor, std::uint8_t code) {
-  constexpr std::uint8_t kFloat = 2, kBfloat = 4, kComplex = 5;
-  if (code != kFloat && code != kBfloat && code != kComplex) return false;
+  constexpr std::uint8_t kFloat = 2, kComplex = 5, kBool = 6;
+  if (code < kFloat || code == kBool) return false;
   return says_yes(tensor, is_neg_name) || (code == kComplex && says_yes(tensor, is_conj_name));
 }
 
@@ -266,10 +266,10 @@ Layout::Layout(const nb::list& specs) {
   set(std::move(given));
 }
 
-void Layout::add(nb::handle spec) {
-  std::vector<RowSpec> more = specs();
-  more.push_back(spec_of(spec));
-  set(std::move(more));
+void Layout::add(std::span<const RowSpec> more) {
+  std::vector<RowSpec> all = specs();
+  all.insert(all.end(), more.begin(), more.end());
+  set(std::move(all));
 }
 
 void Layout::set(std::vector<RowSpec> specs) {
@@ -380,7 +380,6 @@ void bind_tensors(nb::module_& m) {
       .def("fits", &Layout::fits, "values"_a, "n"_a,
            "Whether the values are n rows (n < 0: one row without that dimension) that can be copied as bytes as they are. "
            "False where that cannot be told.")
-      .def("add", &Layout::add, "spec"_a, "One field more, from the next call on.")
       .def(
           "allocate",
           [](const Layout& self, std::int64_t n) {

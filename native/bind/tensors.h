@@ -56,8 +56,8 @@ class Layout {
   /// Whether the values are n rows (n < 0: one row without that dimension) that can be copied as bytes as they are.
   bool fits(const nanobind::list& values, std::int64_t n) const;
 
-  /// One field more. Calls that have begun with those of before end with them; one thread at a time adds.
-  void add(nanobind::handle spec);
+  /// More fields. Calls that have begun with those of before end with them; one thread at a time adds.
+  void add(std::span<const RowSpec> more);
 
   const std::vector<RowSpec>& specs() const { return *current_.load(std::memory_order_acquire); }
 

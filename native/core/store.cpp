@@ -41,13 +41,16 @@ void Store::Table::add(Field field, std::vector<std::byte> fill) {
 }
 
 // Of a store in files this one is read and written through its mapping: its file is known when the store is opened the next time.
-void Store::add_field(Field field, std::optional<std::vector<std::byte>> fill) {
-  check(!fill || fill->size() == field.row_bytes, "a row to fill the field with");
-  const bool left_out = fill.has_value();
+void Store::add_fields(std::vector<NewField> more) {
+  bool left_out = true;
   auto table = std::make_unique<Table>(this->table());
-  table->add(field, std::move(fill).value_or(std::vector<std::byte>{}));
-  tables_->current.store(table.get(), std::memory_order_release);
+  for (NewField& one : more) {
+    check(!one.fill || one.fill->size() == one.field.row_bytes, "a row to fill the field with");
+    left_out &= one.fill.has_value();
+    table->add(one.field, std::move(one.fill).value_or(std::vector<std::byte>{}));
+  }
   tables_->all.push_back(std::move(table));
+  tables_->current.store(tables_->all.back().get(), std::memory_order_release);
   if (!left_out) needed_ = fields();
 }
 

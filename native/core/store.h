@@ -60,10 +60,17 @@ class Store {
   /// before the first write. Throws Stalled: the table is full.
   void join(std::shared_ptr<Participants> participants);
 
-  /// One field more, which holds what the live rows have: reads and writes move it from now on, after all others. To be called while
-  /// no other thread adds one or writes. Readers go on: what they have begun with the fields of before they end with these.
-  /// `fill`: a row of it. Then writes may leave the field out, and those that do write this.
-  void add_field(Field field, std::optional<std::vector<std::byte>> fill = std::nullopt);
+  /// A field to add. `fill`: a row of it. Then writes may leave the field out, and those that do write this.
+  struct NewField {
+    Field field;
+    std::optional<std::vector<std::byte>> fill;
+  };
+
+  /// More fields, which hold what the live rows have: reads and writes move them from now on, after all others. To be called while
+  /// no other thread adds some or writes. Readers go on: what they have begun with the fields of before they end with these. All are
+  /// added, or none if this throws.
+  void add_fields(std::vector<NewField> more);
+  void add_field(Field field, std::optional<std::vector<std::byte>> fill = std::nullopt) { add_fields({{field, std::move(fill)}}); }
 
   /// What rows hold in a field that become live without being written, in place of zeros. To be called while no other thread uses the
   /// store.

@@ -192,10 +192,15 @@ _DTYPES = {
         (4, (torch.bfloat16,)),
         (5, (torch.complex32, torch.complex64, torch.complex128)),
         (6, (torch.bool,)),
+        (10, (torch.float8_e4m3fn,)),
+        (11, (torch.float8_e4m3fnuz,)),
+        (12, (torch.float8_e5m2,)),
+        (13, (torch.float8_e5m2fnuz,)),
     )
     for dtype in dtypes
 }
 """dtypes by DLPack's type code and bits."""
+DLPACK = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @contextmanager

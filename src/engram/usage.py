@@ -69,5 +69,17 @@ class UsageIndex(LockedIndex[_native.Usage]):
         self.core.counts(rows, out)
         return out
 
+    def saved(self, n: int) -> Tensor:
+        """int32 ``[n]``: how often the first rows were sampled, copied."""
+        return self._words[:n].clamp(min=0)  # above 2^31 - 1 they are negative; no row is sampled as often
+
+    def restore(self, counts: Tensor) -> None:
+        """Take over such counts; the other rows were not sampled."""
+        self._words.zero_()[: len(counts)] = counts
+
+    @property
+    def _words(self) -> Tensor:
+        return self.block.tensor[_native.usage_bytes(0) : _native.usage_bytes(self.core.rows)].view(torch.int32)
+
 
 INDEX_KINDS[KIND] = UsageIndex

@@ -22,6 +22,7 @@ import engram.store
 from engram import (
     Checkpointer,
     LazyMemmapStorage,
+    LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
     TensorDictMaxValueWriter,
@@ -148,6 +149,42 @@ class Write(Work):
         self.rb.empty()
 
 
+class AddField(Work):
+    """There in all rows or in none, for this process, too, which goes on at once."""
+
+    added = 0
+
+    def act(self):
+        self.rb.add_field(f"v{self.added}", torch.zeros(2), fill=self.added)
+        self.added += 1
+
+    def again(self):
+        self.goes_on()
+        self.act()
+        assert {f"v{n}" for n in range(self.added)} <= set(self.goes_on().keys())
+        self.rb.close()
+
+    def goes_on(self):
+        self.rb.extend(rows(3))
+        stored, batch = self.rb[:], self.rb.sample()
+        told = {"index", "index_generation", "priority_weight"}
+        assert set(stored.keys()) - told == set(batch.keys()) - told
+        for name in [name for name in stored.keys() if name.startswith("v")]:
+            assert stored[name].eq(float(name[1:])).all()
+            assert batch[name].eq(float(name[1:])).all()
+        assert len(stored) == len(self.rb) > 3
+        return stored
+
+
+class AddFieldInMemory(AddField):
+    def make(self, name="store"):
+        beside = super().make(name)  # what others open
+        beside.extend(rows(2))
+        beside.close()
+        sampler = PrioritizedSampler(12, 0.5, 0.5)
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler, batch_size=4)
+
+
 class WriteTheBest(Write):
     def make(self, name="store"):
         return TensorDictReplayBuffer(
@@ -207,6 +244,8 @@ WORK = {
     **OPERATIONS,
     "write": Write,
     "write the best": WriteTheBest,
+    "add a field": AddField,
+    "add a field in memory": AddFieldInMemory,
     "dump": Dump,
     "dump again": DumpAgain,
     "load": Load,

@@ -291,3 +291,39 @@ def test_what_is_no_compressed_tensor_is_refused_when_it_is_written(made):
         storage[0] = torch.ones(3)
     assert (len(rb), rb.write_count) == (1, 1)
     assert storage[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("level", [1, 3, 19])
+@pytest.mark.parametrize("rows", ["noise", "zeros", "TensorDicts"])
+def test_a_flipped_bit_of_a_state_is_no_other_value(rows, level):
+    """Whatever bit of what the state says of an item: an error, or the same values."""
+    values = torch.randint(256, (4, 24), generator=torch.Generator().manual_seed(level), dtype=torch.uint8)
+    items = [{"a": value * (rows != "zeros")} for value in values]
+    rb = ReplayBuffer(storage=with_zstd(8, compression_level=level))
+    rb.extend([TensorDict(item) for item in items] if rows == "TensorDicts" else items)
+    state = rb.state_dict()
+    packed = [leaf for leaf in leaves_of(state["_storage"]["items"]) if leaf.dtype is torch.uint8 and leaf.numel() > 30]
+    bits = [(leaf, bit) for leaf in packed for bit in range(8 * leaf.numel())]
+    assert len(bits) > 100
+    wrong = []
+    for leaf, bit in bits[:: max(1, len(bits) // 400)]:
+        flat = leaf.view(-1)
+        flat[bit // 8] ^= 1 << bit % 8
+        other = ReplayBuffer(storage=with_zstd(8, compression_level=level))
+        try:
+            other.load_state_dict(state)
+            found = other[:]["a"]
+        except (RuntimeError, ValueError, KeyError, TypeError, IndexError):
+            found = None
+        if found is not None and not torch.equal(found, torch.stack([item["a"] for item in items])):
+            wrong.append(bit)
+        flat[bit // 8] ^= 1 << bit % 8
+    assert not wrong
+    other.load_state_dict(state)
+
+
+def leaves_of(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [leaf for value in values for leaf in leaves_of(value)]

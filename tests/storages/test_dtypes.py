@@ -274,7 +274,15 @@ def test_one_line_names_the_remedy(caplog):
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize(
     "wrong",
-    [{"a": "text"}, {"a": None}, {"a": torch.float8_e4m3fn}, {1.5: torch.float32}, {(): torch.float32}, "float32", [1]],
+    [
+        {"a": "text"},
+        {"a": None},
+        {"a": torch.float8_e8m0fnu},
+        {1.5: torch.float32},
+        {(): torch.float32},
+        "float32",
+        [1],
+    ],
 )
 def test_what_names_no_dtypes(make, wrong):
     with pytest.raises(TypeError, match=f"{make.__name__}: dtypes"):

@@ -57,7 +57,9 @@ class RequestsUnderWay:
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
-        batch = self._wiring.gate.sampled(self._next, self._wiring.storage, batch_size, timeout)
+        wiring = self._wiring
+        uses_up = wiring.of_sampler.consumes
+        batch = wiring.gate.sampled(self._next, wiring.storage, batch_size, timeout, uses_up=uses_up)
         if batch.last:
             self._wiring.source.ran_out = True
         return self._reading.finish(batch.columns, batch.rows, cast("dict[object, object]", batch.info), return_info)

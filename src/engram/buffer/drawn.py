@@ -119,7 +119,7 @@ def form_of(wiring: Wiring, drawn: Drawn, rows: Tensor, said: tuple[Entry, ...])
         row_bytes=4 if schema.capacity <= 1 << 32 else 8,
         columns=tuple(
             Entry(field.key, DTYPE_NAMES[column.dtype], tuple(column.shape[lead:]))
-            for field, column in zip(schema.fields, drawn.columns, strict=True)
+            for field, column in zip(schema.fields, drawn.columns, strict=False)  # a field may have been added since
         ),
         computed=tuple(entry_of(key, value, rows) for key, value in drawn.computed.items()),
         said=said,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram._native import NotAdmitted
 from engram._tensordict import children, is_plain_tensordict, tensordict_type
+from engram.errors import NoSampleable
 from engram.limits import Room
 from engram.nested import map_leaves
 from engram.packing import pack, unpack
@@ -88,11 +89,16 @@ class Prefetching:
         gate, storage = self._wiring.gate, self._wiring.storage
         while True:
             store = gate.created(storage, batch_size, deadline)
+            written = 0 if store is None else store.core.write_count
             try:
                 made: Made = self.prefetcher.next(self, deadline)
             except NotAdmitted:
                 if store is not None:
                     waited = gate.wait(store, batch_size, deadline, samples=True, counted=waited)
+            except NoSampleable:
+                if store is None or not store.core.limited:
+                    raise
+                gate.await_rows(store, batch_size, written, deadline, uses_up=self._wiring.of_sampler.consumes)
             else:
                 return made
 

@@ -78,7 +78,8 @@ class ReadPath:
         if timeout is not None and (memory is None or memory.core.limited):
             start = perf_counter_ns()
             draw = partial(self.sample_with, key, batch_size, return_info)
-            batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
+            uses_up = wiring.of_sampler.consumes
+            batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout, uses_up=uses_up)
             return self.waited(batch, start)
         since = memory.core.begin_wait() if timeout is not None and memory is not None else 0
         shown: Shown = "beside" if return_info or wiring.transform.reads or wiring.storage.gets else "nothing"

@@ -494,7 +494,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
             RateLimited: the limits of the store did not admit the batch in time. Nothing is drawn.
             ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's; ``device`` with
                 ``output="numpy"``; with ``"namedtuple"``, a name that cannot be an attribute.
-            TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16. RuntimeError: no such device.
+            TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16 or float8. RuntimeError: no such device.
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
 

@@ -249,7 +249,7 @@ class SamplingLog:
         parts = memory, source
         if not all(map(operator.is_, parts, self._parts)) or not self._parts:
             self._forms, self._parts = {}, parts
-        made_of = rows.shape[1:], said
+        made_of = len(drawn.columns), rows.shape[1:], said
         if made_of not in self._forms:
             form = form_of(self._wiring, drawn, rows, said)
             self._forms[made_of] = self._file.append(FORM, encode(form)), form

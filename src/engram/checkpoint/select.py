@@ -81,9 +81,15 @@ class Wanted(NamedTuple):
             passed_over.append(wrong)
         if self.name is not None:
             raise corrupt(*passed_over[0])
-        raise CorruptCheckpoint(
-            f"restore: no checkpoint of step {self.step} is whole: {'; '.join(map(str, passed_over))}"
+        raise self._none(
+            passed_over, f"restore: no checkpoint of step {self.step} is whole: {'; '.join(map(str, passed_over))}"
         )
+
+    def _none(self, passed_over: list[Problem], why: str) -> Exception:
+        """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
+        if all(series.is_unfinished(self.root, problem) for problem in passed_over):
+            return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
+        return CorruptCheckpoint(why)
 
     def _means(self, name: series.Name, path: Path) -> bool:
         """Whether that one will do, as far as its name says."""
@@ -105,9 +111,8 @@ class Wanted(NamedTuple):
         if path is None:
             what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
             if passed_over:
-                raise CorruptCheckpoint(
-                    f"restore: {self.root}: expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
-                )
+                whole = f"expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
+                raise self._none(passed_over, f"restore: {self.root}: {whole}")
             found = (
                 f"the steps {steps}"
                 if (steps := self._steps())

@@ -178,7 +178,8 @@ class Member:
         rows = torch.cat([part.rows for part in parts])
         if not storage.traits.has_fields:
             return Drawn([item for part in parts for item in part.columns], rows, info)
-        columns = [torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)]
+        # A field may have been added between two parts.
+        columns = [torch.cat(column) for column in zip(*(part.columns for part in parts), strict=False)]
         return Drawn(columns, rows, info)
 
     def cut(self, drawn: Drawn, parts: int) -> list[Drawn]:
@@ -217,14 +218,19 @@ class Member:
 
 
 def check_alike(members: Sequence[Member]) -> None:
-    """Raise ``KeyError`` or ``RuntimeError``: two have other fields, or rows of another form, dtype or shape."""
+    """Raise ``KeyError`` or ``RuntimeError``: two have other fields, or rows of another form, dtype or shape.
+
+    Fields that were added to some of them only are no part of their batches.
+    """
     first = members[0]
     assert first.memory is not None  # its rows were drawn
     own = first.memory.schema
     for other in members[1:]:
         assert other.memory is not None
         theirs = other.memory.schema
-        if (own.fields, own.structure) == (theirs.fields, theirs.structure):
+        shared = max(min(len(own.fields), len(theirs.fields)), own.first_fields, theirs.first_fields)
+        before, then = own.until(shared), theirs.until(shared)
+        if (before.fields, before.structure) == (then.fields, then.structure):
             continue
         names = f"of member {first.number}", f"of member {other.number}"
         some = [one.finished(_none_of(one)) for one in (first, other)]

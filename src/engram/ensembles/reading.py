@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.ensembles.members import Member
     from engram.ensembles.samplers import SamplerEnsemble
-    from engram.store import Key, Store
+    from engram.format.schema import Schema
+    from engram.store import Key
     from engram.types import Entry, Shown
 
 #: What a batch is said to be, beside which rows it has.
@@ -78,8 +79,8 @@ class EnsembleReadPath(ReadPath):
     def __init__(self, wiring: Wiring, members: Sequence[Member]) -> None:
         super().__init__(wiring)
         self._members = members
-        #: Stores whose rows are of one form.
-        self._alike: tuple[Store | None, ...] = ()
+        #: Schemas of rows that are of one form.
+        self._alike: tuple[Schema | None, ...] = ()
 
     def gathers_pinned(self) -> bool:
         return False  # parts are put together first
@@ -175,14 +176,15 @@ class EnsembleReadPath(ReadPath):
             member = part.member
             if not member.is_plain or member.wiring.source.computed_keys != keys:
                 return False
-        stores = tuple([member.wiring.storage.memory for member in self._members])
-        if stores != self._alike:
+        schemas = tuple([None if member.memory is None else member.memory.schema for member in self._members])
+        if schemas != self._alike:
             check_alike([member for member in self._members if member.is_plain and member.memory is not None])
-            self._alike = stores
+            self._alike = schemas
         return True
 
     def _gathered(self, batch: _Parts) -> object:
-        fields = zip(*[part.drawn.columns for part in batch.parts], strict=True)
+        # A field may have been added between two parts.
+        fields = zip(*[part.drawn.columns for part in batch.parts], strict=False)
         columns = [batch.joined(field) for field in fields]
         return batch.parts[0].member.wiring.storage.batch(columns, (batch.total, *batch.shape))
 

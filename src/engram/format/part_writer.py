@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from engram.format.part_reader import PartReader
 
+#: Entries of a storage's state that version 1.0 of a part does not have.
+_LATER = {"writes", "usage"}
 _CHUNK = 1 << 20
 #: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
 _START = 16 << 20
@@ -327,7 +329,7 @@ class PartWriter:
         raw_sums = b"".join([sums.pack(file.sums) for file in written])
         part, type_, name = self._names
         document = Part(
-            version=Part.VERSION if "writes" in state else (1, 0),
+            version=Part.VERSION if geometry is not None and not _LATER.isdisjoint(state) else (1, 0),
             part=part,
             type=type_,
             name=name,

@@ -635,6 +635,16 @@ def look(folder: Path, known: Known | None = None) -> Problem | None:
         return Problem(folder, str(error).removesuffix("."))
 
 
+def is_unfinished(root: Path, problem: Problem) -> bool:
+    """Whether a problem that :func:`latest` names is one of a save that was killed or given up, and so never was a checkpoint."""
+    name = problem.path.relative_to(root).parts[0]
+    try:
+        made = decision(root / name)
+    except (CorruptCheckpoint, IncompatibleCheckpoint):
+        return False
+    return Name.parse(name) is not None and (made is None or made.status == "aborted")
+
+
 def is_partial(folder: Path) -> bool:
     """Whether some ranks of an attempt voted for it, none against it, and nothing is decided."""
     try:

@@ -69,8 +69,12 @@ class Gate:
 
     # ---- the calls of a buffer -------------------------------------------------------------------------------------------
 
-    def sampled(self, draw: Callable[[None], T], storage: Storage, rows: int, timeout: float) -> T:
+    def sampled(
+        self, draw: Callable[[None], T], storage: Storage, rows: int, timeout: float, *, uses_up: bool = False
+    ) -> T:
         """What a draw of so many rows returns, once they are admitted. If it raises they are given back.
+
+        ``uses_up``: each row is drawn a limited number of times. Where none is left, new ones are waited for.
 
         Raises:
             RateLimited: they were not within ``timeout`` seconds. RuntimeError: the buffer was closed or shut down meanwhile.
@@ -80,39 +84,48 @@ class Gate:
             store = self.created(storage, rows, deadline)
             if store is None or not store.core.limited:
                 return draw(None)
-            if not store.core.admit_samples(rows):
-                waited = self.wait(store, rows, deadline, samples=True, counted=waited)
-                continue
             written = store.core.write_count
             try:
-                return draw(None)
-            except NoSampleable:
-                store.core.give_back_samples(rows)
-                # Of a queue other consumers may have taken the last rows.
-                if not Rules(*store.core.limit).in_flight:
-                    raise
-                self.check_open("sample")
-                if monotonic() >= deadline:
-                    _refuse(store, rows, samples=True)
-                store.core.await_insert(written, min(deadline - monotonic(), _SLICE_S))
-            except NotAdmitted:  # by the server that drew
+                with self.admitted(store, rows):
+                    return draw(None)
+            except NotAdmitted:
                 waited = self.wait(store, rows, deadline, samples=True, counted=waited)
-            except BaseException:
-                store.core.give_back_samples(rows)
-                raise
+            except NoSampleable:
+                self.await_rows(store, rows, written, deadline, uses_up=uses_up)
+
+    def await_rows(self, store: Store, rows: int, written: int, deadline: float, *, uses_up: bool) -> None:
+        """Called where a draw has found nothing, other consumers may have taken the last rows: until more are written, perhaps.
+
+        Raises: what was raised, if no rows are used up. As :meth:`sampled`.
+        """
+        if not uses_up and not Rules(*store.core.limit).in_flight:
+            raise  # noqa: PLE0704 - in the block that handles it
+        self.check_open("sample")
+        if monotonic() >= deadline:
+            _refuse(store, rows, samples=True)
+        store.core.await_insert(written, min(deadline - monotonic(), _SLICE_S))
 
     @contextmanager
-    def admitted(self, store: Store | None, rows: int) -> Iterator[None]:
-        """In this block rows are sampled. If it raises they are given back. Raises ``NotAdmitted``: not now."""
+    def admitted(self, store: Store | None, rows: int, *, uses_up: bool = False) -> Iterator[None]:
+        """In this block rows are sampled. If it raises they are given back.
+
+        Raises ``NotAdmitted``: not now; also where nothing was drawn because another process has emptied the store meanwhile, or with
+        ``uses_up`` because no row may be drawn again.
+        """
         if store is None or not store.core.limited:
             yield
             return
         if not store.core.admit_samples(rows):
             raise NotAdmitted(rows)
+        clock = store.core.next_ticket
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             store.core.give_back_samples(rows)
+            if isinstance(error, NoSampleable) and (
+                uses_up or store.core.next_ticket != clock or not store.core.admits_samples(rows)
+            ):
+                raise NotAdmitted(rows) from error
             raise
 
     def admits(self, store: Store | None, rows: int) -> bool:

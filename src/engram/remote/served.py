@@ -37,7 +37,7 @@ class Limits:
     """Limits of a store, as far as readers of one ask for them, that is elsewhere: there are none."""
 
     limited = False
-    write_count = 0
+    write_count = next_ticket = 0
 
     @property
     def limit(self) -> tuple[float, float, int, int]:

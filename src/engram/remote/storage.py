@@ -78,7 +78,7 @@ class ServedLimits(Limits):
     #: It may be: only the server knows.
     limited = True
     #: Of what is written to the store nothing is heard: it is waited for without it.
-    write_count = 0
+    write_count = next_ticket = 0
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engram import _native
+from engram._words import warn
 from engram.changes import ChangesIndex
 from engram.usage import UsageIndex
 
@@ -23,7 +24,8 @@ class MaxTimesSampled:
     """The rows that were sampled most often go; of equal ones the older. An edit of a row makes it newer, and it keeps its count.
 
     Asks the counts of the store, of the samples of all processes: call :meth:`ReplayBuffer.count_usage` before the store is full. Exact:
-    each choice goes by the counts of its time.
+    each choice goes by the counts of its time. Dumps, states and checkpoints have the counts. Rows of one that has none, as of a store
+    that did not count or of an older version, begin at 0, and a warning says so.
 
     Raises:
         RuntimeError: when the store is full: samples are not counted, or fewer rows than are to go are not just being written.
@@ -64,10 +66,16 @@ class MaxTimesSampled:
         if store is None:
             raise RuntimeError("MaxTimesSampled: expected a tensor storage that was written to.")
         counts = UsageIndex.in_use(store)
-        if counts is None:
+        if counts is None and store.replaced is None:
             raise RuntimeError(
                 "MaxTimesSampled: expected a store that counts samples, got one that does not. Call rb.count_usage() first."
             )
+        if counts is None:
+            warn(
+                "MaxTimesSampled: what was loaded does not say how often rows were sampled: they count as never sampled. "
+                "Call rb.count_usage() before you save."
+            )
+            counts = UsageIndex.of_store(store)
         if store is not self._store:
             self._changes, self._since = ChangesIndex.of_store(store, samples=True), 0
             self._ages = _Ages(storage.extent().capacity)

@@ -255,7 +255,7 @@ class Service:
         batches, last, masses = [], False, []
         for key, rows in zip(command.keys, each, strict=True):
             try:
-                with self._wiring.gate.admitted(self._store, rows):
+                with self._wiring.gate.admitted(self._store, rows, uses_up=self._wiring.of_sampler.consumes):
                     if parts:
                         batch, mass = self._part(key, rows, command)
                         masses.append(mass)

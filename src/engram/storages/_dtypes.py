@@ -25,17 +25,26 @@ Dtypes: TypeAlias = Mapping[tuple[str, ...], str]
 NO_DTYPES: Dtypes = {}
 
 
+def overflows(given: Tensor, made: Tensor) -> bool:
+    """Whether a value has become infinite, or the largest or smallest float of 8 bits, of which some kinds have no infinity."""
+    if given.is_floating_point() and given.itemsize == 1:
+        given = given.float()  # those do not know isinf
+    if made.itemsize > 1 or not made.is_floating_point():
+        return bool((made.isinf() & ~given.isinf()).any())
+    limits, given = torch.finfo(made.dtype), given.double()
+    return bool((((given > limits.max) | (given < limits.min)) & (given != made.double())).any())
+
+
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Values as another dtype; None if more than precision would be lost: an int that does not fit, a fraction, an imaginary part, or a
-    float that becomes infinite.
+    float that :func:`overflows`.
     """
-    real = not (value.dtype.is_floating_point or value.dtype.is_complex)
     if dtype.is_floating_point or dtype.is_complex:
         if value.dtype.is_complex and not dtype.is_complex:
             return None
         made = value.to(dtype)
-        return None if bool((made.isinf() if real else made.isinf() & ~value.isinf()).any()) else made
-    if not real:
+        return None if overflows(value, made) else made
+    if value.dtype.is_floating_point or value.dtype.is_complex:
         return None
     given = value.numpy(force=True)
     whole = given.astype(DTYPE_NAMES[dtype])
@@ -54,7 +63,8 @@ def checked_dtypes(dtypes: object, where: str) -> Dtypes:
     checked = {}
     for key, dtype in dtypes.items():
         try:
-            name = DTYPE_NAMES[dtype] if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+            name = DTYPE_NAMES[dtype] if isinstance(dtype, torch.dtype) else str(dtype)
+            name = name if name in DTYPES else np.dtype(dtype).name  # NumPy does not know all of ours
         except (KeyError, TypeError):
             name = ""
         if name not in DTYPES or dtype is None:

@@ -32,7 +32,7 @@ from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
-from engram.storages._dtypes import NO_DTYPES, cast, check_stored
+from engram.storages._dtypes import NO_DTYPES, cast, check_stored, overflows
 from engram.storages._keys import at, by_name, taken_by_key
 from engram.storages._row_types import find_types, of_users, takes_rows_of, type_name
 from engram.store import dlpack_specs
@@ -551,7 +551,7 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
         holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
         cast = numbers.to(wanted if holds else _NUMBERS[array.dtype.kind])
         if wanted.is_floating_point:
-            return numbers if dtype is not None and bool((cast.isinf() & ~numbers.isinf()).any()) else cast
+            return numbers if dtype is not None and overflows(numbers, cast) else cast
         wraps = wanted is torch.uint64 and bool((numbers < 0).any())  # and back, when it is compared
         return cast if not wraps and torch.equal(cast.to(numbers.dtype), numbers) else numbers
     # Another name of uint64, which torch does not know: Python's ints from 2**63 on are these.

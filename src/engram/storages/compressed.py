@@ -159,7 +159,10 @@ class _CompressedItems(ListStorage):
                         f"{type(data).__name__}. Return one: torch.frombuffer(bytearray(data), dtype=torch.uint8) makes it of bytes."
                     )
             else:
-                raw = zstd(type(self).__name__).compress(_bytes_of(plain), level=self.compression_level)
+                module = zstd(type(self).__name__)
+                kind = module.CompressionParameter  # with a sum, so that damage of a state is no other value
+                options = {kind.compression_level: self.compression_level, kind.checksum_flag: 1}
+                raw = module.compress(_bytes_of(plain), options=options)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             return _Leaf(data, leaf.shape, leaf.dtype)
         if is_plain_tensordict(leaf):

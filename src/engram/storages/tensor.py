@@ -32,6 +32,7 @@ from engram.storages._port import Count, Rows
 from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
 from engram.storages.tensor_state import (
     ENTRIES,
+    OPTIONAL,
     KeptRows,
     RowsLoad,
     RowsState,
@@ -714,7 +715,8 @@ class TensorStorage(Storage):
         ``schema``, JSON text, None before the first write; ``lanes``, int64 ``[L, 4]``: the position of each lane's next step and
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
         ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
-        ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count.
+        ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count; and ``usage``,
+        int32 ``[n]``, where :meth:`~ReplayBuffer.count_usage` was called: how often rows were sampled.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -731,7 +733,7 @@ class TensorStorage(Storage):
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
-        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=("writes",))
+        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=OPTIONAL)
         head = {name: value for name, value in state_dict.items() if name != "rows"}
         rows = KeptRows([])
         load = self.prepare_rows(head, rows)
@@ -747,7 +749,7 @@ class TensorStorage(Storage):
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
         where = type(self).__name__
-        check_keys(state, ENTRIES, where, optional=("writes",))
+        check_keys(state, ENTRIES, where, optional=OPTIONAL)
         if typed(state, "schema", (str, type(None)), where) is None:
             if (
                 any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows"))

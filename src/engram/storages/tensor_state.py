@@ -19,6 +19,7 @@ from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState, add_field, fill_rows
 from engram.types import RowsTarget
+from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
+#: An entry that only those of stores have that count samples.
+USAGE = "usage"
+#: Entries that some states have.
+OPTIONAL = ("writes", USAGE)
 #: Rows that may be written between preparing a snapshot and taking it, for which there is memory.
 _SLACK = 1 << 17
 #: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
@@ -71,7 +76,7 @@ def describe_store(
         zeroed: memory for the leaves of priorities, by name.
     """
     passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
-    clock, lanes = int(store.core.next_ticket) - store.base, store.lane_states()
+    clock, lanes, usage = int(store.core.next_ticket) - store.base, store.lane_states(), UsageIndex.in_use(store)
     return {
         "schema": schemas.encode(store.schema).decode(),
         "clock": clock,
@@ -80,6 +85,7 @@ def describe_store(
         "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), zeroed),
         "passes": {name: walk for name, walk in passes.items() if (name, EPOCHS) not in without},
         "windows": dict(store.indexes.windows),
+        **({} if usage is None else {USAGE: usage.saved(store.rows_in_use(lanes))}),
     }
 
 
@@ -198,6 +204,8 @@ class RowsState(NamedTuple):
     windows: dict[str, int]
     passes: dict[str, tuple[int, int, int]]
     priorities: dict[str, PriorityConfig]
+    usage: Tensor | None = None
+    """How often rows were sampled; None: that was not counted."""
 
     @classmethod
     def checked(cls, state: dict[str, object], schema: Schema, store: Store | None, where: str) -> RowsState:
@@ -239,7 +247,10 @@ class RowsState(NamedTuple):
         indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PRIORITIES)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
         configs = {name: config for name, (config, _) in priorities.items()}
-        return cls(state, StoreState(lanes, numbers, clock, write_count, writes), windows, passes, configs)
+        usage = tensor_in(state, USAGE, torch.int32, (None,), where) if USAGE in state else None
+        if usage is not None and (len(usage) > schema.capacity or bool((usage < 0).any())):
+            raise ValueError(f"{where}: {USAGE}: expected counts of at most {schema.capacity} rows, got others.")
+        return cls(state, StoreState(lanes, numbers, clock, write_count, writes), windows, passes, configs, usage)
 
     def restore(self, store: Store, source: RowsSource) -> None:
         """Replace all that a store holds. Writers must be paused. Whatever ``source`` raises leaves it empty."""
@@ -247,12 +258,15 @@ class RowsState(NamedTuple):
         walked = {}
         if store.directory is not None:  # elsewhere a sampler keeps its own
             walked = {name: EpochIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
+        counted = None if self.usage is None else UsageIndex.of_store(store)
         store.replace(self.rows, source.fill)
         store.indexes.count_windows(self.windows)
         for name, tree in trees.items():
             tree.restore(self.entries["priorities"][name])
         for name, index in walked.items():
             index.progress = self.passes[name]
+        if counted is not None and self.usage is not None:
+            counted.restore(self.usage)
 
 
 class KeptRows(NamedTuple):

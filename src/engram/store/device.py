@@ -132,7 +132,8 @@ class DeviceStore(Store):
         source = (len(rows) - 1 - last).to(self.device)
         target = unique.to(self.device)
         for f, column in zip(which, columns, strict=True):
-            self.tensors[f][target] = column.detach().to(self.device)[source]
+            column = column.detach().reshape(len(rows), *self.schema.fields[f].shape)  # perhaps one row
+            self.tensors[f][target] = column.to(self.device)[source]
 
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None

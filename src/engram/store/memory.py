@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field, Schema
 
-#: DLPack's type codes.
-_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
-
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
 
@@ -80,7 +77,7 @@ def torch_dtype(field: Field) -> torch.dtype:
 
 def dlpack_specs(fields: Sequence[Field]) -> list[DlpackSpec]:
     """The dtypes and shapes of rows, as DLPack names them."""
-    return [(_CODES[f.dtype.rstrip("0123456789")], 8 * DTYPES[f.dtype], f.shape) for f in fields]
+    return [(*_native.DLPACK[getattr(torch, f.dtype)], f.shape) for f in fields]
 
 
 def as_rows(rows: Tensor, call: str) -> Tensor:

@@ -494,18 +494,17 @@ class Store:
 
         A thread that has begun to read, or has prepared what it will write, goes on with the fields of before.
         """
-        for number, tensor in enumerate(tensors, len(self.tensors)):
-            self.core.add_field(tensor.data_ptr(), schema.fields[number].row_bytes, schema.fill(number))
+        first, every = len(self.tensors), (*self.tensors, *tensors)
+        specs = dlpack_specs(schema.fields[first:])
+        fields = [
+            (every[number].data_ptr(), schema.fields[number].row_bytes, schema.fill(number) or b"", spec)
+            for number, spec in enumerate(specs, first)
+        ]
         with self._viewing:
-            new = schema.fields[len(self.tensors) :]
-            self.tensors = (*self.tensors, *tensors)
-            self._addresses, self._views = [tensor.data_ptr() for tensor in self.tensors], []
-            self._which = tuple(range(len(self.tensors)))
-            self.schema = schema
-        for owner in list(self.owners):
-            owner.structure = owner.structure.grown(schema)
-        for spec in dlpack_specs(new):
-            self.layout.add(spec)
+            mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
+            mine |= {"_addresses": [tensor.data_ptr() for tensor in every], "_views": []}
+            theirs = [(vars(owner), {"structure": owner.structure.grown(schema)}) for owner in list(self.owners)]
+            self.core.grow(self.layout, fields, [(vars(self), mine), *theirs])  # whole, whatever interrupts Python
 
     def map_column(self, schema: Schema, number: int) -> Tensor:
         """The rows of a field that another process has added. Raises ``OSError``, ``CorruptStore``."""

@@ -1,0 +1,118 @@
+"""A series whose saves were all killed or given up has no checkpoint yet, which is no damage."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from engram import Checkpointer, CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
+from engram.cli import main
+from engram.format import series
+from tests.format.system_calls import counted, failing_at, killed_at
+from tests.ranks.jobs import done, job
+
+
+def buffer(n=5):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    if n:
+        rb.extend(torch.arange(n))
+    return rb
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """A series of a job that was killed in its only save, before it had voted."""
+
+    def save(root):
+        Checkpointer(root, buffer()).save(7)
+
+    calls = counted(lambda: save(tmp_path / "count")).calls
+    for number in range(calls // 2, 0, -1):
+        root = tmp_path / str(number)
+        assert killed_at(number, lambda root=root: save(root))
+        attempts = [root / str(name) for name in series.names(root)] if root.exists() else []
+        if attempts and not series.votes(attempts[0])[0].shard:
+            return root
+    raise AssertionError("no such moment")
+
+
+WAYS = [{}, {"step": 7}, {"at_most": 9}, {"at_most": 9, "name": "ckpt-000000000009-e0001-00000001"}]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_killed_save_leaves_none(how, killed):
+    assert len(series.names(killed)) == 1
+    rb = buffer(3)
+    with pytest.raises(FileNotFoundError, match=r"no save has come to its end\. Call save\(step\) first"):
+        Checkpointer(killed, rb).restore(**how)
+    assert rb[:].tolist() == [0, 1, 2]
+    Checkpointer(killed, rb).save(8)
+    to = buffer(0)
+    Checkpointer(killed, to).restore()
+    assert to[:].tolist() == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:restore. ")
+def test_at_every_moment(tmp_path):
+    def save(root):
+        Checkpointer(root, buffer()).save(7)
+
+    calls, found = counted(lambda: save(tmp_path / "count")).calls, set()
+    for number in [*range(1, calls, 25), *range(calls - 3, calls + 1)]:
+        root, rb = tmp_path / str(number), buffer(0)
+        killed_at(number, lambda root=root: save(root))
+        try:
+            Checkpointer(root, rb).restore()
+        except FileNotFoundError:
+            assert len(rb) == 0
+            found.add("none")
+        else:
+            assert rb[:].tolist() == [0, 1, 2, 3, 4]
+            found.add("whole")
+    assert found == {"none", "whole"}
+
+
+def test_a_save_that_was_given_up_leaves_none(tmp_path):
+    checkpoints = Checkpointer(tmp_path / "series", buffer())
+    calls = counted(lambda: Checkpointer(tmp_path / "count", buffer()).save(1)).calls
+    for number in range(calls // 2, calls):
+        if failing_at(number, errno.ENOSPC, lambda: checkpoints.save(7)) is not None:
+            break
+    made = [series.decision(tmp_path / "series" / str(name)) for name in series.names(tmp_path / "series")]
+    assert [one.status for one in made if one is not None] in ([], ["aborted"])
+    with pytest.raises(FileNotFoundError):
+        checkpoints.restore()
+
+
+def test_all_ranks_hear_of_it(killed):
+    def restore(group, rank):
+        with pytest.raises(FileNotFoundError, match="no save has come to its end"):
+            Checkpointer(killed, buffer(0), ranks=group).restore()
+
+    done(job(2, restore))
+
+
+def test_commands_say_so(killed):
+    def run(*words):
+        return CliRunner().invoke(main, [*map(str, words)])
+
+    verified, resharded = run("verify", killed), run("reshard", killed, killed / "to", "--ranks", "2", "--lanes", "1")
+    assert verified.exit_code == 0
+    assert "undecided" in verified.output
+    assert resharded.exit_code == 2
+    assert "found none" in resharded.output
+
+
+def test_damage_stays_damage(tmp_path, killed):
+    root = tmp_path / "damaged"
+    checkpoints = Checkpointer(root, buffer())
+    name = checkpoints.save(7).name
+    (root / name / "manifest.json").write_text(json.dumps({"a": 1}))
+    with pytest.raises(CorruptCheckpoint):
+        Checkpointer(root, buffer(0)).restore()
+    os.rename(killed / str(series.names(killed)[0]), root / str(series.names(killed)[0]))  # beside a killed save, too
+    with pytest.raises(CorruptCheckpoint):
+        Checkpointer(root, buffer(0)).restore()
