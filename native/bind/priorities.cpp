@@ -26,7 +26,7 @@ namespace {
 
 // Rows with their numbers and weights, as tensors: [fields…, rows, numbers, weights].
 nb::list draw(const BoundPriorities& priorities, const Store& store, const Layout& layout, Address key_at,
-              std::uint64_t n, bool single_precision) {
+              std::uint64_t n, bool single_precision, bool over_batch) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto size = static_cast<std::int64_t>(n);
@@ -41,7 +41,7 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
     std::vector<double> wide(single_precision ? n : 0);
     double* weights = single_precision ? wide.data() : buffers.at<double>(f + 2);
     priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights,
-                      masses_of_block());
+                      masses_of_block(), over_batch ? Priorities::Over::batch : Priorities::Over::store);
     store.count_sampled(buffers.at<std::int64_t>(f), n);
     std::transform(wide.begin(), wide.end(), buffers.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
   }
@@ -174,11 +174,13 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
       .def(
           "draw",
           [](const BoundPriorities& self, std::uint64_t key, std::uint64_t n, Address rows, Address numbers,
-             Address weights) {
+             Address weights, bool leaves) {
             const WithoutInterpreter running(Priorities::brief(n));
-            self.draw(key, 0, n, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<double>(weights));
+            self.draw(key, 0, n, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<double>(weights), masses_of_block(),
+                      leaves ? Priorities::Over::leaves : Priorities::Over::store);
           },
-          "key"_a, "n"_a, "rows"_a, "numbers"_a, "weights"_a)
+          "key"_a, "n"_a, "rows"_a, "numbers"_a, "weights"_a, "leaves"_a = false,
+          "Draws n rows. `leaves`: in place of weights.")
       .def(
           "weigh",
           [](const BoundPriorities& self, Address rows, std::uint64_t n, Address weights) {
@@ -186,7 +188,7 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
             self.weigh(at<const std::int64_t>(rows), n, at<double>(weights), masses_of_block());
           },
           "rows"_a, "n"_a, "weights"_a, "The weights that draws of these rows would have.")
-      .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,
+      .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a, "over_batch"_a = false,
            "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
 }
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.format.schema import Schema
     from engram.remote.wire import Column
+    from engram.store import Masses
     from engram.units import SampleUnit
 
 
@@ -172,10 +173,14 @@ class Service:
         except (NoSampleable, RuntimeError):
             return None
         key, left = wiring.source.epoch(wiring.storage)
-        return None if masses is None else Mass(*masses, self._beta(), key, left > 0)
+        return None if masses is None else self._with_weights(masses, key, left)
 
-    def _beta(self) -> float:
-        return float(self._wiring.sampler.beta) if self._wiring.of_sampler.prioritized else 0.0
+    def _with_weights(self, masses: Masses, epoch: int, left: int) -> Mass:
+        """Masses, and how weights of rows follow from them."""
+        if not self._wiring.of_sampler.prioritized:
+            return Mass(*masses, 0.0, epoch, left > 0)
+        by = getattr(self._wiring.sampler, "anchors", None) or self._wiring.sampler
+        return Mass(*masses, float(by.beta), epoch, left > 0, getattr(by, "normalize", "") == "batch")
 
     def _health(self, _: Health) -> dict[str, object]:
         return {}
@@ -287,7 +292,7 @@ class Service:
             newest, left = source.epoch(storage)
         found = part.masses if part.masses.live else source.masses(storage)
         assert found is not None  # the server says so when it is asked what it is
-        return batch, Mass(*found, self._beta(), newest, left > 0)
+        return batch, self._with_weights(found, newest, left)
 
     def _ended(self) -> bool:
         source = self._wiring.source
