@@ -138,7 +138,12 @@ class WritePath:
         if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
             data, lane = self._lanes.arranged(data, lane, layout, lane_key)
         data = self.arrived_rows(data)
-        return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane, timeout)
+        if data is HELD_BACK:
+            return self._wiring.no_index()
+        rows = self.write_rows(data, lane, timeout)
+        if self._lanes.newest is not None:
+            self._lanes.watch(lane, rows)
+        return rows
 
     def arrived_rows(self, data: object) -> object:
         """A batch behind the write transforms; :data:`HELD_BACK` if they leave no row of it."""
