@@ -598,9 +598,7 @@ void bind_trajectories(nb::module_& m) {
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
           "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(),
           "How many there are of what a draw chooses among: trajectories with a window, or all their windows.")
-      .def_prop_ro("tracks", &Trajectories::tracks)
-      .def("mixed", &Trajectories::mixed, nb::call_guard<nb::gil_scoped_release>(),
-           "Whether steps of one process follow those of another that took part at the same time, with no end between them.")
+      .def_prop_ro("tracks", &Trajectories::tracks).def("mixed", &Trajectories::mixed, "Whether steps of one process follow another's.")
       .def(
           "census",
           [](Trajectories& self) {

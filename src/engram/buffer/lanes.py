@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Lane: TypeAlias = int | Sequence[int] | NDArray[np.integer] | Tensor | Literal["each"] | None
 
 #: Batches that are looked at, numbers of each field of a row, and how much smaller a difference must be.
-_BATCHES, _NUMBERS, _ALIKE = 8, 64, 4
+BATCHES, _NUMBERS, _ALIKE = 8, 64, 4
 
 
 class Lanes:
@@ -206,33 +206,24 @@ class Lanes:
             raise RowError(f"{call}: lane: expected lanes in [0, {self._wiring.storage.lanes}), got {outside[0]}.")
         return lanes
 
-    def watch(self, lane: Lane, rows: Tensor) -> None:
+    def watch(self, newest: list[Tensor]) -> None:
         """Log once if the first batches of a store with one lane look like steps of several environments.
 
         They do if each row resembles the same one of the next batch more than the next row of its own batch.
         """
-        storage, newest = self._wiring.storage, self.newest
-        plain = storage.lanes == storage.ndim == 1 and storage.traits.has_fields and not storage.traits.is_remote
-        if (
-            newest is None
-            or lane is not None
-            or not plain
-            or len(rows) != len(newest[0] if newest else rows)
-            or len(rows) < 2
-        ):
-            self.newest = None
+        self.newest, wiring, n = None, self._wiring, len(newest[0])
+        storage = wiring.storage
+        if not (storage.lanes == storage.ndim == 1 and storage.traits.has_fields and wiring.appends) or n < 2:
             return
-        newest.append(rows)
-        if len(newest) == _BATCHES:
-            self.newest = None
-            if self._wiring.appends and _look_like_environments(storage.read(torch.cat(newest))[0], len(rows)):
-                wiring = self._wiring
-                reads = wiring.of_sampler.draws_windows or wiring.unit_reader or hasattr(wiring.source, "inside")
-                line = (
-                    f"extend: {len(rows)} rows each time look like steps of {len(rows)} environments, which one lane has one after "
-                    f"the other: windows and returns mix them. Make the storage with lanes={len(rows)}."
-                )
-                storages.announcing.announce([line], logging.WARNING if reads else logging.INFO)
+        if storage.traits.is_remote or any(len(rows) != n for rows in newest):
+            return
+        if _look_like_environments(storage.read(torch.cat(newest))[0], n):
+            reads = wiring.of_sampler.draws_windows or wiring.unit_reader or "inside" in dir(wiring.source)
+            line = (
+                f"extend: {n} rows each time look like steps of {n} environments, which one lane has one after the other: windows and "
+                f"returns mix them. Make the storage with lanes={n}."
+            )
+            storages.announcing.announce([line], logging.WARNING if reads else logging.INFO)
 
     def say_unnamed(self) -> None:
         """Log once that no lane was named."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from engram import storages
 from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
+from engram.buffer.lanes import BATCHES
 from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
@@ -141,8 +142,10 @@ class WritePath:
         if data is HELD_BACK:
             return self._wiring.no_index()
         rows = self.write_rows(data, lane, timeout)
-        if self._lanes.newest is not None:
-            self._lanes.watch(lane, rows)
+        if lane is None and (newest := self._lanes.newest) is not None:
+            newest.append(rows)
+            if len(newest) == BATCHES:
+                self._lanes.watch(newest)
         return rows
 
     def arrived_rows(self, data: object) -> object:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engram.field_paths import public
-from engram.inspect.estimates import effective
+from engram.inspect.estimates import effective, is_over_batch
 from engram.plotting.rows import Scan
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     )
     below = np.cumsum(leaves[::-1])  # by which a row is drawn that has at most this leaf
     lowest = int(np.searchsorted(below, below[-1] * (1 - 0.5 ** (1 / _BATCH))))
-    over_batch = getattr(getattr(buffer.sampler, "anchors", None) or buffer.sampler, "normalize", "") == "batch"
-    weight = 1.0 if over_batch else float((leaves[::-1][lowest] / found.smallest) ** -found.beta)
+    weight = 1.0 if is_over_batch(buffer.sampler) else float((leaves[::-1][lowest] / found.smallest) ** -found.beta)
     text = f"the largest importance weight of {_BATCH} rows is about {weight:.2g} (beta={found.beta:g})."
     if weight < _LEAST_WEIGHT:
         text += ' Losses nearly vanish, as one row has a priority near 0: give the sampler normalize="batch", or a larger eps.'

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
+from engram.inspect.estimates import drawing_by, is_over_batch
 from engram.limits import Rules
 from engram.remote import wire
 from engram.remote.commands import (
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.format.schema import Schema
     from engram.remote.wire import Column
+    from engram.samplers import PrioritizedSampler
     from engram.store import Masses
     from engram.units import SampleUnit
 
@@ -179,8 +181,8 @@ class Service:
         """Masses, and how weights of rows follow from them."""
         if not self._wiring.of_sampler.prioritized:
             return Mass(*masses, 0.0, epoch, left > 0)
-        by = getattr(self._wiring.sampler, "anchors", None) or self._wiring.sampler
-        return Mass(*masses, float(by.beta), epoch, left > 0, getattr(by, "normalize", "") == "batch")
+        by = cast("PrioritizedSampler", drawing_by(self._wiring.sampler))
+        return Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
 
     def _health(self, _: Health) -> dict[str, object]:
         return {}
