@@ -27,7 +27,7 @@ namespace {
 
 // Rows with their numbers and weights, as tensors: [fields…, rows, numbers, weights].
 nb::list draw(const BoundPriorities& priorities, const Store& store, const Layout& layout, Address key_at,
-              std::uint64_t n, bool single_precision) {
+              std::uint64_t n, bool single_precision, bool over_batch) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto size = static_cast<std::int64_t>(n);
@@ -42,7 +42,7 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
     std::vector<double> wide(single_precision ? n : 0);
     double* weights = single_precision ? wide.data() : buffers.at<double>(f + 2);
     priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights,
-                      masses_of_block());
+                      masses_of_block(), over_batch ? Priorities::Over::batch : Priorities::Over::store);
     store.control().name_writes(buffers.at<std::int64_t>(f), n, buffers.at<std::int64_t>(f + 1));
     store.count_sampled(buffers.at<std::int64_t>(f), n);
     std::transform(wide.begin(), wide.end(), buffers.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
@@ -169,11 +169,13 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
       .def("update_arrays", &update_arrays<double>, "rows"_a.noconvert(), "priorities"_a.noconvert(), "expected"_a.noconvert().none())
       .def(
           "draw",
-          [](const BoundPriorities& self, std::uint64_t key, Column<std::int64_t> rows, Column<std::int64_t> numbers, Column<double> weights) {
+          [](const BoundPriorities& self, std::uint64_t key, Column<std::int64_t> rows, Column<std::int64_t> numbers, Column<double> weights,
+             bool leaves) {
             const WithoutInterpreter running(Priorities::brief(rows.size));
-            self.draw(key, 0, rows.size, rows.data, numbers.of(rows.size), weights.of(rows.size));
+            self.draw(key, 0, rows.size, rows.data, numbers.of(rows.size), weights.of(rows.size), masses_of_block(),
+                      leaves ? Priorities::Over::leaves : Priorities::Over::store);
           },
-          "key"_a, "rows"_a, "numbers"_a, "weights"_a)
+          "key"_a, "rows"_a, "numbers"_a, "weights"_a, "leaves"_a = false, "Draws as many rows. `leaves`: in place of weights.")
       .def(
           "weigh",
           [](const BoundPriorities& self, Numbers rows, Column<double> weights) {
@@ -181,7 +183,7 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
             self.weigh(rows.data, rows.size, weights.of(rows.size), masses_of_block());
           },
           "rows"_a.none(), "weights"_a.none(), "The weights that draws of these rows would have. None: of no row, for what it says of all.")
-      .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,
+      .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a, "over_batch"_a = false,
            "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
 }
 

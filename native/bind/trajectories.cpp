@@ -126,8 +126,8 @@ class Sampled {
     }
   }
 
-  /// The weights that the anchors have among all rows, at every step of their windows.
-  void add_weights(const Priorities& priorities, bool single_precision) {
+  /// The weights that the anchors have among all rows, or those of the batch, at every step of their windows.
+  void add_weights(const Priorities& priorities, bool single_precision, Priorities::Over over) {
     std::vector<std::int64_t> starts;
     const std::int64_t* at = rows();
     for (const Steps& steps : windows_) {
@@ -135,7 +135,7 @@ class Sampled {
       at += places(steps);
     }
     std::vector<double> weights(starts.size());
-    priorities.weigh(starts.data(), starts.size(), weights.data(), masses_of_block());
+    priorities.weigh(starts.data(), starts.size(), weights.data(), masses_of_block(), over);
     if (single_precision) {
       repeat(weights, output<float>(kFloat));
     } else {
@@ -431,7 +431,7 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
 
 nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
                          const BoundSpec& bound, const Batched& batched, const Marks& marks,
-                         const BoundPriorities& priorities, bool single_precision) {
+                         const BoundPriorities& priorities, bool single_precision, bool over_batch) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
   const WindowSpec spec = bound.in(store);
   const OutputBlock* const block = OutputBlock::current();
@@ -444,7 +444,7 @@ nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& 
       return draw_anchored(priorities, table, key_of(key, attempt), count, spec);
     }), n, spec, batched);
     sampled->add(marks);
-    sampled->add_weights(priorities, single_precision);
+    sampled->add_weights(priorities, single_precision, over_batch ? Priorities::Over::batch : Priorities::Over::store);
     if (batched.numbered) sampled->add_numbers();
   }
   return std::move(*sampled).tensors();
@@ -588,7 +588,7 @@ void bind_trajectories(nb::module_& m) {
            "tickets if numbered.")
       .def("sample_epoch", &sample_epoch, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_epoch and sample: (epoch, tensors).")
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
-           "marks"_a, "priorities"_a, "single_precision"_a,
+           "marks"_a, "priorities"_a, "single_precision"_a, "over_batch"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
       .def("around", &around, "store"_a, "layout"_a.none(), "anchors"_a, "expected"_a.none(), "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
            "The whole windows around n rows, which must have those tickets (None: any): (int64 rows, tickets, -1 where a window moved, which "
@@ -603,7 +603,7 @@ void bind_trajectories(nb::module_& m) {
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
           "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(),
           "How many there are of what a draw chooses among: trajectories with a window, or all their windows.")
-      .def_prop_ro("tracks", &Trajectories::tracks)
+      .def_prop_ro("tracks", &Trajectories::tracks).def("mixed", &Trajectories::mixed, "Whether steps of one process follow another's.")
       .def(
           "census",
           [](Trajectories& self) {

@@ -3,9 +3,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "check.h"
 #include "fence.h"
 #include "meter.h"
+#include "participants.h"
 #include "row_limits.h"
 #include "wait.h"
 
@@ -239,10 +242,33 @@ std::uint64_t Control::void_rows() const {
 
 // A writer that begins once the base has moved takes no position before it: what it writes counts, also if the process that
 // moved the base was stopped before it moved the cursor.
-std::uint64_t Control::reserve(std::uint64_t i, std::uint64_t n) const {
+std::uint64_t Control::reserve(std::uint64_t i, std::uint64_t n, const Participant* by) const {
   Lane& l = lanes_[i];
   raise(l.cursor, l.base.load(std::memory_order_acquire));
-  return l.cursor.fetch_add(n, std::memory_order_release);  // a reader that sees the cursor sees the writer's claim
+  const std::uint64_t position = l.cursor.fetch_add(n, std::memory_order_release);  // a reader that sees the cursor sees the writer's claim
+  if (by != nullptr) note_writer(l, position, *by);
+  return position;
+}
+
+// What is noted serves a warning: writers that come at the same moment may lose it. A process that has ended does not count, as the next
+// one goes on in its place. As that is asked of the kernel, no more is noted than four positions in half a lap.
+void Control::note_writer(Lane& lane, std::uint64_t position, const Participant& by) const {
+  const std::uint64_t entry = static_cast<std::uint64_t>(&by - participants_) + 1;
+  const std::uint64_t own = std::uint64_t{by.pid} << 16 | entry, last = lane.writer.load(std::memory_order_relaxed);
+  if (last == own) return;
+  lane.writer.store(own, std::memory_order_relaxed);
+  const std::uint64_t other = (last & 0xffff) - 1;
+  if (last == 0 || other >= participants_count_) return;
+  Participant& before = participants_[other];
+  if (before.state.load(std::memory_order_acquire) == 0) return;
+  const std::uint32_t pid = std::atomic_ref(before.pid).load(std::memory_order_relaxed);
+  const std::uint64_t oldest = lane.met[std::size(lane.met) - 1].load(std::memory_order_relaxed);
+  if (pid != last >> 16 || (oldest != 0 && position - oldest < geometry_.lane_length / 2)) return;
+  if (start_time_of(pid) == 0) return;
+  for (std::size_t k = std::size(lane.met) - 1; k > 0; --k) {
+    lane.met[k].store(lane.met[k - 1].load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+  lane.met[0].store(position, std::memory_order_relaxed);
 }
 
 // The base is read again behind the cursor that is taken: one that has moved meanwhile has moved the cursor, too.
@@ -456,6 +482,7 @@ std::uint64_t Control::put_state(std::uint64_t clock, const LaneState* lanes, co
     const auto position = static_cast<std::uint64_t>(lanes[i].position), live = static_cast<std::uint64_t>(lanes[i].live);
     const std::uint64_t base = l.base.load(std::memory_order_acquire);
     raise(l.cursor, base + position);
+    l.writer.store(0, std::memory_order_relaxed);
     if (live > position) raise(l.high, base + live);
   }
   became_void();

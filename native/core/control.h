@@ -178,6 +178,8 @@ struct Lane {
   alignas(64) Word cursor;  // position of the next step; only grows
   Word base;                // first position since the last empty(): a multiple of lane_length; only grows
   Word high;                // positions below it are live whatever the cursor says (written by number); only grows
+  Word writer;              // who appended last: pid << 16 | entry of the table, and one more; 0: not known, as in earlier versions
+  Word met[4];              // the newest positions at which one began behind another who still took part; 0: none
 };
 
 /// The rules of one moment and their counts: row_limits.h. Numbers that are not whole lie there as bits.
@@ -333,11 +335,13 @@ class Control {
   std::uint64_t end(std::uint64_t lane) const;
   /// The row that the lane's next step will take.
   std::uint64_t cursor_row(std::uint64_t lane) const;
+  /// Notes who appends at a position of a lane.
+  void note_writer(Lane& lane, std::uint64_t position, const Participant& by) const;
   /// Live rows of the store.
   std::uint64_t size() const;
 
-  /// Reserves the lane's next n positions. Returns the first.
-  std::uint64_t reserve(std::uint64_t lane, std::uint64_t n) const;
+  /// Reserves the lane's next n positions, for a participant (null: it is not noted). Returns the first.
+  std::uint64_t reserve(std::uint64_t lane, std::uint64_t n, const Participant* by = nullptr) const;
 
   /// What became of a request for given positions: the lane's cursor before it, and whether they are reserved now.
   struct Reserved {

@@ -118,6 +118,10 @@ void Participants::leave() {
   Participant& entry = control_.participant(own_);
   const bool writing = std::any_of(std::begin(entry.claims), std::end(entry.claims),
                                    [](const Claim& claim) { return claim.t0.load(std::memory_order_acquire) != 0; });
+  for (std::uint64_t i = 0; i < control_.lanes(); ++i) {  // what ends is not followed by another one
+    Word& writer = control_.lane(i).writer;
+    if ((writer.load(std::memory_order_relaxed) & 0xffff) == own_ + 1) writer.store(0, std::memory_order_relaxed);
+  }
   if (!writing) entry.state.store(0, std::memory_order_release);
   unlock(std::exchange(own_, kNoEntry));
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <new>
 #include <string>
 #include <thread>
@@ -497,7 +498,7 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
 }
 
 void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows,
-                      std::int64_t* numbers, double* weights, Masses* masses) const {
+                      std::int64_t* numbers, double* weights, Masses* masses, Over over) const {
   const Random random(key);
   std::vector<double> u(n);
   std::vector<std::int64_t> found(n);
@@ -507,7 +508,7 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   tree_.find(u.data(), n, found.data());
   std::copy(found.begin(), found.end(), rows);
   if (masses != nullptr) *masses = masses_locked();
-  if (weights != nullptr) weigh_locked(found.data(), n, weights);
+  if (weights != nullptr) weigh_locked(found.data(), n, weights, masses, over);
   for (std::uint64_t i = 0; numbers != nullptr && i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(found[i]);
     const std::uint64_t word = tickets_ == nullptr ? 0 : tickets_->word(row).load(std::memory_order_acquire);
@@ -519,7 +520,11 @@ Masses Priorities::masses_locked() const {
   return {total_of(tree_), tree_.min_positive(), tickets_ == nullptr ? 0 : tickets_->size()};
 }
 
-void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const {
+void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses, Over over) const {
+  if (over != Over::store) {
+    for (std::uint64_t i = 0; i < n; ++i) weights[i] = tree_.leaf(static_cast<std::uint64_t>(rows[i]));
+    return over_largest(weights, n, masses, over);
+  }
   const double least = tree_.min_positive(), power = -beta_now();
   bool sound = least > 0 || total_of(tree_) == 0;
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -530,16 +535,34 @@ void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double*
   intact(sound, kLeaves);
 }
 
-void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses) const {
+// Leaves become weights over the largest of them, unless leaves are asked for. `masses`: takes the smallest of those above zero.
+void Priorities::over_largest(double* leaves, std::uint64_t n, Masses* masses, Over over) const {
+  double least = std::numeric_limits<double>::infinity();
+  bool sound = true;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    sound &= leaves[i] >= 0 && std::isfinite(leaves[i]);
+    if (leaves[i] > 0) least = std::min(least, leaves[i]);
+  }
+  intact(sound, kLeaves);
+  if (masses != nullptr) masses->least = std::isfinite(least) ? least : 0;
+  if (over == Over::leaves) return;
+  const double power = -beta_now();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    leaves[i] = leaves[i] == 0 ? 0.0 : power == 0 ? 1.0 : std::pow(leaves[i] / least, power);
+  }
+}
+
+void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses, Over over) const {
   const OwnRows own(rows, n, tree_.leaves());
   const Lock guard(*this);
   if (masses != nullptr) *masses = masses_locked();
-  weigh_locked(rows, n, weights);
+  weigh_locked(rows, n, weights, masses, over);
 }
 
 void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
-                        std::int64_t* numbers, double* weights, Masses* masses) const {
-  draw(key, 0, n, rows, numbers, weights, masses);
+                        std::int64_t* numbers, double* weights, Masses* masses, Over over) const {
+  const Over first = over == Over::batch ? Over::leaves : over;  // what is drawn again is of the batch, too
+  draw(key, 0, n, rows, numbers, weights, masses, first);
   std::vector<std::int64_t> moved = store.gather(rows, n, store.all().first(batch.size()), batch, numbers, nullptr);
   const Deadline deadline;
   std::vector<std::int64_t> again, its_number;
@@ -556,8 +579,8 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
     its_number.resize(n);
     its_weight.resize(n);
     Masses now;
-    draw(key, attempt, n, again.data(), its_number.data(), its_weight.data(), masses == nullptr ? nullptr : &now);
-    const double scale = masses == nullptr ? 1.0 : std::pow(masses->least / now.least, beta());
+    draw(key, attempt, n, again.data(), its_number.data(), its_weight.data(), masses == nullptr ? nullptr : &now, first);
+    const double scale = masses == nullptr || over != Over::store ? 1.0 : std::pow(masses->least / now.least, beta());
     std::vector<std::int64_t> still;
     for (const std::int64_t position : moved) {
       const auto i = static_cast<std::uint64_t>(position);
@@ -570,6 +593,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
     moved = std::move(still);
     store.control().count_redraws(1);
   }
+  if (over == Over::batch && weights != nullptr) over_largest(weights, n, masses, over);
 }
 
 }  // namespace engram

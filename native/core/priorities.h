@@ -138,19 +138,24 @@ class Priorities : public Index {
   /// Single precision is raised to its power in single precision, where that holds the result: half the time of an update.
   void update(const std::int64_t* rows, const float* priorities, std::uint64_t n, const std::int64_t* expected);
 
+  /// What weights are over: the weight of the smallest leaf above zero of all rows, or of those that are weighed. `leaves`: leaves
+  /// stand in place of weights.
+  enum class Over { store, batch, leaves };
+
   /// Draws n rows, with replacement, with their ticket numbers (-1: just being rewritten) and weights; numbers and weights
-  /// may be null. A pure function of (key, attempt, leaves). `masses`, if not null: of the same moment. Throws NothingLive: all
-  /// are zero.
+  /// may be null. A pure function of (key, attempt, leaves). `masses`, if not null: of the same moment; but for Over::store their
+  /// `least` is that of the rows drawn. Throws NothingLive: all are zero.
   void draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers,
-            double* weights, Masses* masses = nullptr) const;
+            double* weights, Masses* masses = nullptr, Over over = Over::store) const;
 
   /// The weights that draws of these rows would have; 0 for those that cannot be drawn. `masses` as for draw().
-  void weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses = nullptr) const;
+  void weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses = nullptr, Over over = Over::store) const;
 
   /// draw(), and the rows themselves; rows that move meanwhile are drawn again. With `masses`, which are those of the first draw, all
   /// weights are over its smallest leaf: one above 1 is of a row that was drawn again. Throws Stalled if that does not end.
+  /// Over::batch: over the smallest leaf of the whole batch, which is the `least` of the masses.
   void sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
-              std::int64_t* numbers, double* weights, Masses* masses = nullptr) const;
+              std::int64_t* numbers, double* weights, Masses* masses = nullptr, Over over = Over::store) const;
 
  private:
   /// Held for every look at the tree; puts in order what a dead holder left half done.
@@ -170,7 +175,8 @@ class Priorities : public Index {
   double default_leaf() const;
   void set_leaves();
   Masses masses_locked() const;
-  void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
+  void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses, Over over) const;
+  void over_largest(double* leaves, std::uint64_t n, Masses* masses, Over over) const;
 
   double alpha_now() const;  // under the lock, checked
   double beta_now() const;

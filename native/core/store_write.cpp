@@ -310,7 +310,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   admit(claim);
   AdmittedInsert admitted(control_, n);  // behind the claim: who counts rows in flight again waits for it
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
-  const std::uint64_t p0 = control_.reserve(lane, n);
+  const std::uint64_t p0 = control_.reserve(lane, n, participant_);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
   std::vector<std::int64_t> rows;
@@ -403,7 +403,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   admit(claim);
   AdmittedInsert admitted(control_, n);
   for (Run& run : runs) {
-    run.p0 = control_.reserve(run.lane, run.end - run.begin);
+    run.p0 = control_.reserve(run.lane, run.end - run.begin, participant_);
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);

@@ -194,6 +194,22 @@ bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
   return set != std::byte{0} || std::any_of(others_.begin(), others_.end(), [&](std::size_t i) { return ends_in(i, row, next); });
 }
 
+bool Trajectories::mixed() const {
+  const std::uint64_t length = control_.lane_length();
+  for (std::uint64_t lane = 0; width_ == 1 && lane < control_.lanes(); ++lane) {
+    const std::uint64_t end = control_.end(lane), base = control_.lane(lane).base.load(std::memory_order_acquire);
+    for (const Word& met : control_.lane(lane).met) {
+      const std::uint64_t at = met.load(std::memory_order_relaxed);
+      if (at <= base || at >= end || end - at >= length) continue;  // one of the two steps is not there
+      const std::uint64_t before = lane * length + (at - 1) % length, behind = lane * length + at % length;
+      const bool whole = is_committed(control_.word(before).load(std::memory_order_acquire)) &&
+                         is_committed(control_.word(behind).load(std::memory_order_acquire));
+      if (whole && !ends(static_cast<std::int64_t>(before), static_cast<std::int64_t>(behind))) return true;
+    }
+  }
+  return false;
+}
+
 // Whether a trajectory ends between two of n rows that follow one another. Of ids and flags, which are short, many are looked at at once.
 bool Trajectories::ends_within(std::int64_t row, std::uint64_t n) const {
   std::byte bytes[512];

@@ -217,6 +217,8 @@ class Trajectories final : public Index {
 
   /// How many trajectories there are, and the length of the longest.
   Census census();
+  /// Whether a participant's steps follow those of another one that took part at the same time, and no trajectory ends between them.
+  bool mixed() const;
 
   /// (track, first place, length) of all, track by track, oldest first.
   std::vector<Window> runs();

@@ -239,6 +239,36 @@ TEST(masses_and_weights_of_a_batch_are_of_one_moment) {
   EXPECT_EQ(index.tree().sum(), 660.25);
 }
 
+TEST(weights_over_a_batch_are_over_its_smallest_leaf) {
+  const Heap heap(geometry(1, 4), {16});
+  Store store = heap.open();
+  Rows rows(heap.fields, 4), batch(heap.fields, 16);
+  for (std::uint64_t i = 0; i < 4; ++i) rows.describe(i, i + 1);
+  store.append(0, 4, rows.in, nullptr);
+  Index index(4, &store.control());
+  const std::int64_t all[] = {0, 1, 2, 3};
+  const double priorities[] = {1e-300, 4, 16, 640};
+  index.priorities->update(all, priorities, 4, nullptr);
+  std::int64_t drawn[16], numbers[16];
+  double weights[16], weighed[16], leaves[16];
+  Masses masses;
+  index.priorities->sample(store, 7, 16, batch.out, drawn, numbers, weights, &masses, Priorities::Over::batch);
+  index.priorities->weigh(drawn, 16, weighed, nullptr, Priorities::Over::batch);
+  index.priorities->weigh(drawn, 16, leaves, nullptr, Priorities::Over::leaves);
+  EXPECT_EQ(masses.least, *std::min_element(leaves, leaves + 16));
+  EXPECT_EQ(masses.total, 660.0);
+  for (int i = 0; i < 16; ++i) {
+    EXPECT_EQ(leaves[i], priorities[drawn[i]]);
+    EXPECT(std::abs(weights[i] * leaves[i] / masses.least - 1) < 1e-12);
+    EXPECT_EQ(weights[i], weighed[i]);
+  }
+  const double none[] = {0, 0, 0, 0};
+  index.priorities->update(all, none, 4, nullptr);
+  index.priorities->weigh(drawn, 16, weighed, &masses, Priorities::Over::batch);
+  EXPECT_EQ(masses.least, 0.0);
+  for (const double weight : weighed) EXPECT_EQ(weight, 0.0);
+}
+
 TEST(memory_is_checked_before_it_is_used) {
   Index index(10, nullptr);
   EXPECT_THROWS(std::invalid_argument, Priorities(index.span().first(100), nullptr));

@@ -173,20 +173,22 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         self.free_lock(block)  # it may have been held while the memory was copied
         self.__init__(block, None)  # type: ignore[misc]
 
-    def draw(self, key: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights.
+    def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights, or ``leaves`` in place of these.
 
         Raises:
             NoSampleable: all priorities are zero, or there are no rows.
         """
         rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
         weights = torch.empty(n, dtype=torch.float64, device="cpu")
-        self.core.draw(key, rows, numbers, weights)
+        self.core.draw(key, rows, numbers, weights, leaves)
         return rows, numbers, weights
 
-    def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
-        """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights."""
-        return self.core.sample(store.core, store.layout, key.address, n, single_precision)
+    def sample(self, store: Store, key: Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]:
+        """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights, ``over_batch``: over the
+        largest of these.
+        """
+        return self.core.sample(store.core, store.layout, key.address, n, single_precision, over_batch)
 
     def weights(self, rows: Tensor) -> Tensor:
         """float64 ``[B]``: the weights that draws of these rows would have now; 0 for rows that cannot be drawn.

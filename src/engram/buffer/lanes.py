@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     #: How a call names lanes.
     Lane: TypeAlias = int | Sequence[int] | NDArray[np.integer] | Tensor | Literal["each"] | None
 
+#: Batches that are looked at, numbers of each field of a row, and how much smaller a difference must be.
+BATCHES, _NUMBERS, _ALIKE = 8, 64, 4
+
 
 class Lanes:
     """The lane that a buffer named for its writes, and what a write may name."""
@@ -40,6 +44,8 @@ class Lanes:
         self._environments = Environments(wiring)
         #: Whether it was logged that no lane was named.
         self.told = False
+        #: Rows of the first batches, as long as they may be steps of several environments; None: nothing is to be said any more.
+        self.newest: list[Tensor] | None = []
         #: Where rows go whose write names no lane; None: it must name one of several.
         self.default: int | None
         self.take(named)
@@ -200,6 +206,25 @@ class Lanes:
             raise RowError(f"{call}: lane: expected lanes in [0, {self._wiring.storage.lanes}), got {outside[0]}.")
         return lanes
 
+    def watch(self, newest: list[Tensor]) -> None:
+        """Log once if the first batches of a store with one lane look like steps of several environments.
+
+        They do if each row resembles the same one of the next batch more than the next row of its own batch.
+        """
+        self.newest, wiring, n = None, self._wiring, len(newest[0])
+        storage = wiring.storage
+        if not (storage.lanes == storage.ndim == 1 and storage.traits.has_fields and wiring.appends) or n < 2:
+            return
+        if storage.traits.is_remote or any(len(rows) != n for rows in newest):
+            return
+        if _look_like_environments(storage.read(torch.cat(newest))[0], n):
+            reads = wiring.of_sampler.draws_windows or wiring.unit_reader or "inside" in dir(wiring.source)
+            line = (
+                f"extend: {n} rows each time look like steps of {n} environments, which one lane has one after the other: windows and "
+                f"returns mix them. Make the storage with lanes={n}."
+            )
+            storages.announcing.announce([line], logging.WARNING if reads else logging.INFO)
+
     def say_unnamed(self) -> None:
         """Log once that no lane was named."""
         if not self.told:
@@ -208,6 +233,19 @@ class Lanes:
             storages.announcing.announce(
                 [f'extend: no lane was named: of {lanes} rows each goes to a lane of its own, as lane="each" says.']
             )
+
+
+def _look_like_environments(columns: Sequence[Tensor], n: int) -> bool:
+    """Whether rows of several batches of ``n`` change less from batch to batch than within one, in a field, and in none the other way."""
+    found = False
+    for column in columns:
+        if not (column.dtype.is_complex or column.dtype is torch.bool):
+            values = column.reshape(len(column) // n, n, -1)[..., :_NUMBERS].double()
+            within, across = (float(values.diff(dim=dim).abs().mean()) for dim in (1, 0))
+            if 0 < within < across / _ALIKE:
+                return False
+            found |= across < within / _ALIKE
+    return found
 
 
 def _check_flat(data: object, lanes: int, layout: Layout) -> None:

@@ -59,6 +59,8 @@ class Prefetching:
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
         prefetcher, reading = self.prefetcher, self._reading
+        if not reading.looked:
+            reading.say_repeated(batch_size)
         if prefetcher.lazy:
             try:
                 key = prefetcher.turns.popleft()

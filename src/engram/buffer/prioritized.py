@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 
@@ -48,7 +48,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     Args:
         size: rows; default the storage's.
-        alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
+        alpha, beta, eps, dtype, normalize: as for :class:`PrioritizedSampler`.
         sync: TorchRL's; without effect, as all processes draw and update in one tree.
         sampler_device: where that tree lies: the CPU, also of rows on an accelerator.
         **kwargs: those of :class:`ReplayBuffer`, but ``sampler``.
@@ -76,11 +76,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         dtype: torch.dtype = torch.float,
         sync: bool = True,
         sampler_device: torch.device | str | None = None,
+        normalize: Literal["store", "batch"] = "store",
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
         _check_tree(name, sync, sampler_device)
-        kwargs["sampler"] = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, dtype=dtype)
+        kwargs["sampler"] = _sampler(name, size, kwargs, alpha, beta, eps=eps, dtype=dtype, normalize=normalize)
         super().__init__(size, **kwargs)
 
 
@@ -90,7 +91,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     Args:
         size: rows; default the storage's.
-        alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
+        alpha, beta, eps, reduction, normalize: as for :class:`PrioritizedSampler`.
         priority_key: entry of a batch that :meth:`update_tensordict_priority` reads, and of written rows that brings their
             first priority along.
         sync, sampler_device: as for :class:`PrioritizedReplayBuffer`.
@@ -120,16 +121,17 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         reduction: str = "max",
         sync: bool = True,
         sampler_device: torch.device | str | None = None,
+        normalize: Literal["store", "batch"] = "store",
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
         _check_tree(name, sync, sampler_device)
-        kwargs["sampler"] = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, reduction=reduction)
+        kwargs["sampler"] = _sampler(name, size, kwargs, alpha, beta, eps=eps, reduction=reduction, normalize=normalize)
         super().__init__(size, priority_key=priority_key, **kwargs)
 
 
 def _sampler(
-    name: str, size: int | None, kwargs: BufferArguments, *, alpha: float | None, beta: float | None, **settings: Any
+    name: str, size: int | None, kwargs: BufferArguments, alpha: float | None, beta: float | None, **settings: Any
 ) -> samplers.PrioritizedSampler:
     """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
     given: Any = kwargs.get("sampler")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from torch import Tensor
 
-from engram import collate, samplers
+from engram import _words, collate, samplers, storages
 from engram._tensordict import add_fields, is_lazy_stack
 from engram.buffer.drawn import TICKETS
 from engram.buffer.window_marks import WindowMarks
@@ -37,10 +38,14 @@ class ReadPath:
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
         self._key = ThreadKey()
+        #: Whether it was looked whether a batch has rows several times.
+        self.looked = False
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """Draw a batch: what ``ReplayBuffer.sample`` returns."""
         key, wiring = self._key, self._wiring
+        if not self.looked:
+            self.say_repeated(batch_size)
         if wiring.generator is None:  # draw_key, without a call
             key.draw()
         else:
@@ -49,6 +54,20 @@ class ReadPath:
             return self.sample_with(key, batch_size, return_info, timeout)
         with wiring.pinning.gathering():
             return self.sample_with(key, batch_size, return_info, timeout)
+
+    def say_repeated(self, batch_size: int) -> None:
+        """Log a warning where the first batch has more rows than are stored, of a sampler that then draws some several times."""
+        storage, of = self._wiring.storage, self._wiring.of_sampler
+        if not (of.draws_uniformly or (of.prioritized and not of.draws_windows)) or storage.traits.is_remote:
+            self.looked = True
+        elif size := len(storage):
+            self.looked = True
+            if size < batch_size:
+                line = (
+                    f"sample: a batch of {batch_size} rows, of {_words.count(size, 'row')} that are stored, has some several times. Write "
+                    "more before the first batch."
+                )
+                storages.announcing.announce([line], logging.WARNING)
 
     def draw_key(self, key: Key) -> None:
         """64 random bits from the generator: all randomness of one draw."""

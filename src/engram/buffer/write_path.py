@@ -15,6 +15,7 @@ from engram import storages
 from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
 from engram.buffer import overridden
+from engram.buffer.lanes import BATCHES
 from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
@@ -140,7 +141,14 @@ class WritePath:
         if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
             data, lane = self._lanes.arranged(data, lane, layout, lane_key)
         data = self.arrived_rows(data)
-        return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane, timeout)
+        if data is HELD_BACK:
+            return self._wiring.no_index()
+        rows = self.write_rows(data, lane, timeout)
+        if lane is None and (newest := self._lanes.newest) is not None:
+            newest.append(rows)
+            if len(newest) == BATCHES:
+                self._lanes.watch(newest)
+        return rows
 
     def arrived_rows(self, data: object) -> object:
         """A batch behind the write transforms; :data:`HELD_BACK` if they leave no row of it."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.fleet.members import Members, Shard
-    from engram.remote.commands import Served
+    from engram.remote.commands import Mass, Served
     from engram.types import Entry, Info
 
 #: Rounds in a row that give no row, after which there is none.
@@ -40,6 +40,7 @@ class _Part(NamedTuple):
     places: NDArray[np.int64]
     drawn: Drawn
     factor: float
+    """Of its weights. Where these are to be over the batch's largest: how likely its least likely row was, until all parts are there."""
 
 
 class _Batch:
@@ -66,7 +67,10 @@ class _Batch:
         if _WEIGHT in drawn.info:
             now, least = ([getattr(it.mass, name) for it in self.shards] for name in ("total", "least"))
             now[at], least[at] = mass.total, mass.least
-            factor = plans.factor(mass.beta, at, self.used.tolist(), now, least)
+            if mass.over_batch:
+                factor = mass.least * float(self.used[at] / self.used.sum()) / mass.total
+            else:
+                factor = plans.factor(mass.beta, at, self.used.tolist(), now, least)
         self.there[places] = True
         self.parts.append(_Part(shard, places, drawn, factor))
 
@@ -283,6 +287,10 @@ class Draws:
     def _assembled(self, batch: _Batch) -> Drawn:
         """All parts as one batch."""
         parts, together = batch.parts, self._together
+        mass = cast("Mass", parts[0].drawn.mass)  # they are parts
+        if mass.over_batch:
+            least = min((part.factor for part in parts if part.factor), default=1.0)
+            parts = [part._replace(factor=(least / (part.factor or 1.0)) ** mass.beta) for part in parts]
         units, first = int(batch.there.sum()), parts[0].drawn
         dims, flat = first.rows.ndim, first.rows.ndim == 1
         shape = (units * together,) if flat else (units, together)
@@ -298,6 +306,9 @@ class Draws:
         info: Info = {name: joined([_weighed(name, part) for part in parts]) for name in first.info}
         if self._stratum is not None:
             info["loss_factor"] = torch.full(shape, self._loss_factor(), device="cpu")
+        if mass.over_batch:
+            weights = cast("Tensor", info[_WEIGHT])
+            info[_WEIGHT] = weights / weights.max().clamp_min(torch.finfo(weights.dtype).tiny)
         columns = [joined([part.drawn.columns[k] for part in parts]) for k in range(len(first.columns))]
         rows = joined([plans.number(part.drawn.rows, part.shard.number) for part in parts])
         last = self._epochs and not self._masses(self._members.present()).any()

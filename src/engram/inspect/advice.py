@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engram.field_paths import public
-from engram.inspect.estimates import effective
+from engram.inspect.estimates import effective, is_over_batch
 from engram.plotting.rows import Scan
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _EQUAL = 0.8
 _LEAST_RATIO, _MOST_RATIO = 1.0, 256.0
 #: Never sampled are no more rows than this, where rows were sampled that often on average.
 _NEVER, _OFTEN = 0.5, 2.0
+#: The largest importance weight that batches of so many rows are expected to have, below which they hardly change what learns.
+_BATCH, _LEAST_WEIGHT = 256, 0.01
 #: A row is stale if so many times more writes came since than rows are live; and so many of them are worth a word.
 _LAPS, _STALE = 2.0, 0.05
 
@@ -74,7 +76,8 @@ class Health(tuple[Finding, ...]):
 def health(self: Watched) -> Health:
     """Look for what keeps a buffer from being of use, and say what to do. Nothing is changed, and no draw counts.
 
-    Findings, each where it applies: ``"priorities"``: how few rows take most of the draws; ``"next observations"``: how many repeat
+    Findings, each where it applies: ``"priorities"``: how few rows take most of the draws; ``"weights"``: the largest importance weight
+    that a batch is expected to have; ``"next observations"``: how many repeat
     the following row's; ``"replay ratio"``; ``"never sampled"``: the share of rows, where :meth:`count_usage` was called; ``"stale
     rows"``: rows of lanes that are no longer written to.
 
@@ -95,11 +98,11 @@ def health(self: Watched) -> Health:
     """
     scan = Scan(self, "health")
     return Health(
-        (*_priorities(scan), *_next_observations(self.storage, scan), *_counts(self), *_stale(self.storage, scan))
+        (*_priorities(scan, self), *_next_observations(self.storage, scan), *_counts(self), *_stale(self.storage, scan))
     )
 
 
-def _priorities(scan: Scan) -> Iterator[Finding]:
+def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     if not scan.has_priorities:
         return
     found = scan.priorities()
@@ -125,6 +128,13 @@ def _priorities(scan: Scan) -> Iterator[Finding]:
     yield Finding(
         "priorities", good, text, {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": diverse}
     )
+    below = np.cumsum(leaves[::-1])  # by which a row is drawn that has at most this leaf
+    lowest = int(np.searchsorted(below, below[-1] * (1 - 0.5 ** (1 / _BATCH))))
+    weight = 1.0 if is_over_batch(buffer.sampler) else float((leaves[::-1][lowest] / found.smallest) ** -found.beta)
+    text = f"the largest importance weight of {_BATCH} rows is about {weight:.2g} (beta={found.beta:g})."
+    if weight < _LEAST_WEIGHT:
+        text += ' Losses nearly vanish, as one row has a priority near 0: give the sampler normalize="batch", or a larger eps.'
+    yield Finding("weights", weight >= _LEAST_WEIGHT, text, {"largest_weight": weight, "beta": found.beta})
 
 
 def _next_observations(storage: Storage, scan: Scan) -> Iterator[Finding]:

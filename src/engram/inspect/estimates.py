@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engram.expanders import Expander
 from engram.format import layout
 from engram.plotting.rows import looked_at
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
-from engram.samplers import PrioritizedSampler
+from engram.samplers import PrioritizedSampler, SliceSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import read_block, shared_memory
 from engram.usage import UsageIndex
@@ -86,6 +87,18 @@ def priorities_of(storage: Storage, sampler: object) -> PriorityIndex | None:
         index: PriorityIndex | None = storage.memory.indexes.get((name, PRIORITIES))
         return index
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
+
+
+def drawing_by(sampler: object) -> object:
+    """The sampler whose priorities rows are drawn by: the one inside expanders; of windows, their anchors."""
+    inner = sampler.innermost if isinstance(sampler, Expander) else sampler
+    return inner.anchors if isinstance(inner, SliceSampler) and inner.anchors is not None else inner
+
+
+def is_over_batch(sampler: object) -> bool:
+    """Whether weights are over the largest of each batch."""
+    by = drawing_by(sampler)
+    return isinstance(by, PrioritizedSampler) and by.normalize == "batch"
 
 
 def values_of(leaves: NDArray[np.float64], config: PriorityConfig) -> NDArray[np.float64]:

@@ -189,6 +189,8 @@ class Mass(msgspec.Struct, frozen=True, array_like=True):
     """Key of the newest epoch; 0: there was none."""
     goes_on: bool
     """Whether something is left of it."""
+    over_batch: bool = False
+    """Weights are to be over the largest of the batch. Those of a part, and ``least``, are over the smallest priority of the part."""
 
 
 class Served(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from engram._words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
 from engram.samplers._base import NativeSampler
+from engram.samplers.redraw import DrawOverBatch
 from engram.state import Change, check_keys, tensor_in
 from engram.store import check_index_name
 from engram.types import Draw
@@ -40,7 +41,8 @@ class PrioritizedSampler(NativeSampler):
     """Draws rows with replacement, each with ``P(i) = leaf_i / sum of leaves``, ``leaf_i = (priority_i + eps) ** alpha``.
 
     ``info`` and TensorDict batches have ``"priority_weight"``, ``[B]``: ``(leaf_i / smallest positive leaf) ** -beta``,
-    in (0, 1], which is ``(N * P(i)) ** -beta`` over its maximum. They also have ``"index_generation"``, int64 ``[B]``:
+    in (0, 1], which is ``(N * P(i)) ** -beta`` over its maximum. ``normalize`` says of which rows that leaf is the
+    smallest. They also have ``"index_generation"``, int64 ``[B]``:
     if an update is given it, and the row was rewritten since, the update is dropped and counted in
     ``stats()["priority_updates_dropped"]``. (Schaul et al., "Prioritized Experience Replay", ICLR 2016, §3.3 and 3.4.)
 
@@ -59,9 +61,11 @@ class PrioritizedSampler(NativeSampler):
         max_priority_within_buffer: new rows get the largest priority of the rows that are live now.
         device: accepted; the tree is on the CPU for every storage.
         index: the name of the priorities.
+        normalize: ``"store"``: weights are over the largest weight in the store, as TorchRL's are. A single row of priority near 0 then
+            makes all weights small. ``"batch"``: over the largest weight of each batch, which is 1.
 
     Raises:
-        ValueError: a number is negative or infinite; when a buffer takes it: ``max_capacity`` is below the storage's
+        ValueError: a number is negative or infinite; another ``normalize``; when a buffer takes it: ``max_capacity`` is below the storage's
             capacity, or not given for a list without a bound. TypeError: no ``alpha`` or ``beta``.
         NotImplementedError: ``reduction`` is another one.
 
@@ -77,6 +81,7 @@ class PrioritizedSampler(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
+    normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
 
     def __init__(
         self,
@@ -90,9 +95,12 @@ class PrioritizedSampler(NativeSampler):
         device: torch.device | str | None = None,
         *,
         index: str = "main",
+        normalize: Literal["store", "batch"] = "store",
         **unknown: Never,
     ) -> None:
         reject_unsupported("PrioritizedSampler", unknown, {}, PrioritizedSampler)
+        if normalize not in ("store", "batch"):
+            raise ValueError(f"PrioritizedSampler: normalize: expected 'store' or 'batch', got {normalize!r:.40}.")
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
                 f"PrioritizedSampler: reduction: expected one of {tuple(_REDUCTIONS)}, got {reduction!r}."
@@ -111,6 +119,7 @@ class PrioritizedSampler(NativeSampler):
         )
         self.dtype = dtype
         self.reduction = reduction
+        self.normalize = normalize
         self.device = torch.device("cpu") if device is None else named_device(device, "PrioritizedSampler: device")
         self.index_name = index
         #: Whether ``alpha`` was set since: then a state's is not taken over.
@@ -247,11 +256,14 @@ class PrioritizedSampler(NativeSampler):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        rows, numbers, weights = self.priorities().draw(key, batch_size)
+        index, over_batch = self.priorities(), self.normalize == "batch"
+        rows, numbers, weights = index.draw(key, batch_size, leaves=over_batch)
         assert self._storage is not None  # it has priorities
         if self._storage.memory is None:
             numbers = self._storage.tickets_of(rows)
         writes = self._storage.writes_of(rows, numbers)
+        if over_batch:
+            return DrawOverBatch.of(rows, numbers, writes, weights.log().mul_(-index.core.beta), self.dtype)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
     def sample_natively(
@@ -274,7 +286,7 @@ class PrioritizedSampler(NativeSampler):
             self.bind(storage)
         index = self._index or self._attached()
         assert index is not None and storage.memory is not None  # noqa: PT018 - the buffer asks only then
-        columns = index.sample(storage.memory, key, n, single_precision=self.dtype is torch.float32)
+        columns = index.sample(storage.memory, key, n, self.dtype is torch.float32, self.normalize == "batch")
         weights = columns.pop()
         if weights.dtype is not self.dtype:
             weights = weights.to(self.dtype)
@@ -493,6 +505,8 @@ class PrioritizedSampler(NativeSampler):
             "reduction": self.reduction,
             "max_priority_within_buffer": self.max_priority_within_buffer,
             "index": self.index_name,
+            # Earlier versions do not take it.
+            **({} if self.normalize == "store" else {"normalize": self.normalize}),
         }
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ class PrioritizedSliceSampler(SliceSampler):
 
     Args:
         max_capacity, alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
-        reduction, max_priority_within_buffer: as for :class:`PrioritizedSampler`.
+        reduction, max_priority_within_buffer, normalize: as for :class:`PrioritizedSampler`.
         num_slices, slice_len, window, flat, online, end_key, end_keys, end_when: as for :class:`SliceSampler`.
         traj_key, ends, trajectories, cache_values, truncated_key, init_key: as for :class:`SliceSampler`.
         strict_length: skip shorter trajectories; False: draw such a trajectory from its first step.
@@ -71,12 +71,11 @@ class PrioritizedSliceSampler(SliceSampler):
         *,
         max_priority_within_buffer: bool = False,
         replacement: bool = True,
+        normalize: Literal["store", "batch"] = "store",
         **slices: Unpack[SliceArguments],
     ) -> None:
-        index = slices.get("index", "main")
-        anchors = PrioritizedSampler(
-            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, index=index
-        )
+        given = (max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        anchors = PrioritizedSampler(*given, index=slices.get("index", "main"), normalize=normalize)
         super().__init__(anchors=anchors, **slices)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,6 +16,25 @@ if TYPE_CHECKING:
 
     from engram.samplers._base import DeclaredSampler
     from engram.types import Info, SampledStorage
+
+
+class DrawOverBatch(Draw):
+    """A draw by priority whose weights are over the largest of the batch: a row that is drawn in place of another changes them all."""
+
+    #: Logarithms of the weights, each with the same number added, float64 ``[B]``.
+    logs: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, tickets: Tensor, writes: Tensor, logs: Tensor, dtype: torch.dtype) -> DrawOverBatch:
+        """A draw with weights of that dtype."""
+        made = cls(rows, tickets, {"priority_weight": _over_largest(logs).to(dtype), "index_generation": writes})
+        made.logs = logs
+        return made
+
+
+def _over_largest(logs: Tensor) -> Tensor:
+    """Weights, of which the largest is 1."""
+    return (logs - logs.max()).exp() if len(logs) else logs
 
 
 class Redraw:
@@ -44,6 +63,7 @@ class Redraw:
         self.info: Info = {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in draw.info.items()
         }
+        self._logs = draw.logs.clone() if isinstance(draw, DrawOverBatch) else None
         self.retries = Retries()
         self._storage, self._source, self._key = storage, source, key
         self._call, self._detail = call, detail
@@ -72,6 +92,9 @@ class Redraw:
                 known = self.info.get(name)
                 if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
                     known[places.to(known.device)] = value
+            if self._logs is not None and isinstance(fresh, DrawOverBatch):
+                self._logs[places] = fresh.logs
+                cast("Tensor", self.info["priority_weight"]).copy_(_over_largest(self._logs))
             return places, fresh
         places = torch.tensor(moved, device="cpu")
         gone = places[storage.hold_nothing(self.rows[places])]

@@ -235,7 +235,8 @@ class SliceSampler(WindowSampler):
         if anchors is None or isinstance(table, _native.Fragments):
             return table.sample(*arguments)
         index = anchors.priorities()
-        drawn = table.sample_anchored(*arguments, index.core, anchors.dtype is torch.float32)
+        single, over_batch = anchors.dtype is torch.float32, anchors.normalize == "batch"
+        drawn = table.sample_anchored(*arguments, index.core, single, over_batch)
         drawn[-2] = drawn[-2].to(anchors.dtype)
         return drawn
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
+from engram.inspect.estimates import drawing_by, is_over_batch
 from engram.limits import Rules
 from engram.remote import wire
 from engram.remote.commands import (
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.format.schema import Schema
     from engram.remote.wire import Column
+    from engram.samplers import PrioritizedSampler
+    from engram.store import Masses
     from engram.units import SampleUnit
 
 
@@ -172,10 +175,14 @@ class Service:
         except (NoSampleable, RuntimeError):
             return None
         key, left = wiring.source.epoch(wiring.storage)
-        return None if masses is None else Mass(*masses, self._beta(), key, left > 0)
+        return None if masses is None else self._with_weights(masses, key, left)
 
-    def _beta(self) -> float:
-        return float(self._wiring.sampler.beta) if self._wiring.of_sampler.prioritized else 0.0
+    def _with_weights(self, masses: Masses, epoch: int, left: int) -> Mass:
+        """Masses, and how weights of rows follow from them."""
+        if not self._wiring.of_sampler.prioritized:
+            return Mass(*masses, 0.0, epoch, left > 0)
+        by = cast("PrioritizedSampler", drawing_by(self._wiring.sampler))
+        return Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
 
     def _health(self, _: Health) -> dict[str, object]:
         return {}
@@ -287,7 +294,7 @@ class Service:
             newest, left = source.epoch(storage)
         found = part.masses if part.masses.live else source.masses(storage)
         assert found is not None  # the server says so when it is asked what it is
-        return batch, Mass(*found, self._beta(), newest, left > 0)
+        return batch, self._with_weights(found, newest, left)
 
     def _ended(self) -> bool:
         source = self._wiring.source

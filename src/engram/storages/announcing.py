@@ -41,11 +41,18 @@ def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list
     return [f"float64: {', '.join(map(name_of, wide))}. dtypes={{{remedy}}} of the storage takes half the memory."]
 
 
-def announce(lines: Sequence[str]) -> None:
-    """Log at INFO to ``engram``, except inside :func:`temporary`."""
+def warn_of_lanes(asked: int, capacity: int, lanes: int) -> None:
+    """Log a warning where lanes of one length cannot have all rows that were asked for."""
+    if capacity < asked:
+        line = f"{asked} rows in {lanes} lanes are {capacity}, as all lanes have {capacity // lanes}. Ask for a multiple of {lanes}."
+        announce([line], logging.WARNING)
+
+
+def announce(lines: Sequence[str], level: int = logging.INFO) -> None:
+    """Log to ``engram``, except inside :func:`temporary`."""
     if not _is_temporary.get():
         for line in lines:
-            _log.info("%s", line)
+            _log.log(level, "%s", line)
 
 
 @contextlib.contextmanager

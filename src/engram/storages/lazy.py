@@ -12,7 +12,7 @@ from engram._words import warn
 from engram.limits import Rules
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure, device_of, is_batched_collection
-from engram.storages.announcing import advice, announce, creation_line
+from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
 from engram.storages.tensor import LaterArguments, TensorStorage, take_later
 from engram.store import DeviceStore, Store, skip_numbers
 
@@ -122,6 +122,7 @@ class LazyTensorStorage(TensorStorage):
             self._device = device_of(data)
         self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
         announce(advice(structure.fields, dtypes))
+        warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
 
     @property
     def device(self) -> torch.device:
