@@ -128,7 +128,8 @@ def reset(part: str, state: dict[str, object], seed: int, generator: object) -> 
     if part == "buffer":
         return {**state, "lane": 0, "iterating": False}
     if part == "rng":
-        return {"generator": None if state["generator"] is None else [generator, "cpu"], "default": generator}
+        saved: Any = state["generator"] or [None]
+        return {"generator": None if saved[0] is None else [generator, "cpu"], "default": generator}
     if part == "prefetch":
         return dict(EMPTY[part])
     if part == "transforms":

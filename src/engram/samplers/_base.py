@@ -303,6 +303,14 @@ class DeclaredSampler(Component):
         return ()
 
 
+def key_for(*storages: SampledStorage) -> Key:
+    """A key of torch's default generator, for a draw of this process alone from storages."""
+    key = Key()
+    key.draw()
+    key.mix(_fork.stream(*(0 if it.memory is None else it.memory.participant for it in storages)))
+    return key
+
+
 class NativeSampler(DeclaredSampler):
     """Base of the samplers that draw in the native core, with TorchRL's verbs."""
 
@@ -325,8 +333,7 @@ class NativeSampler(DeclaredSampler):
 
     def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
-        key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        draw = self.draw(storage.extent(), batch_size, key)
+        draw = self.draw(storage.extent(), batch_size, key_for(storage).value)
         if self.traits.consumes:
             self.were_read(draw)
         return draw.rows, dict(draw.info)

@@ -459,9 +459,7 @@ class WindowSampler(NativeSampler):
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
-        key = DrawKey()
-        key.draw()
-        _, rows, info = self.sample_natively(storage, key, batch_size)
+        _, rows, info = self.sample_natively(storage, key_for(storage), batch_size)
         assert rows is not None  # as they are shown
         return (rows,), info
 
