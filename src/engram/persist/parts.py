@@ -24,7 +24,7 @@ STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, object]] = {"prefetch": {"batches": None}, "transforms": {}}
 #: In a sampler's state: where its epoch is.
-_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock")
+_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock", "later")
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 

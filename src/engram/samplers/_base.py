@@ -14,12 +14,13 @@ from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import as_paths, public
 from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
+from engram.store import Key
 from engram.types import Declared, Traits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engram.store import Key, Masses
+    from engram.store import Masses
     from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
 
 

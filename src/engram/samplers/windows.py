@@ -12,7 +12,7 @@ from engram import _fork, _native
 from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import FieldPath, as_path, plain, public
 from engram.retries import Retries
-from engram.samplers._base import NativeSampler
+from engram.samplers._base import NativeSampler, key_for
 from engram.samplers.end_marks import EndMarks
 from engram.samplers.fragments import fragments_table
 from engram.samplers.trajectory_tables import StaticTable, TrajectoryKeys, numbers_by_path, shared_table

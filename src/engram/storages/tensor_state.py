@@ -8,6 +8,7 @@ import torch
 
 from engram import _native
 from engram.epochs import KIND as EPOCHS
+from engram.epochs import NONE as NO_EPOCH
 from engram.epochs import EpochIndex, checked_progress
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.epochs import Progress
     from engram.format.schema import Schema
     from engram.persist.snapshot import StorageSnapshot
     from engram.priorities import PriorityConfig
@@ -70,7 +72,8 @@ def describe_store(
         without: names and kinds of those that are left out.
         zeroed: memory for the leaves of priorities, by name.
     """
-    passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
+    now = int(store.core.next_ticket)
+    passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
     clock, lanes = int(store.core.next_ticket) - store.base, store.lane_states()
     return {
         "schema": schemas.encode(store.schema).decode(),
@@ -185,7 +188,7 @@ class RowsState(NamedTuple):
     """The state itself."""
     rows: StoreState
     windows: dict[str, int]
-    passes: dict[str, tuple[int, int, int]]
+    passes: dict[str, Progress]
     priorities: dict[str, PriorityConfig]
 
     @classmethod
@@ -226,8 +229,7 @@ class RowsState(NamedTuple):
             name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
         }
         walks = typed(state, "passes", dict, where)
-        for name in check_names(walks, where):
-            check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
+        check_names(walks, where)
         passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
         indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PRIORITIES)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
@@ -239,14 +241,14 @@ class RowsState(NamedTuple):
         trees = {name: PriorityIndex.of_store(store, name, config)[0] for name, config in self.priorities.items()}
         walked = {}
         if store.directory is not None:  # elsewhere a sampler keeps its own
-            walked = {name: EpochIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
+            walked = {name: EpochIndex.of_store(store, name, NO_EPOCH) for name in self.passes}
         store.replace(self.rows, source.fill)
         store.replaced = (self.rows.clock, int(store.core.next_ticket))
         store.indexes.count_windows(self.windows)
         for name, tree in trees.items():
             tree.restore(self.entries["priorities"][name])
         for name, index in walked.items():
-            index.progress = self.passes[name]
+            index.go_on(self.passes[name], int(store.core.next_ticket))
 
 
 class KeptRows(NamedTuple):
