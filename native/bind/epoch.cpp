@@ -165,12 +165,13 @@ class Walk {
 // true: those of the store in the order of the ranks taken. False: too few rows are live.
 bool choose(Walk& walk, std::vector<std::int64_t>& rows, std::uint64_t key, std::uint64_t n, bool whole) {
   const Deadline deadline;
-  for (;; key = mix(key) & kKeyBits) {
+  for (;;) {
     if (!walk.begin(key, n, whole)) return false;
     if (walk.plain()) return true;
     walk.choose(rows, n);
     if (rows.size() >= (whole ? n : 1)) return true;
     rows.clear();
+    if (walk.taken().key == key) key = mix(key) & kKeyBits;
     let_go();
     if (deadline.passed()) throw in_vain("rows were written over before an epoch came to them");
   }

@@ -70,8 +70,8 @@ class EpochIndex(LockedIndex[_native.Epoch]):
 
     def go_on(self, saved: Progress, clock: int) -> None:
         """From a :meth:`state` on, in which the last number says how many writes came later."""
-        *progress, later = saved
-        self.progress = (*progress, clock - later if clock > later else 0)
+        key, rows, visited, later = saved
+        self.progress = key, rows, visited, clock - later if clock > later else 0
 
 
 def checked_progress(state: dict[str, object], where: str, *others: str) -> Progress:

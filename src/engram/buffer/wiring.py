@@ -311,7 +311,8 @@ class Wiring:
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        generator_state, process = state.pop("generator_state"), state.pop("process", Process(0, 0))
+        generator_state: Any = state.pop("generator_state")
+        process: Any = state.pop("process", Process(0, 0))
         self.__dict__.update(state)
         self.of_sampler = Traits()
         self.is_apart = process != Process.this() and process.runs()

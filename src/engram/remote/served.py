@@ -96,7 +96,9 @@ class ServedStorage(Storage):
         """Say what the rows are, and where."""
         self._schema = schema
         self.structure = Structure.from_schema(schema)
-        self.memory = cast("Store", Memory(schema, place, limits, participant=participant))  # as far as readers look at it
+        self.memory = cast(
+            "Store", Memory(schema, place, limits, participant=participant)
+        )  # as far as readers look at it
         self.ndim = 1 + len(schema.columns)
 
     # ---- what it is ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.epochs import Progress
+    from engram.storages import Storage
     from engram.store import Key, Store
     from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
 
 #: Rows that are looked at together.
 _SOME = 256
+
+
+def _next_number(storage: SampledStorage) -> int:
+    """The ticket number of the next write."""
+    return int(cast("Storage", storage).next_number())
 
 
 class SamplerWithoutReplacement(NativeSampler):
@@ -117,7 +123,7 @@ class SamplerWithoutReplacement(NativeSampler):
         store, storage = self._bound[0], self._storage
         if store is not None:
             return int(store.core.next_ticket)
-        return 0 if storage is None else int(storage.next_number())
+        return 0 if storage is None else _next_number(storage)
 
     def observe(self, write: Write | None, data: object) -> None:
         """End the epoch when the buffer was emptied.
@@ -183,7 +189,7 @@ class SamplerWithoutReplacement(NativeSampler):
     def _listed(self, storage: SampledStorage, n: int, key: int) -> Tensor:
         """Rows of a storage that is no store: as ``core.take``."""
         core, rows = self._own.core, _native.empty_rows(0)
-        ranks, clock = sum(storage.extent().filled), int(storage.next_number())
+        ranks, clock = sum(storage.extent().filled), _next_number(storage)
         while True:
             whole = self.drop_last and not len(rows)
             order, of, begun, start, count, last = core.next(key, ranks, n - len(rows), whole, clock)
@@ -265,8 +271,8 @@ class SamplerWithoutReplacement(NativeSampler):
         return len(storage) >= (batch_size if self.drop_last else 1)
 
     def state_dict(self) -> dict[str, object]:
-        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values. ``later``, where there were writes since it
-        began: how many ticket numbers they took.
+        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values. ``later``, where there were writes
+        since it began: how many ticket numbers they took.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement

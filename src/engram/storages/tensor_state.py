@@ -16,7 +16,7 @@ from engram.persist.rows import bytes_of
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
-from engram.state import check_keys, integer, tensor_in, typed
+from engram.state import integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState, add_field, fill_rows
 from engram.types import RowsTarget
