@@ -58,9 +58,10 @@ class Walk {
     for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) longest = std::max(longest, control.filled(lane));
     const std::uint64_t size = control.size(), ranks = longest * control.lanes();
     if (size < (whole ? n : 1) || ranks < size) return false;
-    taken_ = epoch_.next(key, ranks, n, whole, begun);
+    taken_ = epoch_.next(key, ranks, n, whole, begun, false);
     plain_ = ranks == size && taken_.rows == ranks && (taken_.begun == begun || taken_.begun == 0);
     end_ = taken_.start + taken_.count;
+    if (plain_ && whole && taken_.rows - end_ < n) skip_rest();
     return true;
   }
 
@@ -129,6 +130,11 @@ class Walk {
   }
 
  private:
+  void skip_rest() {
+    if (!taken_.last) epoch_.pass_over(taken_.key, end_, taken_.rows);
+    taken_.last = true;
+  }
+
   void order(std::uint64_t start, std::uint64_t n, std::int64_t* out) const {
     if (shuffle_) {
       order_ranks(taken_.key, taken_.rows, start, n, out);
@@ -290,12 +296,12 @@ void bind_epoch(nb::module_& m) {
             RowEpoch::Stretch taken;
             {
               const WithoutInterpreter running(true);
-              taken = self.next(key, rows, n, whole, begun);
+              taken = self.next(key, rows, n, whole, begun, false);
             }
             return nb::make_tuple(taken.key, taken.rows, taken.begun, taken.start, taken.count, taken.last);
           },
           "key"_a, "rows"_a, "n"_a, "whole"_a, "begun"_a,
-          "The next n ranks of the epoch, or fewer at its end; `whole`: a rest smaller than n is skipped. (key of the order, ranks of the "
+          "The next n ranks of the epoch, or fewer at its end; `whole`: a rest smaller than n is no batch. (key of the order, ranks of the "
           "epoch, number of the next write when it began, first rank, number of ranks, whether the epoch is over). Waits for other "
           "processes, bounded.")
       .def("take", &take, "store"_a, "key"_a, "n"_a, "whole"_a, "shuffle"_a,

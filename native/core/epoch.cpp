@@ -40,13 +40,14 @@ void RowEpoch::put(const EpochState& state) {
   page_->current.store(other, std::memory_order_release);
 }
 
-RowEpoch::Stretch RowEpoch::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun) {
+RowEpoch::Stretch RowEpoch::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun,
+                                  bool skips) {
   check(rows > 0 && n > 0 && (!whole || n <= rows), "an epoch over at least one row, and a batch that it can fill");
   const SharedLock lock(page_->mutex, nothing_to_recover);
   EpochState state = current();
   const bool over = state.visited > state.rows || state.rows - state.visited < (whole ? n : 1);
   if (over || state.begun > begun) state = {key, rows, 0, begun};  // it may be that of other rows
-  return take(state, n, whole);
+  return take(state, n, whole && skips);
 }
 
 RowEpoch::Stretch RowEpoch::more(std::uint64_t key, std::uint64_t n) {

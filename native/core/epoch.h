@@ -57,7 +57,8 @@ class RowEpoch : public Index {
   };
   /// The next n ranks, or fewer at the end of the epoch. A new epoch over `rows` ranks, in the order of `key`, begins when none are
   /// left. `whole`: a rest smaller than n is skipped; n <= rows. `begun`: number of the next write, looked at before the rows.
-  Stretch next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun = 0);
+  /// Not `skips`: the rest behind this batch is not skipped yet, as some of these ranks may hold nothing of the epoch any more.
+  Stretch next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun = 0, bool skips = true);
 
   /// The next n ranks of the epoch of that key, or fewer; none if another one has begun.
   Stretch more(std::uint64_t key, std::uint64_t n);

@@ -63,7 +63,7 @@ class EpochIndex(LockedIndex[_native.Epoch]):
         self.core.state = progress
 
     def state(self, clock: int) -> dict[str, int]:
-        """The :attr:`progress`, under ``key, rows, visited``, and ``later`` if there were writes since. ``clock``: the next one's number."""
+        """The :attr:`progress`, under ``key, rows, visited``; ``later`` if writes came since. ``clock``: the next one's number."""
         key, rows, visited, begun = self.progress
         later = max(clock - begun, 0) if begun else 0
         return {"key": key, "rows": rows, "visited": visited, **({"later": later} if later else {})}

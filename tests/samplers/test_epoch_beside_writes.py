@@ -16,7 +16,8 @@ def _buffer(storage, rows, **arguments):
         batch_size=10,
         generator=torch.Generator().manual_seed(0),
     )
-    rb.extend(torch.arange(rows))
+    if rows:
+        rb.extend(torch.arange(rows))
     return rb
 
 

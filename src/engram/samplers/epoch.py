@@ -169,6 +169,7 @@ class SamplerWithoutReplacement(NativeSampler):
         if store is None:  # nothing is known of the rows but their number
             order, ranks, _, start, count, self._ran_out = epoch.core.next(key, size, batch_size, self.drop_last, 0)
             rows = extent.rows(self._ranks(order, ranks, start, count))
+            self._ran_out |= ranks - start - count < self._needed
         else:
             drawn = epoch.core.take(store.core, key, batch_size, self.drop_last, self.shuffle)
             if drawn is None:
@@ -198,7 +199,7 @@ class SamplerWithoutReplacement(NativeSampler):
             if last and len(rows) < self._needed:
                 rows = rows[:0]  # of an epoch that is over
             elif last or len(rows) == n:
-                self._ran_out = last or (begun != clock and self._listed_over(storage, order))
+                self._ran_out = last or ((self.drop_last or begun != clock) and self._listed_over(storage, order))
                 return rows
 
     @staticmethod
