@@ -12,7 +12,7 @@ from engram._checks import as_numbers, check_count
 from engram.errors import RowError
 from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
-from engram.store import Process
+from engram.store import Process, participant_of
 from engram.types import Sampler, Traits, Writer
 from engram.units.reading import Named
 
@@ -97,7 +97,7 @@ class Wiring:
         if self.stream is not None:
             return self.stream
         stores = [storage.memory for storage in getattr(self.storage, "storages", (self.storage,))]
-        stream = _fork.stream(*(0 if store is None else store.participant for store in stores))
+        stream = _fork.stream(*(0 if store is None else participant_of(store) for store in stores))
         if None not in stores or not self.storage.traits.has_fields:
             self.stream = stream
         return stream

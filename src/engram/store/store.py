@@ -217,11 +217,6 @@ class Store:
         assert self.attachment is not None  # only those in a folder are shared
         self.attachment.join(self.core, self.indexes.attach_new, beside=beside)
 
-    @property
-    def participant(self) -> int:
-        """Which one this process is of those that have the store open; 0: it was the only one when it opened it."""
-        return 0 if self.attachment is None else self.attachment.participant
-
     def close(self) -> None:
         """Release it, with the storages around it. The last process marks a directory store as closed in order. Repeatable.
 
