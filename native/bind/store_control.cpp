@@ -46,6 +46,7 @@ void bind_participants(nb::module_& m) {
           "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "file"_a,
           "`file`: a descriptor of `alive`, which stays open for as long as this lives.")
       .def("leave", &Participants::leave, "Gives this process's entry back.")
+      .def_prop_ro("number", &Participants::number, "The entry that this process holds, once it has joined.")
       .def_prop_ro("joined", &Participants::joined, "Whether this process holds an entry.")
       .def_prop_ro("others", &Participants::others, "Whether another process holds an entry.");
 }

@@ -35,20 +35,43 @@ RowEpoch::RowEpoch(std::span<std::byte> memory) : page_(page_in(memory)) {}
 
 void RowEpoch::put(const EpochState& state) {
   const std::uint64_t other = ~page_->current.load(std::memory_order_relaxed) & 1;
-  page_->states[other] = state;
+  page_->states[other] = {state.key, state.rows, state.visited};
+  page_->begun[other] = state.begun;
   page_->current.store(other, std::memory_order_release);
 }
 
-RowEpoch::Stretch RowEpoch::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole) {
+RowEpoch::Stretch RowEpoch::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun,
+                                  bool skips) {
   check(rows > 0 && n > 0 && (!whole || n <= rows), "an epoch over at least one row, and a batch that it can fill");
   const SharedLock lock(page_->mutex, nothing_to_recover);
   EpochState state = current();
-  if (state.rows != rows || state.visited > rows || rows - state.visited < (whole ? n : 1)) state = {key, rows, 0};
-  const std::uint64_t start = state.visited, count = std::min(n, rows - start);
+  const bool over = state.visited > state.rows || state.rows - state.visited < (whole ? n : 1);
+  if (over || state.begun > begun) state = {key, rows, 0, begun};  // it may be that of other rows
+  return take(state, n, whole && skips);
+}
+
+RowEpoch::Stretch RowEpoch::more(std::uint64_t key, std::uint64_t n) {
+  const SharedLock lock(page_->mutex, nothing_to_recover);
+  EpochState state = current();
+  if (state.key != key || state.visited >= state.rows) return {key, state.rows, state.rows, 0, true, state.begun};
+  return take(state, n, false);
+}
+
+// Takes the next n ranks of an epoch, which becomes the current one.
+RowEpoch::Stretch RowEpoch::take(EpochState& state, std::uint64_t n, bool whole) {
+  const std::uint64_t start = state.visited, count = std::min(n, state.rows - start);
   state.visited += count;
-  if (whole && rows - state.visited < n) state.visited = rows;  // the rest is skipped, whatever the next call asks for
+  if (whole && state.rows - state.visited < n) state.visited = state.rows;  // the rest is skipped, whatever the next call asks for
   put(state);
-  return {state.key, rows, start, count, state.visited == rows};
+  return {state.key, state.rows, start, count, state.visited == state.rows, state.begun};
+}
+
+void RowEpoch::pass_over(std::uint64_t key, std::uint64_t from, std::uint64_t to) {
+  const SharedLock lock(page_->mutex, nothing_to_recover);
+  EpochState state = current();
+  if (state.key != key || state.visited != from || to < from || to > state.rows) return;
+  state.visited = to;
+  put(state);
 }
 
 EpochState RowEpoch::state() const {
@@ -59,8 +82,9 @@ EpochState RowEpoch::state() const {
 }
 
 EpochState RowEpoch::current() const {
-  const EpochState& state = page_->states[page_->current.load(std::memory_order_acquire) & 1];
-  return {copied(state.key), copied(state.rows), copied(state.visited)};
+  const std::uint64_t which = page_->current.load(std::memory_order_acquire) & 1;
+  const EpochPage::Stored& state = page_->states[which];
+  return {copied(state.key), copied(state.rows), copied(state.visited), copied(page_->begun[which])};
 }
 
 void RowEpoch::set(const EpochState& state) {

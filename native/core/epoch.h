@@ -18,16 +18,21 @@
 namespace engram {
 
 struct EpochState {
-  std::uint64_t key;      // of the random order
-  std::uint64_t rows;     // number of live rows when the epoch began
-  std::uint64_t visited;  // rows drawn so far
+  std::uint64_t key;        // of the random order
+  std::uint64_t rows;       // ranks of the epoch: of each lane as many rows as the fullest one had when it began
+  std::uint64_t visited;    // ranks drawn or passed over so far
+  std::uint64_t begun = 0;  // number of the next write when it began: rows of later ones are not in it; 0: it is not known
 };
 
 struct EpochPage {
+  struct Stored {
+    std::uint64_t key, rows, visited;
+  };
   char magic[8];  // "engpass\1", as stored
   Word current;   // which state is current: 0 or 1
-  EpochState states[2];
+  Stored states[2];
   SharedMutex mutex;
+  std::uint64_t begun[2];  // of each state; 0 in pages of versions before
 };
 static_assert(sizeof(EpochPage) <= kPage);
 
@@ -44,14 +49,22 @@ class RowEpoch : public Index {
   /// A view of formatted memory, which must outlive it. Throws std::invalid_argument: not such memory.
   explicit RowEpoch(std::span<std::byte> memory);
 
-  /// Ranks [start, start + count) of the epoch of that key over `rows`.
+  /// Ranks [start, start + count) of the epoch of that key over `rows`, which holds what was written before `begun`.
   struct Stretch {
     std::uint64_t key, rows, start, count;
     bool last;
+    std::uint64_t begun;
   };
-  /// The next n of `rows` rows, or fewer at the end of the epoch. A new epoch, in the order of `key`, begins when none are
-  /// left or the number of rows has changed. `whole`: a rest smaller than n is skipped; n <= rows.
-  Stretch next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole);
+  /// The next n ranks, or fewer at the end of the epoch. A new epoch over `rows` ranks, in the order of `key`, begins when none are
+  /// left. `whole`: a rest smaller than n is skipped; n <= rows. `begun`: number of the next write, looked at before the rows.
+  /// Not `skips`: the rest behind this batch is not skipped yet, as some of these ranks may hold nothing of the epoch any more.
+  Stretch next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun = 0, bool skips = true);
+
+  /// The next n ranks of the epoch of that key, or fewer; none if another one has begun.
+  Stretch more(std::uint64_t key, std::uint64_t n);
+
+  /// Ranks [from, to) of the epoch of that key hold nothing of it any more. No effect if another call has taken some of them.
+  void pass_over(std::uint64_t key, std::uint64_t from, std::uint64_t to);
 
   /// Throws Damaged: the memory holds no such state.
   EpochState state() const;
@@ -61,7 +74,7 @@ class RowEpoch : public Index {
   /// In the child of a fork, for private memory: a thread of the parent may have held it.
   void after_fork();
 
-  // An epoch depends on the number of rows only.
+  // What a row holds the draw looks at.
   void written(const std::int64_t*, std::uint64_t, std::uint64_t) override {}
   void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>, std::uint64_t) override {}
   void lost(const std::int64_t*, std::uint64_t) override {}
@@ -69,6 +82,7 @@ class RowEpoch : public Index {
 
  private:
   EpochState current() const;
+  Stretch take(EpochState& state, std::uint64_t n, bool whole);
   void put(const EpochState& state);
 
   EpochPage* page_;

@@ -33,6 +33,9 @@ class Participants {
   /// Whether this process holds an entry.
   bool joined() const { return own_ != kNoEntry; }
 
+  /// The entry that this process holds; kNoEntry: none.
+  std::uint64_t number() const { return own_; }
+
   /// Whether a process other than this one holds an entry.
   bool others() const;
 

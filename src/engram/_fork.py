@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import weakref
-from multiprocessing import context
+from multiprocessing import context, current_process, parent_process
 from typing import Any, Protocol, TypeVar
+
+import xxhash
 
 
 class Forked(Protocol):
@@ -80,7 +83,82 @@ class _Forks(threading.local):
 _forks = _Forks()
 
 
+# ---- which process this is -------------------------------------------------------------------------------------------
+
+
+def rank() -> int | None:
+    """The rank of this process: that of ``torch.distributed`` where it is initialised, else ``RANK``; None: it has none."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    said = os.environ.get("RANK", "")
+    return int(said) if said.isdecimal() else None
+
+
+def worker() -> int | None:
+    """The number of this process among the workers of a DataLoader; None: it is none."""
+    data = sys.modules.get("torch.utils.data")
+    info = None if data is None else data.get_worker_info()
+    return None if info is None else int(info.id)
+
+
+def _identity() -> tuple[int, ...]:
+    """What ``multiprocessing`` numbers the processes by that it starts: the number of each behind that of its parent."""
+    return tuple(getattr(current_process(), "_identity", ()))
+
+
+class _Lineage:
+    """How this process came from the first one of its program."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] = ()
+        self._at: tuple[int, ...] = ()
+        self._forked, self.forks = 0, 0
+        #: The rank that this process has from its parent.
+        self.inherited = None if parent_process() is None else rank()
+
+    def forked_off(self) -> None:
+        """This process was forked from the one that this describes."""
+        self._before, self._at = self.ordinals(), _identity()
+        self._forked, self.forks, self.inherited = self.forks, 0, rank()
+
+    def ordinals(self) -> tuple[int, ...]:
+        """Nothing in the first process; another number behind those of its parent in each worker, child and fork."""
+        number, identity = worker(), _identity()
+        if number is not None:
+            return (*self._before, -1 - number)
+        if identity != self._at:  # multiprocessing has numbered it
+            return (*self._before, *identity[len(self._at) :])
+        return (*self._before, 0, self._forked) if self._forked else ()
+
+
+_lineage = _Lineage()
+
+
+def stream(*participants: int) -> int:
+    """The 63 bits that are mixed into every key drawn in this process, so that no two processes draw the same from one seed.
+
+    They follow from its rank; without one from its ordinals among the workers, children and forks of a program; else from the numbers
+    of the participants that it is of its stores. Of those that inherited a rank, from rank and ordinals. 0, which changes no key: for
+    rank 0, and without ordinals for participants 0.
+    """
+    own, ordinals = rank(), _lineage.ordinals()
+    if own is None:
+        said = f"ordinals {ordinals}" if ordinals else f"participants {participants}" if any(participants) else ""
+    elif ordinals and (own == _lineage.inherited or worker() is not None):
+        said = f"rank {own} {ordinals}"
+    else:
+        said = f"rank {own}" if own else ""
+    return xxhash.xxh3_64_intdigest(said.encode()) >> 1 if said else 0
+
+
+def is_numbered() -> bool:
+    """Whether this process draws the same in every run of its program: it has a rank, or is a worker of a DataLoader."""
+    return rank() is not None or worker() is not None
+
+
 def _prepare() -> None:
+    _lineage.forks += 1
     prepared: list[tuple[Any, object]] = []
     _forks.prepared.append(prepared)  # first: an interrupt here is told, and the fork goes on
     prepared.extend((thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork"))
@@ -92,6 +170,7 @@ def _settle() -> None:
 
 
 def _recover() -> None:
+    _lineage.forked_off()
     for made in list(_locks):
         owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
         if not owned:  # else the thread that forked gives it back itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from engram import _native
-from engram.state import integer
+from engram.state import check_keys, integer
 from engram.store import INDEX_KINDS, LockedIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 #: Names the kind of index in a store's folder: never changes.
 KIND = "pass"
 
-#: Key of the order, rows of the epoch, and how many of them were visited.
-Progress: TypeAlias = tuple[int, int, int]
+#: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
+#: many numbers were given since.
+Progress: TypeAlias = tuple[int, int, int, int]
+#: Before the first draw.
+NONE: Progress = (0, 0, 0, 0)
 
 
 class EpochIndex(LockedIndex[_native.Epoch]):
@@ -52,23 +55,31 @@ class EpochIndex(LockedIndex[_native.Epoch]):
 
     @property
     def progress(self) -> Progress:
-        """Key of the order, rows, and how many of them were visited."""
+        """See :data:`Progress`. Rows that were written after it began are not in it."""
         return self.core.state
 
     @progress.setter
     def progress(self, progress: Progress) -> None:
         self.core.state = progress
 
-    def state(self) -> dict[str, int]:
-        """The :attr:`progress`, under ``key, rows`` and ``visited``."""
-        return dict(zip(("key", "rows", "visited"), self.progress, strict=True))
+    def state(self, clock: int) -> dict[str, int]:
+        """The :attr:`progress`, under ``key, rows, visited``; ``begun`` if writes came since. ``clock``: the next one's number."""
+        key, rows, visited, begun = self.progress
+        return {"key": key, "rows": rows, "visited": visited, **({"begun": begun} if 0 < begun < clock else {})}
+
+    def go_on(self, saved: Progress, clock: int) -> None:
+        """From a :meth:`state` on, in which the last number is that of the first write that came later; 0: there was none."""
+        key, rows, visited, begun = saved
+        self.progress = key, rows, visited, min(begun or clock, clock)
 
 
-def checked_progress(state: dict[str, object], where: str) -> Progress:
-    """The progress of an :meth:`EpochIndex.state`; ``state`` may hold more. Raises ``TypeError``, ``ValueError``."""
+def checked_progress(state: dict[str, object], where: str, *others: str) -> Progress:
+    """What an :meth:`EpochIndex.state` says, and ``others`` beside it. Raises ``KeyError``, ``TypeError``, ``ValueError``."""
+    check_keys(state, ("key", "rows", "visited", *others), where, optional=("begun",))
     key = integer(state, "key", 0, 1 << 63, where)
     rows = integer(state, "rows", 0, 1 << 62, where)
-    return key, rows, integer(state, "visited", 0, rows + 1, where)
+    begun = integer(state, "begun", 1, 1 << 62, where) if "begun" in state else 0
+    return key, rows, integer(state, "visited", 0, rows + 1, where), begun
 
 
 INDEX_KINDS[KIND] = EpochIndex

@@ -287,7 +287,6 @@ class Prefetcher:
         self._keys: deque[Key] = deque()
         self._spare: list[Key] = []
         self._plain = self._has_epochs = self._threaded = self._making = self._closed = False
-        self._kept = True
         self._workers: _Workers | None = None
         self._end: weakref.finalize[..., Prefetcher] | None = None
         #: The last that a thread was given.
@@ -295,16 +294,15 @@ class Prefetcher:
         self._lock = _fork.rlock()
         _fork.registered(self, uses_others=True)
 
-    def draws(self, *, plainly: bool, has_epochs: bool, kept: bool) -> None:
+    def draws(self, *, plainly: bool, has_epochs: bool) -> None:
         """What is read. Nothing is ahead, or this has not changed.
 
         Args:
             plainly: nothing is gained from reading before a batch's turn: it follows from its key and from what :meth:`materialize` guards,
                 and its steps run no code of the user's that may sample.
             has_epochs: it has ends, so each batch is read before the next is asked for.
-            kept: a forked child goes on with the batches ahead, instead of leaving them to its parent.
         """
-        self._plain, self._has_epochs, self._kept = plainly, has_epochs, kept
+        self._plain, self._has_epochs = plainly, has_epochs
         self.lazy = self.lazy and plainly
 
     def __len__(self) -> int:
@@ -570,14 +568,10 @@ class Prefetcher:
         pass
 
     def after_fork(self) -> None:
-        """In the child there are no threads: what is not made yet is made again when its turn comes."""
+        """In the child there are no threads, and nothing is ahead."""
         if self._end is not None:
             self._end.detach()
-        self._workers = self._end = self._pending = None
-        self._making = self._threaded = False
-        self.slow = 0
-        for batch in self._ahead:
-            batch.reading = batch.making = None
-        if not self._kept:
-            self._forget()
-            self._keys.clear()
+        self._workers = self._end = None
+        self._making = False
+        self._forget()  # they are the parent's, and would be those of all its children
+        self._keys.clear()

@@ -53,8 +53,7 @@ class Prefetching:
         """The components are others, or others of their paths are open. Nothing is prefetched, or they are equal."""
         wiring = self._wiring
         plainly = wiring.draws_natively and wiring.pinning is None and not wiring.transform.reads
-        has_epochs, kept = wiring.of_sampler.has_epochs, not wiring.storage.shared
-        self.prefetcher.draws(plainly=plainly, has_epochs=has_epochs, kept=kept)
+        self.prefetcher.draws(plainly=plainly, has_epochs=wiring.of_sampler.has_epochs)
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
@@ -70,11 +69,13 @@ class Prefetching:
             try:
                 return reading.sample_with(key, batch_size, return_info, timeout)
             finally:
-                generator = self._wiring.generator
-                if generator is None:  # ask, without a call
+                wiring = self._wiring
+                if wiring.generator is None:  # ask, without a call
                     key.draw()
                 else:
-                    key.draw(generator=generator)
+                    key.draw(generator=wiring.generator)
+                if wiring.stream != 0:
+                    wiring.mix(key)
                 prefetcher.turns.append(key)
                 if prefetcher.slow or perf_counter() - start > prefetcher.slow_s:
                     prefetcher.took(perf_counter() - start)

@@ -50,6 +50,8 @@ class ReadPath:
             key.draw()
         else:
             key.draw(generator=wiring.generator)
+        if wiring.stream != 0:
+            wiring.mix(key)
         if wiring.pinning is None or not self.gathers_pinned():
             return self.sample_with(key, batch_size, return_info, timeout)
         with wiring.pinning.gathering():
@@ -70,11 +72,14 @@ class ReadPath:
                 storages.announcing.announce([line], logging.WARNING)
 
     def draw_key(self, key: Key) -> None:
-        """64 random bits from the generator: all randomness of one draw."""
-        if self._wiring.generator is None:
+        """64 random bits from the generator, and what sets this process apart: all randomness of one draw."""
+        wiring = self._wiring
+        if wiring.generator is None:
             key.draw()
         else:
-            key.draw(generator=self._wiring.generator)
+            key.draw(generator=wiring.generator)
+        if wiring.stream != 0:
+            wiring.mix(key)
 
     def gathers_pinned(self) -> bool:
         """Whether nothing stands between gathering and the user, so that rows are gathered into pinned memory."""

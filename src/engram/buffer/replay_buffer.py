@@ -1490,7 +1490,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self.assemble(named)
         wiring.storage.attach(self)
         self._lanes.told, self._recipe.looked = told, looked
-        if self._prefetching is not None and prefetched is not None:
+        if wiring.is_apart:
+            wiring.begin_apart()
+        elif self._prefetching is not None and prefetched is not None:
             self._prefetching.restore(prefetched)
 
     # ---- names that TorchRL has ------------------------------------------------------------------------------------------

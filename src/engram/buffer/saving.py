@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from engram import priorities
+from engram import _fork, priorities
 from engram._checks import check_count, check_path
 from engram._progress import Work
 from engram._words import warn
@@ -29,7 +29,7 @@ from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import seed_of
 from engram.reshard.reports import said_counts
 from engram.reshard.shards import open_shard
-from engram.state import Loads, check_keys, prepare_load, read_from, saved, tensor_in, typed
+from engram.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram.storages import announcing
 from engram.types import Ranking
 
@@ -181,8 +181,7 @@ class Saving:
             "_lane": self._lanes.saved,
             "_iterating": self._settings.iterating,
             "_consume_after_n_samples": wiring.source.draws_of_a_row,
-            "_rng": None if wiring.generator is None else [wiring.generator.get_state(), "cpu"],
-            "_default_rng": torch.default_generator.get_state(),
+            **saved_rng(wiring),
             "_prefetch_state": batches,
         }
 
@@ -470,8 +469,7 @@ class Saving:
         draws = state["_consume_after_n_samples"]
         if not isinstance(draws, int | None):  # the sampler says how many, too
             raise TypeError(f"{kind}: _consume_after_n_samples: expected an int or None, got a {type(draws).__name__}.")
-        rng = checked_rng(state["_rng"], f"{kind}: _rng")
-        default = checked_generator_state(state["_default_rng"], f"{kind}: _default_rng")
+        rng = RngLoad.checked(state, kind, default_rng=default_rng)
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
         try:
@@ -494,7 +492,6 @@ class Saving:
             lane,
             iterating,
             rng,
-            default if default_rng else None,
             "" if made is None else made.converted,
         )
 
@@ -550,9 +547,7 @@ class _BufferLoad(NamedTuple):
     batch_size: int | None
     lane: int | None
     iterating: bool
-    rng: torch.Generator | None
-    default_rng: torch.Generator | None
-    """What torch's default one becomes; None: it stays."""
+    rng: RngLoad
     converted: str
 
     def commit(self) -> None:
@@ -568,11 +563,7 @@ class _BufferLoad(NamedTuple):
             self.components.commit()
             self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
             self.lanes.take(self.lane)
-            if self.rng is not None:
-                self.wiring.generator = self.wiring.generator or torch.Generator()
-                self.wiring.generator.set_state(self.rng.get_state())
-            if self.default_rng is not None:
-                torch.default_generator.set_state(self.default_rng.get_state())
+            self.rng.commit(self.wiring)
         if not self.recipe.noted:
             self.recipe.note_if_possible()
 
@@ -582,15 +573,49 @@ def most_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def checked_rng(rng: object, where: str) -> torch.Generator | None:
-    """A generator of ``[state, device]``; None stays None. Raises ``TypeError``, ``ValueError``: it is none, or not on the CPU."""
-    if rng is None:
-        return None
-    if not isinstance(rng, list | tuple) or len(rng) != 2:
-        raise TypeError(f"{where}: expected None or [state, device], got a {type(rng).__name__}.")
-    if rng[1] != "cpu":
-        raise ValueError(f"{where}: expected the state of a CPU generator, got one of {rng[1]!r}.")
-    return checked_generator_state(rng[0], where)
+def saved_rng(wiring: Wiring) -> State:
+    """The entries ``_rng`` and ``_default_rng`` of a state."""
+    generator = None if wiring.generator is None else wiring.generator.get_state()
+    rng = [] if generator is None else [generator, "cpu"]
+    if stream := wiring.own_stream():
+        rng = [generator, "cpu", stream]
+    return {"_rng": rng or None, "_default_rng": torch.default_generator.get_state()}
+
+
+class RngLoad(NamedTuple):
+    """Generators of a state."""
+
+    own: torch.Generator | None
+    """None: it stays."""
+    default: torch.Generator | None
+    """What torch's default one becomes; None: it stays."""
+    stream: int
+    """What was mixed into the keys."""
+
+    @classmethod
+    def checked(cls, state: State, where: str, *, default_rng: bool) -> RngLoad:
+        """Of entries as :func:`saved_rng`. Raises ``TypeError``, ``ValueError``: they are none, or not on the CPU."""
+        rng: Any = state["_rng"]
+        known = checked_generator_state(state["_default_rng"], f"{where}: _default_rng")
+        default = known if default_rng else None
+        if rng is None:
+            return cls(None, default, 0)
+        where += ": _rng"
+        if not isinstance(rng, list | tuple) or len(rng) not in (2, 3):
+            raise TypeError(f"{where}: expected None or [state, device], got a {type(rng).__name__}.")
+        if rng[1] != "cpu":
+            raise ValueError(f"{where}: expected the state of a CPU generator, got one of {rng[1]!r}.")
+        stream = integer({"stream": rng[2]}, "stream", 1, 1 << 63, where) if len(rng) > 2 else 0
+        return cls(None if rng[0] is None and stream else checked_generator_state(rng[0], where), default, stream)
+
+    def commit(self, wiring: Wiring) -> None:
+        if self.own is not None:
+            wiring.generator = wiring.generator or torch.Generator()
+            wiring.generator.set_state(self.own.get_state())
+        if self.default is not None:
+            torch.default_generator.set_state(self.default.get_state())
+        if not (self.own is self.default is None or _fork.is_numbered()):
+            wiring.stream = self.stream
 
 
 def checked_generator_state(state: object, where: str) -> torch.Generator:

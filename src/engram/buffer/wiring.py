@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from engram import samplers, storages, writers
+from engram import _fork, samplers, storages, writers
 from engram._checks import as_numbers, check_count
 from engram._overrides import overrides, refuse_others
 from engram.errors import RowError
 from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
+from engram.store import Process, participant_of
 from engram.types import Declared, Sampler, Traits, Writer
 from engram.units.reading import Named
 
@@ -61,6 +62,8 @@ class Wiring:
 
     #: Hears of batches; None: nothing does. Copies have none.
     recorder: Recorder | None = None
+    #: Whether this is a copy from another process, which still runs.
+    is_apart = False
 
     def __init__(
         self,
@@ -91,6 +94,35 @@ class Wiring:
         self.unit_reader: UnitReader | None = None
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
+        #: What sets the draws of this process apart, as :func:`engram._fork.stream` says; None: not known yet.
+        self.stream: int | None = None
+        _fork.registered(self, uses_others=True)
+
+    # ---- random bits -----------------------------------------------------------------------------------------------------
+
+    def own_stream(self) -> int:
+        """What sets the draws of this process apart from here on."""
+        if self.stream is not None:
+            return self.stream
+        stores = [storage.memory for storage in getattr(self.storage, "storages", (self.storage,))]
+        stream = _fork.stream(*(0 if store is None else participant_of(store) for store in stores))
+        if None not in stores or not self.storage.traits.has_fields:
+            self.stream = stream
+        return stream
+
+    def mix(self, key: Key) -> None:
+        """Let a key that was drawn here be none that another process draws."""
+        stream = self.own_stream()
+        if stream:
+            key.mix(stream)
+
+    def begin_apart(self) -> None:
+        """This is a copy in another process than the one that it was made in, and both go on: what this one draws is its own."""
+        self.stream = None
+        if self.of_sampler.has_epochs:  # an epoch of the sampler's own; one of the store goes on
+            self.source.observe(None, None)
+
+    after_fork = begin_apart
 
     # ---- taking components -----------------------------------------------------------------------------------------------
 
@@ -293,12 +325,19 @@ class Wiring:
     def __getstate__(self) -> dict[str, object]:
         state = {name: value for name, value in self.__dict__.items() if f" {name} " not in _DERIVED}
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
+        state["process"] = Process.this()
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        generator_state = state.pop("generator_state")
+        generator_state: Any = state.pop("generator_state")
+        process: Any = state.pop("process", Process(0, 0))
         self.__dict__.update(state)
+        self.of_sampler = Traits()
+        self.is_apart = process != Process.this() and process.runs()
+        if process != Process.this():
+            self.stream = None
+        _fork.registered(self, uses_others=True)
         self.generator = None
         if generator_state is not None:
             self.generator = torch.Generator()

@@ -883,7 +883,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
         samplers = SamplerEnsemble(*(rb.sampler for rb in rbs), **choice)
         self._wiring.connect(samplers, WriterEnsemble(*(rb.writer for rb in rbs)), self._settings.batch_size)
         self._assemble()
-        if self._prefetching is not None and prefetched is not None:
+        apart = any(member.wiring.is_apart for member in self._members)
+        if self._prefetching is not None and prefetched is not None and not apart:
             self._prefetching.restore(prefetched)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from engram.ensembles.parts import OnePerMember
 from engram.ensembles.refusing import naming
 from engram.ensembles.storages import StorageEnsemble
 from engram.fleet import plans
-from engram.samplers._base import DeclaredSampler, declared
+from engram.samplers._base import DeclaredSampler, declared, key_for
 from engram.types import Sampler, Traits
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class SamplerEnsemble(_Samplers):
         """
         sources = self.sources(storage)
         rows = self.choice.rows_of_part(batch_size)
-        key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        key = key_for(*(one for _, one in sources)).value
         ids = self.choice.chosen(key, rows, sources)
         draws = []
         for part, member in enumerate(ids):

@@ -7,11 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import torch
-
 from engram._checks import check_count, check_path
 from engram.buffer.prefetching import prepare_batches
-from engram.buffer.saving import checked_generator_state, checked_rng, most_bytes
+from engram.buffer.saving import RngLoad, most_bytes, saved_rng
 from engram.ensembles.refusing import naming
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk
@@ -110,8 +108,7 @@ class EnsembleSaving:
             "_transforms": wiring.transform.state_dict(),
             "_batch_size": self._settings.batch_size,
             "_iterating": self._settings.iterating,
-            "_rng": None if wiring.generator is None else [wiring.generator.get_state(), "cpu"],
-            "_default_rng": torch.default_generator.get_state(),
+            **saved_rng(wiring),
             "_prefetch_state": batches,
         }
         return own, before or {}
@@ -125,9 +122,7 @@ class EnsembleSaving:
             raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
         own = _OwnLoad(self._wiring, self._settings)
         own.batch_size, own.iterating = batch_size, typed(state, "_iterating", bool, kind)
-        own.rng = checked_rng(state["_rng"], f"{kind}: _rng")
-        default = checked_generator_state(state["_default_rng"], f"{kind}: _default_rng")
-        own.default_rng = default if default_rng else None
+        own.rng = RngLoad.checked(state, kind, default_rng=default_rng)
         transforms = prepare_load(self._wiring.transform, state["_transforms"], f"{kind}: _transforms")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         return Loads([own, transforms, batches])
@@ -236,16 +231,11 @@ class _OwnLoad:
 
     batch_size: int | None = None
     iterating = False
-    rng: torch.Generator | None = None
-    default_rng: torch.Generator | None = None
+    rng: RngLoad
 
     def __init__(self, wiring: Wiring, settings: Settings) -> None:
         self._wiring, self._settings = wiring, settings
 
     def commit(self) -> None:
         self._settings.batch_size, self._settings.iterating = self.batch_size, self.iterating
-        if self.rng is not None:
-            self._wiring.generator = self._wiring.generator or torch.Generator()
-            self._wiring.generator.set_state(self.rng.get_state())
-        if self.default_rng is not None:
-            torch.default_generator.set_state(self.default_rng.get_state())
+        self.rng.commit(self._wiring)

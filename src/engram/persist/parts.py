@@ -24,7 +24,7 @@ STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, object]] = {"prefetch": {"batches": None}, "transforms": {}}
 #: In a sampler's state: where its epoch is.
-_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock")
+_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock", "begun")
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 
@@ -128,7 +128,8 @@ def reset(part: str, state: dict[str, object], seed: int, generator: object) -> 
     if part == "buffer":
         return {**state, "lane": 0, "iterating": False}
     if part == "rng":
-        return {"generator": None if state["generator"] is None else [generator, "cpu"], "default": generator}
+        saved: Any = state["generator"] or [None]
+        return {"generator": None if saved[0] is None else [generator, "cpu"], "default": generator}
     if part == "prefetch":
         return dict(EMPTY[part])
     if part == "transforms":

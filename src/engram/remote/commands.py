@@ -217,6 +217,8 @@ class Served(msgspec.Struct, frozen=True):
     """After how many draws a row is used up; None: never."""
     alone: str = "its server is of an older engram"
     """Why batches cannot have rows of other stores, too; empty: they can."""
+    participant: int = 0
+    """Which one this client is of those that are connected; 0: it is the only one."""
 
 
 class State(msgspec.Struct, frozen=True):

@@ -69,6 +69,7 @@ class Memory(NamedTuple):
     directory: None = None
     is_native: bool = True
     closed: bool = False
+    participant: int = 0
 
 
 class Drawn(NamedTuple):
@@ -91,11 +92,13 @@ class ServedStorage(Storage):
 
     traits = Traits(has_fields=True, is_remote=True)
 
-    def describe(self, schema: Schema, place: str, limits: Limits) -> None:
+    def describe(self, schema: Schema, place: str, limits: Limits, participant: int) -> None:
         """Say what the rows are, and where."""
         self._schema = schema
         self.structure = Structure.from_schema(schema)
-        self.memory = cast("Store", Memory(schema, place, limits))  # as far as readers look at it
+        self.memory = cast(
+            "Store", Memory(schema, place, limits, participant=participant)
+        )  # as far as readers look at it
         self.ndim = 1 + len(schema.columns)
 
     # ---- what it is ----------------------------------------------------------------------------------------------------

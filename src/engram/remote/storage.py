@@ -139,7 +139,7 @@ class RemoteStorage(ServedStorage):
         served = connection.served
         self.connection = connection
         schema, self._limits = decode(served.schema.encode(), "connect"), ServedLimits(connection)
-        self.describe(schema, f"at {connection.access}", self._limits)
+        self.describe(schema, f"at {connection.access}", self._limits, served.participant)
         self._written = wire.arrow_schema(wire.written_columns(schema))
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
         #: Of parts that are drawn beside those that are under way.

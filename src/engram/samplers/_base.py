@@ -18,12 +18,13 @@ from engram.errors import EMPTY, NoSampleable, RowError
 from engram.field_paths import as_paths, public
 from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
+from engram.store import Key, participant_of
 from engram.types import Declared, Draw, Traits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.store import Key, Masses
+    from engram.store import Masses
     from engram.types import Commit, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
 
 
@@ -132,7 +133,7 @@ class DeclaredSampler(Component):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-        >>> from engram.store import Key
+        >>> from engram.store import Key, participant_of
         >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4)
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
         >>> _ = rb.extend(torch.arange(10) * 10)
@@ -314,6 +315,14 @@ class DeclaredSampler(Component):
         return ()
 
 
+def key_for(*storages: SampledStorage, generator: torch.Generator | None = None) -> Key:
+    """A key of torch's default generator, or of another, for a draw of this process alone from storages."""
+    key = Key()
+    key.draw(generator=generator)
+    key.mix(_fork.stream(*(0 if it.memory is None else participant_of(it.memory) for it in storages)))
+    return key
+
+
 class NativeSampler(DeclaredSampler):
     """Base of the samplers that draw in the native core, with TorchRL's verbs."""
 
@@ -358,8 +367,7 @@ class NativeSampler(DeclaredSampler):
 
     def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
-        key = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._rng))
-        draw = self._draw_apart(storage.extent(), batch_size, key)
+        draw = self._draw_apart(storage.extent(), batch_size, key_for(storage, generator=self._rng).value)
         if self.traits.consumes:
             self.were_read(draw)
         return draw.rows, dict(draw.info)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
 from engram import _native
-from engram.epochs import KIND, EpochIndex, checked_progress
+from engram.epochs import KIND, NONE, EpochIndex, checked_progress
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import Change, check_keys, typed
+from engram.state import Change, typed
 from engram.store import Masses, check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engram.epochs import Progress
+    from engram.storages import Storage
     from engram.store import Key, Store
     from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
+
+#: Rows that are looked at together.
+_SOME = 256
+
+
+def _next_number(storage: SampledStorage) -> int:
+    """The ticket number of the next write."""
+    return int(cast("Storage", storage).next_number())
 
 
 class SamplerWithoutReplacement(NativeSampler):
     """Draws each live row once per epoch, in random or in storage order.
 
-    The last batch of an epoch is short, unless ``drop_last``, and sets ``ran_out``; the next draw starts a new epoch.
-    So does any draw after the number of live rows changed. Overwriting a full ring does not: rows that are not visited
-    yet show their new content. The order is a keyed permutation, which takes no memory, whatever the size.
+    An epoch is over the rows that were live when it began. Rows that are written later join the next one; rows that are overwritten
+    or removed before their turn drop out; rows that are edited stay. The last batch of an epoch is short, unless ``drop_last``, and
+    sets ``ran_out``; the next draw starts a new epoch. The order is a keyed permutation, which takes no memory, whatever the size. A
+    batch beside writes looks at the tickets of its rows, and of rows that have dropped out.
 
     In a store in a directory, or shared in RAM, the epoch belongs to the store, under the name ``index``. All its
     processes share the epoch, so each row is drawn by one of them, and the next process that opens the store continues
@@ -62,8 +74,11 @@ class SamplerWithoutReplacement(NativeSampler):
         self._own = EpochIndex.own()
         self._bound: tuple[Store | None, EpochIndex] = (None, self._own)
         """The store that was drawn from last, and its epoch: the sampler's own, or that of a directory. Replaced as a whole."""
+        self._storage: SampledStorage | None = None
         self._ran_out = False
         self._drawn_from: int | None = None
+        #: Without so many rows an epoch is over.
+        self._needed = 1
 
     # ---- which epoch ---------------------------------------------------------------------------------------------------
 
@@ -72,6 +87,8 @@ class SamplerWithoutReplacement(NativeSampler):
         bound, epoch = self._bound
         if store is not bound:
             if store is None or store.directory is None:
+                if bound is not None and epoch is self._own:  # that was of other rows
+                    self._own.progress = NONE
                 epoch = self._own
             else:
                 epoch = EpochIndex.of_store(store, self.index_name, self._own.progress)
@@ -96,10 +113,18 @@ class SamplerWithoutReplacement(NativeSampler):
         2
         """
         super().bind(storage)
+        self._storage = storage
         self._epoch_of(storage.memory)
 
     def moved(self) -> None:
-        self._bound = (None, self._own)
+        self._bound, self._storage = (None, self._own), None
+
+    def _clock(self) -> int:
+        """The number of the next write; 0: it is not known."""
+        store, storage = self._bound[0], self._storage
+        if store is not None:
+            return int(store.core.next_ticket)
+        return 0 if storage is None else _next_number(storage)
 
     def observe(self, write: Write | None, data: object) -> None:
         """End the epoch when the buffer was emptied.
@@ -115,15 +140,17 @@ class SamplerWithoutReplacement(NativeSampler):
         3
         """
         if write is None:
-            self._own.progress = (0, 0, 0)
+            self._own.progress = NONE
 
     @property
     def ran_out(self) -> bool:
-        """Whether the epoch of the last batch has ended. Another process may have drawn the rest of it."""
-        if self._ran_out or self._drawn_from is None or self._epoch is self._own:
+        """Whether the epoch of the last batch has ended. Another process may have drawn the rest of it, or written over it."""
+        order, (store, epoch), storage = self._drawn_from, self._bound, self._storage
+        if self._ran_out or order is None:
             return self._ran_out
-        key, rows, visited = self._epoch.progress
-        return key != self._drawn_from or visited == rows
+        if store is not None:
+            return bool(epoch.core.over(store.core, order, self._needed, self.shuffle))
+        return storage is not None and storage.memory is None and self._listed_over(storage, order)
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
@@ -132,17 +159,66 @@ class SamplerWithoutReplacement(NativeSampler):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        size, epoch = extent.size, self._epoch
-        if size < (batch_size if self.drop_last else 1):
+        size, (store, epoch), storage = extent.size, self._bound, self._storage
+        self._needed = batch_size if self.drop_last else 1
+        if size < self._needed:
             self._refuse(size, batch_size)
-        order, start, count, self._ran_out = epoch.core.next(key, size, batch_size, self.drop_last)
-        self._drawn_from = order
-        ranks = _native.empty_rows(count)
-        if self.shuffle:
-            _native.permute(order, size, start, ranks)
+        if store is None and storage is not None and storage.memory is None:
+            return Draw(self._listed(storage, batch_size, key))
+        if store is None and storage is not None:
+            store, epoch = storage.memory, self._epoch_of(storage.memory)
+        if store is None:  # nothing is known of the rows but their number
+            order, ranks, _, start, count, self._ran_out = epoch.core.next(key, size, batch_size, self.drop_last, 0)
+            rows = extent.rows(self._ranks(order, ranks, start, count))
+            self._ran_out |= ranks - start - count < self._needed
         else:
-            torch.arange(start, start + count, out=ranks, device="cpu")
-        return Draw(extent.rows(ranks))
+            drawn = epoch.core.take(store.core, key, batch_size, self.drop_last, self.shuffle)
+            if drawn is None:
+                self._refuse(min(size, batch_size - 1 if self.drop_last else 0), batch_size)
+            rows, order, self._ran_out = drawn
+        self._drawn_from = order
+        return Draw(rows)
+
+    def _ranks(self, order: int, ranks: int, start: int, count: int) -> Tensor:
+        """The ranks that come at some places of an epoch."""
+        found = _native.empty_rows(count)
+        if self.shuffle:
+            _native.permute(order, ranks, start, found)
+        else:
+            torch.arange(start, start + count, out=found, device="cpu")
+        return found
+
+    def _listed(self, storage: SampledStorage, n: int, key: int) -> Tensor:
+        """Rows of a storage that is no store: as ``core.take``."""
+        core, rows = self._own.core, _native.empty_rows(0)
+        ranks, clock = sum(storage.extent().filled), _next_number(storage)
+        while True:
+            whole = self.drop_last and not len(rows)
+            order, of, begun, start, count, last = core.next(key, ranks, n - len(rows), whole, clock)
+            rows = torch.cat((rows, self._still(storage, begun, self._ranks(order, of, start, count))))
+            self._drawn_from, self._ran_out = order, last
+            if last and len(rows) < self._needed:
+                rows = rows[:0]  # of an epoch that is over
+            elif last or len(rows) == n:
+                self._ran_out = last or ((self.drop_last or begun != clock) and self._listed_over(storage, order))
+                return rows
+
+    @staticmethod
+    def _still(storage: SampledStorage, begun: int, rows: Tensor) -> Tensor:
+        """Those of the rows that hold what they held when an epoch began."""
+        writes = storage.writes_of(rows, storage.tickets_of(rows))
+        return rows[(writes >= 0) & ((writes < begun) if begun else True)]
+
+    def _listed_over(self, storage: SampledStorage, order: int) -> bool:
+        """Whether too few rows are left of the epoch of this order."""
+        key, ranks, visited, begun = self._own.progress
+        found = 0
+        while key == order and visited < ranks and found < self._needed:
+            some = self._ranks(order, ranks, visited, min(_SOME, ranks - visited))
+            found, visited = found + len(self._still(storage, begun, some)), visited + len(some)
+        if key == order and found < self._needed:
+            self._own.progress = (key, ranks, ranks, begun)
+        return found < self._needed
 
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
@@ -163,6 +239,7 @@ class SamplerWithoutReplacement(NativeSampler):
         bound, epoch = self._bound  # another thread may bind another store before this one draws
         if store is not bound:
             epoch = self._epoch_of(store)
+        self._needed = n if self.drop_last else 1
         with_rows = shown != "nothing"
         drawn = epoch.core.draw(
             store.core, store.layout, key.address, n, self.drop_last, self.shuffle, with_rows, numbered
@@ -186,14 +263,18 @@ class SamplerWithoutReplacement(NativeSampler):
         return Masses(self.epoch(storage)[1] or size, 1.0, size)
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        key, rows, visited = self._epoch_of(storage.memory).progress
-        return key, rows - visited if rows == len(storage) else 0
+        store, epoch = storage.memory, self._epoch_of(storage.memory)
+        key, rows, visited, _ = epoch.progress
+        if store is not None and visited < rows and epoch.core.over(store.core, key, 1, self.shuffle):
+            return key, 0
+        return key, rows - visited
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         return len(storage) >= (batch_size if self.drop_last else 1)
 
     def state_dict(self) -> dict[str, object]:
-        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values.
+        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values. ``begun``, where there were writes
+        since it began: how many ticket numbers they took.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -204,15 +285,15 @@ class SamplerWithoutReplacement(NativeSampler):
         >>> state["rows"], state["visited"]
         (10, 4)
         """
-        return {**self._epoch.state(), "ran_out": self.ran_out}
+        return {**self._epoch.state(self._clock()), "ran_out": self.ran_out}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "SamplerWithoutReplacement"
-        check_keys(state_dict, ("key", "rows", "visited", "ran_out"), where)
-        return Change(self._go_on, checked_progress(state_dict, where), typed(state_dict, "ran_out", bool, where))
+        progress = checked_progress(state_dict, where, "ran_out")
+        return Change(self._go_on, progress, typed(state_dict, "ran_out", bool, where))
 
     def _go_on(self, progress: Progress, ran_out: bool) -> None:
-        self._epoch.progress = progress
+        self._epoch.go_on(progress, self._clock())
         self._ran_out, self._drawn_from = ran_out, None if ran_out or not progress[2] else progress[0]
 
     @property
@@ -229,7 +310,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         walk = state.pop("walk")
-        self.__dict__.update(state)
+        self.__dict__.update({"_storage": None, "_needed": 1, **state})
         self._own = EpochIndex.own()
-        self._own.progress = walk
+        self._own.progress = (*walk, 0)[:4]  # earlier versions pickled three
         self._bound = (None, self._own)

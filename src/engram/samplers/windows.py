@@ -13,7 +13,7 @@ from engram._words import warn
 from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import FieldPath, as_path, plain, public
 from engram.retries import Retries
-from engram.samplers._base import NativeSampler
+from engram.samplers._base import NativeSampler, key_for
 from engram.samplers.end_marks import EndMarks
 from engram.samplers.fragments import fragments_table
 from engram.samplers.trajectory_tables import StaticTable, TrajectoryKeys, numbers_by_path, shared_table
@@ -473,11 +473,7 @@ class WindowSampler(NativeSampler):
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
-        key = DrawKey()
-        if self._rng is None:
-            key.draw()
-        else:
-            key.draw(generator=self._rng)
+        key = key_for(storage, generator=self._rng)
         _, rows, info = self.sample_natively(storage, key, batch_size)
         assert rows is not None  # as they are shown
         return (rows,), info

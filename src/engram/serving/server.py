@@ -254,6 +254,13 @@ class _Stream:
 
 
 class _Learning(_Stream):
+    def run(self) -> None:
+        self.service.count_stream(1)
+        try:
+            super().run()
+        finally:
+            self.service.count_stream(-1)
+
     def answer(self, chunk: flight.FlightStreamChunk) -> None:
         said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
         command = decoded(_LEARN, said, "learn")

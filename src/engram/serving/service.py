@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import msgspec
 import torch
 
 from engram import samplers, writers
@@ -59,7 +62,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from uuid import UUID
 
-    import msgspec
     import pyarrow as pa
     from torch import Tensor
 
@@ -69,6 +71,10 @@ if TYPE_CHECKING:
     from engram.samplers import PrioritizedSampler
     from engram.store import Masses
     from engram.units import SampleUnit
+
+
+#: For so many seconds a client that has connected counts as one that draws, before it draws.
+_AWAITED_S = 60.0
 
 
 class Batches(NamedTuple):
@@ -113,6 +119,10 @@ class Service:
         self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema)
         #: Clients that write.
         self.writers = 0
+        #: Streams of batches; when the clients connected that have begun none yet; and the number of the newest client.
+        self.streams = 0
+        self._awaited: deque[float] = deque()
+        self._newest = 0
         #: Held while a part of an epoch is drawn: it begins none that was not asked for.
         self._epoch = threading.Lock()
         self._counting = threading.Lock()
@@ -149,7 +159,25 @@ class Service:
         described = (self._folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         store, schema = f"{described.st_ino:x}-{described.st_mtime_ns:x}", encode(self._schema).decode()
-        return served_by(self._rb, store, schema, recipe, why_alone(self._rb))
+        served = served_by(self._rb, store, schema, recipe, why_alone(self._rb))
+        return msgspec.structs.replace(served, participant=self._number_of_client())
+
+    def _number_of_client(self) -> int:
+        """Another one for each client that connects while others are there; 0 for the only one."""
+        with self._counting:
+            now = time.monotonic()
+            while self._awaited and self._awaited[0] < now - _AWAITED_S:
+                self._awaited.popleft()
+            self._newest = self._newest + 1 if self._awaited or self.streams else 0
+            self._awaited.append(now)
+            return self._newest
+
+    def count_stream(self, change: int) -> None:
+        """A client has begun a stream of batches, or ended it."""
+        with self._counting:
+            self.streams += change
+            if change > 0 and self._awaited:
+                self._awaited.popleft()
 
     def _stats(self, _: Stats) -> State:
         storage, core = self._wiring.storage, self._store.core

@@ -8,6 +8,7 @@ import torch
 
 from engram import _native
 from engram.epochs import KIND as EPOCHS
+from engram.epochs import NONE as NO_EPOCH
 from engram.epochs import EpochIndex, checked_progress
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
@@ -15,7 +16,7 @@ from engram.persist.rows import bytes_of, named_writes
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
-from engram.state import check_keys, integer, tensor_in, typed
+from engram.state import integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState, add_field, fill_rows
 from engram.types import RowsTarget
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.epochs import Progress
     from engram.format.schema import Schema
     from engram.persist.snapshot import StorageSnapshot
     from engram.priorities import PriorityConfig
@@ -75,8 +77,9 @@ def describe_store(
         without: names and kinds of those that are left out.
         zeroed: memory for the leaves of priorities, by name.
     """
-    passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
-    clock, lanes, usage = int(store.core.next_ticket) - store.base, store.lane_states(), UsageIndex.in_use(store)
+    now, usage = int(store.core.next_ticket), UsageIndex.in_use(store)
+    passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
+    clock, lanes = now - store.base, store.lane_states()
     return {
         "schema": schemas.encode(store.schema).decode(),
         "clock": clock,
@@ -202,7 +205,7 @@ class RowsState(NamedTuple):
     """The state itself."""
     rows: StoreState
     windows: dict[str, int]
-    passes: dict[str, tuple[int, int, int]]
+    passes: dict[str, Progress]
     priorities: dict[str, PriorityConfig]
     usage: Tensor | None = None
     """How often rows were sampled; None: that was not counted."""
@@ -241,8 +244,7 @@ class RowsState(NamedTuple):
             name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
         }
         walks = typed(state, "passes", dict, where)
-        for name in check_names(walks, where):
-            check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
+        check_names(walks, where)
         passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
         indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PRIORITIES)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
@@ -257,14 +259,14 @@ class RowsState(NamedTuple):
         trees = {name: PriorityIndex.of_store(store, name, config)[0] for name, config in self.priorities.items()}
         walked = {}
         if store.directory is not None:  # elsewhere a sampler keeps its own
-            walked = {name: EpochIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
+            walked = {name: EpochIndex.of_store(store, name, NO_EPOCH) for name in self.passes}
         counted = None if self.usage is None else UsageIndex.of_store(store)
         store.replace(self.rows, source.fill)
         store.indexes.count_windows(self.windows)
         for name, tree in trees.items():
             tree.restore(self.entries["priorities"][name])
         for name, index in walked.items():
-            index.progress = self.passes[name]
+            index.go_on(self.passes[name], int(store.core.next_ticket))
         if counted is not None and self.usage is not None:
             counted.restore(self.usage)
 

@@ -30,6 +30,10 @@ class Key:
         """To these bits, ``0 <= value < 2 ** 64``, in place of a draw."""
         self._bits.fill_(value - (1 << 64) if value >= 1 << 63 else value)
 
+    def mix(self, stream: int) -> None:
+        """Into the bits of a draw those of :func:`engram._fork.stream`."""
+        self._bits.bitwise_xor_(stream)
+
     @property
     def value(self) -> int:
         """The bits, as an int."""

@@ -91,6 +91,8 @@ class Attachment:
         self._alive = alive
         self._control, self._tickets = control, tickets  # mapped until the participant has left
         self._participants: _native.Participants
+        self.participant = 0
+        """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def begin(self, owner: object, core: _native.Store) -> None:
@@ -114,8 +116,8 @@ class Attachment:
         """Whether another process has the store open."""
         return others_attached(self._participants, self.directory)
 
-    def join(self, core: _native.Store, attach_new: Callable[[], None]) -> None:
-        """Take an entry in the table. From now on writes attach indexes that other processes make.
+    def join(self, core: _native.Store, attach_new: Callable[[], None], *, beside: bool = True) -> None:
+        """Take an entry in the table, ``beside`` those of others. From now on writes attach indexes that other processes make.
 
         Raises:
             StoreInUse: the table is full.
@@ -124,6 +126,7 @@ class Attachment:
             core.join(self._participants)
         except WriterStalled as error:
             raise StoreInUse(f"open: {str(self.directory)!r}: {error} Close it in one of them.") from error
+        self.participant = self._participants.number + 1 if beside else 0
         known = weakref.WeakMethod(attach_new)  # the store owns both: a reference would keep it
         core.on_new_index(lambda: (attach := known()) and attach())
 
@@ -172,6 +175,17 @@ class Attachment:
         finally:
             participants.leave()
             self._alive.release()  # last: another file may get the descriptor's number at once
+
+
+def participant_of(store: Any) -> int:
+    """Which one this process is of those that have a store open, from 1 on; 0: it was the only one when it opened it.
+
+    One that only reads is none: the number of the process stands for it.
+    """
+    if getattr(store, "readonly", False):
+        return os.getpid() if store.in_use else 0
+    attachment = getattr(store, "attachment", None)
+    return int(attachment.participant if attachment is not None else getattr(store, "participant", 0))
 
 
 # ---- temporary stores ------------------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
         if segments is None:
             _use_files(store, directory)
         if attachment.others():
-            store.join()
+            store.join(beside=True)
             store.indexes.attach_new()
             store.indexes.finish_scans()  # the maker of an index may have died before its scan
         else:
@@ -452,7 +452,7 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
     core.boot_id = _boot_id()
     core.pid_namespace = _native.pid_namespace()
     core.clean = False  # before others see this process: if it dies now, they may take it for alive, and write
-    store.join()
+    store.join(beside=False)
 
 
 def _closed_in_order(core: _native.Store, directory: Path, unclean: str) -> bool:

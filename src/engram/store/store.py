@@ -214,10 +214,10 @@ class Store:
         """Whether the rows of a store in a folder lie there, and not in memory that a program shared before."""
         return self.attachment is None or self.attachment.has_files
 
-    def join(self) -> None:
-        """From now on other processes share the store. Raises ``StoreInUse``: too many have it open."""
+    def join(self, *, beside: bool) -> None:
+        """From now on other processes share the store; ``beside``: some do. Raises ``StoreInUse``: too many have it open."""
         assert self.attachment is not None  # only those in a folder are shared
-        self.attachment.join(self.core, self.indexes.attach_new)
+        self.attachment.join(self.core, self.indexes.attach_new, beside=beside)
 
     def close(self) -> None:
         """Release it, with the storages around it. The last process marks a directory store as closed in order. Repeatable.
