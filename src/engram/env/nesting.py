@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, SupportsFloat, TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     #: The dtypes of an observation or action, nested as it is.
     Spec: TypeAlias = np.dtype[np.generic] | dict[str, "Spec"] | tuple["Spec", ...]
 
+S = TypeVar("S", bound=np.generic)
 BOOL, FLOAT32 = np.dtype(np.bool_), np.dtype(np.float32)
 #: Kinds of dtypes that are numbers, and those of whole ones.
 _NUMBERS, _WHOLE = "biufc", "biu"
@@ -49,7 +50,7 @@ def as_array(value: object) -> Array:
     return np.asarray(value)
 
 
-def as_number(value: object) -> Any:
+def as_number(value: object) -> SupportsFloat:
     """A number that an environment returned: one of Python or NumPy. More than one number: an array of them."""
     if isinstance(value, (bool, int, float)):  # faster than a union
         return value
@@ -57,7 +58,7 @@ def as_number(value: object) -> Any:
     return array.item() if array.size == 1 else array
 
 
-def of_each(value: object, dtype: np.dtype[Any], n: int, what: str) -> NDArray[Any]:
+def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
     """What an environment returned for each of ``n`` environments, ``[n, ...]``. One number stands for all of them.
 
     Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
