@@ -1519,7 +1519,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
-        ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; the limits,
+        ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; of a
+        :class:`NextFromFollowing`, ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
         as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 
