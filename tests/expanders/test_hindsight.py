@@ -34,6 +34,7 @@ from tests.expanders.hindsight import OWN, check, goals_of, reward, steps
 from tests.ranks.jobs import checkpointer, done, job
 from tests.statistics_of import assert_proportional, assert_uniform
 
+pytestmark = pytest.mark.filterwarnings("ignore:sample. Hindsight. goals are those that were achieved before")
 STRATEGIES = list(HindsightStrategy)
 
 
@@ -583,7 +584,6 @@ def test_returns_of_several_steps_are_refused():
 def test_other_boundaries_of_the_same_table_are_refused():
     rb = buffer(SliceSampler(slice_len=2, end_keys=[]), steps([4, 5], ids=True))
     rb.sample()
-    sampler = Hindsight(RandomSampler(), reward, traj_key="episode")
-    other = TensorDictReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=4)
+    other = buffer(Hindsight(RandomSampler(), reward, traj_key="episode"), storage=rb.storage)
     with pytest.raises(IncompatibleStore):
         other.sample()

@@ -6,6 +6,8 @@ import torch
 from engram import HERReplayBuffer, LazyTensorStorage
 from tests.expanders.hindsight import reward, steps
 
+pytestmark = pytest.mark.filterwarnings("ignore:sample. Hindsight. goals are those that were achieved before")
+
 
 def her(data, **arguments):
     rb = HERReplayBuffer(reward, storage=LazyTensorStorage(100), batch_size=8, **arguments)

@@ -37,6 +37,7 @@ class HindsightMachine(StoreMachine):
         rules = self.make_rules(draw)
         self.strategy = draw(st.sampled_from(HindsightStrategy))
         self.ratio = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
+        rules["achieved_goal_key"] = "achieved_goal"
         return Hindsight(self.make_source(draw), reward, her_ratio=self.ratio, strategy=self.strategy, **rules)
 
     @staticmethod

@@ -257,13 +257,6 @@ def test_beside_a_writer():
 # ---- where it cannot be exact --------------------------------------------------------------------------------------------
 
 
-def test_too_few_final_observations():
-    rb = buffer(finals=2)
-    rb.extend(steps([True] * 5))
-    with pytest.raises(RuntimeError, match=r"final observation of row \d is not in LazyTensorStorage.*as many rows"):
-        rb.sample(50)
-
-
 def test_final_observations_of_another_storage():
     rb, other = buffer(), buffer()
     rb.extend(steps([True] * 5))

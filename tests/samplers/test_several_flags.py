@@ -106,6 +106,7 @@ def test_goals_are_of_episodes_that_end_where_the_flags_say(end_when, ids):
         lambda td: td["desired_goal"],
         her_ratio=1.0,
         strategy="final",
+        achieved_goal_key="achieved_goal",
         end_when=end_when,
         storage=LazyTensorStorage(300),
     )

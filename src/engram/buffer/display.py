@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from engram.expanders import finals_of
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges
@@ -192,6 +193,8 @@ class Display:
             stats.update(limit_stats(storage.memory))
         served = isinstance(storage, ServedStorage)
         stats.update(storage.gauges() if served else gauges(storage, self._wiring.source))
+        if (finals := finals_of(self._wiring.sampler)) is not None:
+            stats["final_observations_lost"] = finals.lost
         return stats
 
     def _facts(self) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     Args:
         reward_fn: the rewards of relabelled rows, as for :class:`Hindsight`. None: ``sampler`` is a :class:`Hindsight`, as
             ``ReplayBuffer.open`` of its directory takes it, and the other arguments of this class are not given.
-        her_ratio, strategy, goal_key, achieved_goal_key, reward_key: as for :class:`Hindsight`.
+        her_ratio, strategy, goal_key, achieved_goal_key, reward_key, end_fn: as for :class:`Hindsight`.
         end_key: the flag at the last step of an episode; the flag ``"terminated"`` beside it counts, too. By default
             ``("next", "truncated")`` does as well, and trajectory ids as for :class:`NStep`. Another one must be stored: else sampling
             raises ``KeyError``.
@@ -40,22 +40,23 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
     Raises: as :class:`TensorDictReplayBuffer` and :class:`Hindsight`.
 
-    Differences from TorchRL's: goals are followed across the end of the array, windows have one goal each, and ``reward_fn`` sees rows
-    before transforms.
+    Differences from TorchRL's: goals are those that were achieved by an action where these are stored, they are followed across the end
+    of the array, windows have one goal each, and ``reward_fn`` sees rows before transforms.
 
     >>> import torch
     >>> from tensordict import TensorDict
     >>> from engram import HERReplayBuffer, LazyTensorStorage
     >>> def reward(rows):
-    ...     return (rows["achieved_goal"] == rows["desired_goal"]).float()
+    ...     return (rows["next", "achieved_goal"] == rows["desired_goal"]).float()
     >>> rb = HERReplayBuffer(reward, her_ratio=1.0, strategy="final", storage=LazyTensorStorage(100), batch_size=4)
-    >>> _ = rb.extend(TensorDict({"achieved_goal": torch.arange(3.).unsqueeze(1), "desired_goal": torch.full((3, 1), 9.),
-    ...     "next": {"reward": torch.zeros(3, 1), "done": torch.tensor([[False], [False], [True]])}}, batch_size=[3]))
+    >>> _ = rb.extend(TensorDict({"desired_goal": torch.full((3, 1), 9.), "next": {"achieved_goal": torch.arange(1., 4.).unsqueeze(1),
+    ...     "reward": torch.zeros(3, 1), "done": torch.tensor([[False], [False], [True]])}}, batch_size=[3]))
     >>> rb.sample()["desired_goal"].flatten().tolist()
-    [2.0, 2.0, 2.0, 2.0]
+    [3.0, 3.0, 3.0, 3.0]
     """
 
     reward_fn = alias("sampler.reward_fn")
+    end_fn = alias("sampler.end_fn")
     her_ratio = alias("sampler.her_ratio")
     strategy = alias("sampler.strategy")
 
@@ -66,8 +67,9 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         her_ratio: float = 0.8,
         strategy: HindsightStrategy | str = HindsightStrategy.FUTURE,
         goal_key: str | tuple[str, ...] = "desired_goal",
-        achieved_goal_key: str | tuple[str, ...] = "achieved_goal",
+        achieved_goal_key: str | tuple[str, ...] | None = None,
         reward_key: str | tuple[str, ...] = ("next", "reward"),
+        end_fn: Callable[..., object] | None = None,
         end_key: str | tuple[str, ...] = _END,
         end_when: str = "any",
         priority_key: str = "td_error",
@@ -91,6 +93,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
                 goal_key=goal_key,
                 achieved_goal_key=achieved_goal_key,
                 reward_key=reward_key,
+                end_fn=end_fn,
                 end_keys=None if end == _END else [end, (*end[:-1], "terminated")],
                 end_when=None if end_when == "any" else end_when,
             )

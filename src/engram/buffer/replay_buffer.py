@@ -429,7 +429,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         Rows are what a correct agent has seen: ``metadata["autoreset_mode"]`` of a vector says how. Under ``NEXT_STEP`` the step after
         an end only resets, and is no row. Under ``SAME_STEP`` the next observation of a last step is ``infos["final_obs"]``. Under
-        ``DISABLED`` an episode begins with ``reset(options={"reset_mask": …})``.
+        ``DISABLED`` an episode begins with ``reset(options={"reset_mask": …})``. Environments may return arrays, tensors on any
+        device (also those that require gradients), TensorDicts or lists, and flags ``[n]``, ``[n, 1]`` or one for all.
 
         What was open in these lanes ends at once as a truncation (:meth:`end_trajectory`), such as an episode that ``kill -9`` has
         cut. So does an episode that a ``reset`` cuts, or a step that raised or was interrupted.
@@ -440,7 +441,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         Raises:
             TypeError: another kind of environment; a space of texts, graphs or sequences; a list storage.
             ValueError: not a lane for each environment; an unknown autoreset mode; agents with different spaces; names that collide.
-            KeyError: ``names`` of something that is not recorded. What :meth:`end_trajectory` and, at each step, :meth:`add` or
+            KeyError: ``names`` of something that is not recorded. ``step``: ``ValueError`` for rewards or flags of another number of
+                environments; and what :meth:`end_trajectory` and, at each step, :meth:`add` or
                 :meth:`extend` raise.
 
         Cost: a step of one environment takes one :meth:`add`, a step of several together one :meth:`extend`; and a copy of the
@@ -1522,7 +1524,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
-        ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; the limits,
+        ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; of a
+        :class:`NextFromFollowing`, ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
         as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import dm_env
-import numpy as np
 from dm_env import specs
 
-from engram.env.nesting import checked_dtype
+from engram.env.nesting import as_array, checked_dtype
 from engram.env.recording import SingleRecording
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
         if timestep.first():  # it was reset, and passed over the action
             self._recording.begin(timestep.observation)
             return timestep
-        terminated = timestep.last() and not np.any(timestep.discount)
+        terminated = timestep.last() and not as_array(timestep.discount).any()
         truncated = timestep.last() and not terminated
         self._recording.go_on(acted, timestep.observation, timestep.reward, terminated, truncated)
         return timestep

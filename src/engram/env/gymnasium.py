@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from engram.env.nesting import checked_dtype, conformed, copied, pick, put
-from engram.env.recording import SingleRecording, VectorRecording
+from engram.env.nesting import BOOL, checked_dtype, conformed, copied, of_each, pick, put
+from engram.env.recording import SingleRecording, VectorRecording, flags_of
 
 if TYPE_CHECKING:
     from engram.env.nesting import Spec
@@ -99,7 +99,7 @@ class RecordedVector(_VectorWrapper):
     ) -> tuple[object, dict[str, object]]:
         """As the environment's."""
         mask = None if options is None else options.get("reset_mask")
-        which: Mask = np.ones_like(self._waiting) if mask is None else np.array(mask, np.bool_)
+        which: Mask = of_each(True if mask is None else mask, BOOL, self.num_envs, "reset: reset_mask").copy()
         result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type] # vectors take a list of seeds, too
         self._recording.begin(result[0], which)
         self._waiting = self._waiting & ~which
@@ -112,10 +112,11 @@ class RecordedVector(_VectorWrapper):
         acted = recording.kept(actions) if acting.any() else None  # the step may change it in place
         result = self.env.step(actions)
         observation, reward, terminated, truncated, infos = result
-        following = observation
+        flags = flags_of(terminated, truncated, self.num_envs)
+        following, over = observation, flags[-1]
         if self._mode is AutoresetMode.SAME_STEP:
-            following = self._followed(observation, np.logical_or(terminated, truncated), infos)
-        over = recording.write(acting, acted, following, reward, terminated, truncated)
+            following = self._followed(observation, over, infos)
+        recording.write(acting, acted, following, reward, flags)
         if self._mode is AutoresetMode.NEXT_STEP:  # the next step resets those that are over, and is none of theirs
             self._waiting = over
         elif self._mode is AutoresetMode.DISABLED:
@@ -127,9 +128,12 @@ class RecordedVector(_VectorWrapper):
         """What followed the step: the last observation of an episode that is over, and not the first of the next one."""
         if not over.any():
             return observation
-        if "final_obs" not in infos:
-            raise RuntimeError(f"step: expected infos['final_obs'] of episodes that are over, got {list(infos)}.")
+        final = infos.get("final_obs")
+        if final is None:
+            raise RuntimeError(
+                f"step: expected infos['final_obs'] of episodes that are over, got {list(infos.keys())}."
+            )
         following = copied(conformed(self._spec_of_observation, observation, "observation"))
         for i in over.nonzero()[0].tolist():
-            put(following, i, pick(infos["final_obs"], i))  # type: ignore[arg-type] # an array of objects, or nested as they are
+            put(following, i, conformed(self._spec_of_observation, pick(final, i), f"infos['final_obs'] of {i}"))
         return following

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, SupportsFloat, TypeAlias, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     #: The dtypes of an observation or action, nested as it is.
     Spec: TypeAlias = np.dtype[np.generic] | dict[str, "Spec"] | tuple["Spec", ...]
 
+S = TypeVar("S", bound=np.generic)
+BOOL, FLOAT32 = np.dtype(np.bool_), np.dtype(np.float32)
 #: Kinds of dtypes that are numbers, and those of whole ones.
 _NUMBERS, _WHOLE = "biufc", "biu"
 
@@ -28,6 +32,47 @@ def checked_dtype(dtype: object, field: str, what: object) -> np.dtype[np.generi
     return dtype
 
 
+def as_array(value: object) -> Array:
+    """What an environment returned as an array, which shares its memory where it can.
+
+    Args:
+        value: an array, a number, a tensor (on any device, of any dtype, with or without gradient), or a list or tuple of these.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, Tensor):
+        try:
+            return value.numpy(force=True)
+        except TypeError:  # bfloat16 and the like
+            return value.float().numpy(force=True)
+    if isinstance(value, list | tuple) and any(isinstance(one, Tensor | list | tuple) for one in value):
+        return np.stack([as_array(one) for one in value])
+    return np.asarray(value)
+
+
+def as_number(value: object) -> SupportsFloat:
+    """A number that an environment returned: one of Python or NumPy. More than one number: an array of them."""
+    if isinstance(value, (bool, int, float)):  # faster than a union
+        return value
+    array = as_array(value)
+    return array.item() if array.size == 1 else array
+
+
+def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
+    """What an environment returned for each of ``n`` environments, ``[n, ...]``. One number stands for all of them.
+
+    Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
+    """
+    if isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (n,):
+        return value
+    array = as_array(value).astype(dtype, copy=False)
+    if array.ndim == 0:
+        return np.full(n, array)
+    if len(array) != n:
+        raise ValueError(f"{what}: expected one for each of {n} environments, got {list(array.shape)}.")
+    return array[:, 0] if array.shape[1:] == (1,) else array
+
+
 def conformed(spec: Spec, value: object, field: str) -> Nested:
     """A value as arrays of the dtypes of a spec; the same ones where they are that already.
 
@@ -35,15 +80,15 @@ def conformed(spec: Spec, value: object, field: str) -> Nested:
         TypeError: it is nested in another way, or has fractions where the spec says whole numbers; names the entry.
     """
     if isinstance(spec, dict):
-        if not isinstance(value, dict) or value.keys() != spec.keys():
-            got = list(value) if isinstance(value, dict) else type(value).__name__
+        if not isinstance(value, Mapping) or set(value.keys()) != spec.keys():
+            got = list(value.keys()) if isinstance(value, Mapping) else type(value).__name__
             raise TypeError(f"record: {field}: expected a dict of {list(spec)}, got {got}.")
         return {key: conformed(entry, value[key], f"{field}[{key!r}]") for key, entry in spec.items()}
     if isinstance(spec, tuple):
         if not isinstance(value, tuple | list) or len(value) != len(spec):
             raise TypeError(f"record: {field}: expected a tuple of {len(spec)}, got {type(value).__name__}.")
         return tuple(conformed(entry, value[i], f"{field}[{i}]") for i, entry in enumerate(spec))
-    array: Array = np.asarray(value)
+    array = as_array(value)
     if array.dtype == spec:
         return array
     if array.dtype.kind not in (_WHOLE if spec.kind in _WHOLE else _NUMBERS):
@@ -85,9 +130,13 @@ def taken(nested: Nested, which: NDArray[np.int64]) -> Nested:
     return mapped(lambda leaf: leaf.take(which, 0), nested)
 
 
-def pick(nested: Nested, i: int) -> Nested:
-    """That of one environment."""
-    return mapped(lambda leaf: leaf[i], nested)
+def pick(nested: object, i: int) -> object:
+    """That of one environment: of arrays, tensors or lists of ``n``, or dicts and tuples of them."""
+    if isinstance(nested, Mapping):
+        return {key: pick(nested[key], i) for key in nested.keys()}  # noqa: SIM118 - a TensorDict iterates over its batch
+    if isinstance(nested, tuple):
+        return tuple(pick(one, i) for one in nested)
+    return nested[i]  # type: ignore[index]
 
 
 def put(nested: Nested, i: int, value: Nested) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +10,8 @@ from pettingzoo import ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 
 from engram.env.gymnasium import spec_of
-from engram.env.nesting import conformed, stacked
-from engram.env.recording import VectorRecording
+from engram.env.nesting import as_number, conformed, copied, stacked
+from engram.env.recording import VectorRecording, flags_of
 
 if TYPE_CHECKING:
     from engram.env.nesting import Nested, Spec
@@ -62,7 +61,11 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
-        kept = {agent: copy.deepcopy(action) for agent, action in actions.items()}  # the step may change it in place
+        kept: dict[str, object] = {  # the step may change them in place
+            agent: copied(conformed(self._specs[1], actions[agent], f"action of {agent!r}"))
+            for agent, acts in zip(self._agents, acting, strict=True)
+            if acts and agent in actions
+        }
         result = self.env.step(actions)
         observations, rewards, terminations, truncations, _ = result
         there = self._in(observations)
@@ -70,9 +73,11 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
         if there.any():
             observed = self._stacked(observations, there, 0, "observation")
             action = self._stacked(kept, acting, 1, "action") if acting.any() else None
-            said = [[of.get(agent, 0) for agent in self._agents] for of in (rewards, terminations, truncations)]
-            over = recording.write(acting, action, observed, *said)
-            recording.go_on(observed, there & ~over, acting)
+            told = (rewards, terminations, truncations)
+            reward, terminated, truncated = ([as_number(of.get(agent, 0)) for agent in self._agents] for of in told)
+            flags = flags_of(terminated, truncated, len(self._agents))
+            recording.write(acting, action, observed, reward, flags)
+            recording.go_on(observed, there & ~flags[-1], acting)
         return result
 
     def _in(self, each: dict[str, object]) -> Mask:

@@ -18,13 +18,13 @@ Its observations and actions have a leading dimension ``n``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from engram._tensordict import wrap
-from engram.env.nesting import conformed, copied, has_tuple, pick, put, taken
+from engram.env.nesting import BOOL, FLOAT32, as_number, conformed, copied, has_tuple, of_each, pick, put, taken
 from engram.field_paths import checked_path, public
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class SingleRecording(Recording):
         return copied(conformed(self._action_spec, action, "action"))
 
     def go_on(
-        self, acted: Nested | None, observation: object, reward: SupportsFloat, terminated: object, truncated: object
+        self, acted: Nested | None, observation: object, reward: object, terminated: object, truncated: object
     ) -> None:
         """After a step: write it, if it is a row. What was observed is what the next action answers to, unless the episode is over.
 
@@ -174,11 +174,11 @@ class SingleRecording(Recording):
             reward, terminated, truncated: one each.
         """
         following = conformed(self._observation_spec, observation, "observation")
-        ends = np.bool_(terminated), np.bool_(truncated)  # scalars, which are made in half the time of an array
+        ends = np.bool_(as_number(terminated)), np.bool_(as_number(truncated))  # faster than arrays
         over = ends[0] | ends[1]
         if acted is not None:
             assert self._before is not None  # one that acts has begun
-            values = (self._before, acted, following, np.float32(reward), *ends, over)
+            values = (self._before, acted, following, np.float32(as_number(reward)), *ends, over)
             self._buffer.add(self._rows(values, _ONE), lane=self._lane)
             self._open = not over
         elif not over:
@@ -213,7 +213,7 @@ class VectorRecording(Recording):
             self._before = copied(found)
         else:
             for i in which.nonzero()[0].tolist():
-                put(self._before, i, pick(found, i))
+                put(self._before, i, cast("Nested", pick(found, i)))
         self._running = self._running | which
 
     def act(self) -> Mask:
@@ -229,18 +229,20 @@ class VectorRecording(Recording):
         return copied(conformed(self._action_spec, action, "action"))
 
     def write(
-        self, acting: Mask, action: object, following: object, reward: object, terminated: object, truncated: object
-    ) -> Mask:
-        """Write the step of the environments that were acting: whether the episode of each is over, bool ``[n]``.
+        self, acting: Mask, action: object, following: object, reward: object, flags: tuple[Mask, Mask, Mask]
+    ) -> None:
+        """Write the step of the environments that were acting.
 
         Args:
             acting: whose step is a row, bool ``[n]``. What is said of the others is passed over.
             action: taken.
             following: what was observed then, the last observation of an episode that is over.
-            reward, terminated, truncated: ``[n]``.
+            reward: ``[n]``.
+            flags: as :func:`flags_of` returns them.
+
+        Raises ``ValueError``: rewards of another number of environments.
         """
-        ends = np.asarray(terminated, np.bool_), np.asarray(truncated, np.bool_)
-        over: Mask = ends[0] | ends[1]
+        over = flags[-1]
         rows = None if acting.all() else acting.nonzero()[0]
         if rows is None or len(rows):
             assert self._before is not None  # one that acts has begun
@@ -248,9 +250,8 @@ class VectorRecording(Recording):
                 self._before,
                 conformed(self._action_spec, action, "action"),
                 conformed(self._observation_spec, following, "next observation"),
-                np.asarray(reward, np.float32),
-                *ends,
-                over,
+                of_each(reward, FLOAT32, len(acting), "step: reward"),
+                *flags,
             )
             if rows is None:
                 self._buffer.extend(self._rows(values, torch.Size([len(acting)])), lane=self._lanes)
@@ -259,7 +260,6 @@ class VectorRecording(Recording):
                 values = tuple(taken(value, rows) for value in values)
                 self._buffer.extend(self._rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
                 self._open = np.where(acting, ~over, self._open)
-        return over
 
     def go_on(self, observation: object, running: Mask, acting: Mask) -> None:
         """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
@@ -274,6 +274,12 @@ class VectorRecording(Recording):
         if left.any():
             self._buffer.end_trajectory(self._lanes[left], roles=self._roles)
             self._open &= ~left
+
+
+def flags_of(terminated: object, truncated: object, n: int) -> tuple[Mask, Mask, Mask]:
+    """Whether each of ``n`` episodes was terminated, was truncated, and is over. Raises ``ValueError``: flags of another number."""
+    ends = of_each(terminated, BOOL, n, "step: terminated"), of_each(truncated, BOOL, n, "step: truncated")
+    return *ends, ends[0] | ends[1]
 
 
 def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:

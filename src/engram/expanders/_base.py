@@ -412,7 +412,7 @@ class Expander(DeclaredSampler):
             )
             columns = expansion.fields(tensors, info)
             if goals is not None:
-                goals.apply(storage, columns, info, expansion.computed)
+                goals.apply(storage, columns, info, expansion.computed, windows.truncated_key)
             return windows.laid_out(columns, rows, info)
         if goals is not None and expansion.plain and source.traits.draws_uniformly:
             *columns, rows, writes = memory.sample_uniform(key, n, with_rows=True, with_numbers=True)

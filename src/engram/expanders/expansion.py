@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engram.types import Entry, Info, SampledStorage
 
 #: Draws in place of rows whose next observation is not there yet.
-_MOST_REDRAWS = 200
+_MOST_REDRAWS = 2_000
 
 
 class Expansion:
@@ -151,8 +151,11 @@ class Expansion:
             redraw = Redraw(storage, draw, source if others else None, key, detail=", or a step around it,")
             while moved:
                 if waiting and redraw.retries.count >= _MOST_REDRAWS:
-                    raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
-                places, fresh = redraw.again(moved)
+                    if len(moved) == len(redraw.rows) or goals is not None:
+                        raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
+                    redraw.repeat(moved, tensors)
+                    break
+                places, fresh = redraw.again(moved, waiting=waiting)
                 read, still, waiting = self.read(fresh)
                 if goals is not None:
                     still = goals.read_again(as_rows(fresh.rows, "sample"), read[-1], still, places)

@@ -56,7 +56,9 @@ class Following:
             tensors: what was read: columns, then tickets. The column before the tickets is removed.
             moved: places whose rows have changed since they were drawn.
 
-        Raises ``RuntimeError``: a final observation is not there, or none was kept.
+        Rows whose final observations were overwritten are drawn again, as those whose next step is not there yet.
+
+        Raises ``RuntimeError``: a final observation is in another storage, or none was kept.
         """
         numbers, after = tensors.pop(), tensors.pop()
         tensors.append(numbers)
@@ -66,19 +68,21 @@ class Following:
         stands[moved] = False
         mark = tensors[self._mark]
         final = stands & (mark[:, 0] >= 0)
-        at = final.nonzero().flatten()
+        at, alone = final.nonzero().flatten(), stands & ~final & (after != 0)
+        unmarked = alone & (after == _ANOTHER)
         if len(at):
             columns, found = self._finals.read(mark[at])
             gone = at[~found]
             if len(gone):  # unless the row is, too
                 lost = gone[memory.tickets_of(rows[gone]) == numbers[gone]]
-                if len(lost):
+                if len(lost) and not self._finals.pass_over(memory, self._mark):
                     raise RuntimeError(
                         f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in "
-                        f"{self._finals.storage!r}: that holds fewer than the episodes of the buffer, or is not the one that was written "
-                        "to. Give FinalObservations a storage of at least as many rows as there are episodes."
+                        f"{self._finals.storage!r}: that is not the one that was written to. Draw with the FinalObservations that the "
+                        "rows were written through."
                     )
                 stands[gone] = False
+                stands[lost] = alone[lost] = True  # they wait for good
             for place, column in zip(range(-1 - len(self._fields), -1), columns, strict=False):
                 tensor = tensors[place]
                 values = column[found].to(tensor.dtype)  # rows may have been cast at the door
@@ -86,8 +90,6 @@ class Following:
                     tensor[at[found], -1] = values
                 else:
                     tensor[at[found]] = values
-        alone = stands & ~final & (after != 0)
-        unmarked = alone & (after == _ANOTHER)
         if bool(unmarked.any()):
             raise RuntimeError(
                 f"sample: NextFromFollowing: row {int(rows[unmarked.nonzero()[0, 0]])}, or one that follows it, is the last of its "

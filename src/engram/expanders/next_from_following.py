@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engram._checks import check_path
 from engram._tensordict import is_tensor_collection, tensordict_type
+from engram._words import warn
+from engram.errors import ReadOnlyStore
 from engram.expanders._base import Expander
 from engram.expanders.following import Following
 from engram.expanders.reading import MARK
 from engram.field_paths import as_paths, plain, public
 from engram.format.layout import is_store
 from engram.nested import find
-from engram.samplers.trajectory_tables import END_KEYS
+from engram.samplers.trajectory_tables import END_KEYS, numbers_by_path
 from engram.state import Stateful, check_keys, integer, typed
-from engram.storages import LazyMemmapStorage, TensorStorage
+from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
@@ -33,7 +37,8 @@ if TYPE_CHECKING:
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
-    from engram.types import Commit, SampledStorage, Sampler
+    from engram.store import Store
+    from engram.types import Commit, SampledStorage, Sampler, Traits, Write
 
 
 class FinalObservations(Stateful):
@@ -49,8 +54,12 @@ class FinalObservations(Stateful):
     Args:
         keys: the observations, which rows have under ``k`` and ``("next", k)``.
         storage: a ``LazyTensorStorage`` or ``LazyMemmapStorage`` for final observations, with one row per episode
-            in the buffer. The oldest are overwritten. If processes share the buffer, they must share this storage:
-            memory-mapped, or after ``share()``. :meth:`open_or_create` makes one in a directory.
+            in the buffer. The oldest are overwritten: a write that loses one of a row that is still stored warns, once,
+            and such rows are no longer drawn. If processes share the buffer, they must share this storage: memory-mapped,
+            or after ``share()``. :meth:`open_or_create` makes one in a directory. Default: one with a place for each row
+            of the buffer whose sampler is a :class:`NextFromFollowing` with these final observations. It is in RAM, which
+            is taken as episodes end. Beside a shared buffer it is memory-mapped: in a temporary folder, or beside a
+            directory ``replay`` in ``replay-finals``.
         end_keys: fields that are nonzero at the last step of an episode; those that do not exist are skipped.
             Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``, or without any the
             flags of the same names beside the observation.
@@ -62,7 +71,7 @@ class FinalObservations(Stateful):
         TypeError: rows are neither TensorDicts nor dicts.
         KeyError: an entry is missing, or there is no end flag.
         RuntimeError: there is more than one batch dimension; an observation and the next one differ in shape or
-            dtype.
+            dtype; no storage was given, and no buffer draws with a :class:`NextFromFollowing` of these.
 
     >>> import torch
     >>> from engram import FinalObservations, LazyTensorStorage
@@ -73,10 +82,16 @@ class FinalObservations(Stateful):
     (['done', 'final'], [-1, -1, 0], 1)
     """
 
-    def __init__(self, keys: object, storage: SampledStorage, *, end_keys: object = None) -> None:
+    #: The rows of the buffer, once it is known.
+    _rows: weakref.ref[TensorStorage] | None = None
+
+    def __init__(self, keys: object, storage: SampledStorage | None = None, *, end_keys: object = None) -> None:
         given = as_paths(keys, "FinalObservations: keys")
         if given is None:
             raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
+        #: Whether the storage is one that follows the rows, and whether it was made.
+        self._follows, self._made = storage is None, False
+        storage = LazyTensorStorage(1) if storage is None else storage
         if (
             not isinstance(storage, TensorStorage)
             or storage.ndim != 1
@@ -89,6 +104,16 @@ class FinalObservations(Stateful):
         self.keys = given
         self.storage = storage
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
+        self.lost = 0
+        """Stored rows that are not drawn any more, as their final observations were overwritten: those that this object has met."""
+        self._warned = False
+        #: The round of the storage in which places were last looked for, and int64 ``[max_size]``: the row of each place, or -1.
+        self._owners: tuple[int, Tensor] | None = None
+        #: Of each thread, the rows whose places its last write took, and their marks; None: rows of that write itself.
+        self._replaced: dict[int, tuple[Tensor, Tensor] | None] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_rows": None, "_owners": None, "_replaced": {}}
 
     @classmethod
     def open_or_create(
@@ -178,6 +203,46 @@ class FinalObservations(Stateful):
         """Where :attr:`storage` lies; None: in memory."""
         return self.storage.scratch_dir if isinstance(self.storage, LazyMemmapStorage) else None
 
+    def follow(self, rows: TensorStorage) -> None:
+        """Learn which rows these are the final observations of, and make the storage if none was given.
+
+        Raises: as :meth:`open_or_create`. ``RuntimeError``: as :meth:`check_shared`.
+
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> finals = FinalObservations(["obs"])
+        >>> finals.follow(LazyTensorStorage(1_000))
+        >>> finals.storage.max_size
+        1000
+        """
+        self._rows = weakref.ref(rows)
+        if (
+            self._follows
+            and not self.storage.initialized
+            and not self.storage.shared
+            and (rows.shared or not self._made)
+        ):
+            folder = rows.scratch_dir if isinstance(rows, LazyMemmapStorage) else None
+            if folder is not None:
+                beside = folder.with_name(f"{folder.name}-finals")
+                self.storage = LazyMemmapStorage.open_or_create(beside, rows.max_size, 1, 1, None, unclean="refuse")
+            else:
+                self.storage = (LazyMemmapStorage if rows.shared else LazyTensorStorage)(rows.max_size)
+            self._made = True
+        elif self._follows and rows.shared and not self.storage.shared:
+            self.storage.share()
+        if rows.shared:
+            self.check_shared()
+
+    def move(self) -> None:
+        """Follow the rows, which lie elsewhere now. Raises: as :meth:`follow`.
+
+        >>> from engram import FinalObservations
+        >>> FinalObservations(["obs"]).move()  # they are not known
+        """
+        rows = None if self._rows is None else self._rows()
+        if rows is not None and self._follows:
+            self.follow(rows)
+
     def check_shared(self) -> None:
         """Raise ``RuntimeError`` unless every process of a buffer that is shared can read them.
 
@@ -249,9 +314,105 @@ class FinalObservations(Stateful):
 
     def _keep(self, last: dict[str, Tensor], n: int) -> Tensor:
         """Write final observations: int64 ``[n, 2]``, their rows and tags."""
+        if self._follows and not self._made:
+            raise RuntimeError(
+                "FinalObservations: expected a storage, as no buffer draws with a NextFromFollowing of these final observations, "
+                "whose size would be taken. Pass one: FinalObservations(keys, LazyTensorStorage(max_size))."
+            )
         tags = torch.frombuffer(bytearray(os.urandom(8 * n)), dtype=torch.int64) & ((1 << 63) - 1)
         prepared, _ = self.storage.prepare({**last, "tag": tags}, "FinalObservations", batched=True)
-        return torch.stack([self.storage.write(WritePlan(lane=0), prepared, n).rows, tags], 1)
+        places = self.storage.write(WritePlan(lane=0), prepared, n).rows
+        if not self._warned and self.storage.write_count > self.storage.max_size:
+            self._note_replaced(places)
+        return torch.stack([places, tags], 1)
+
+    def _marks(self) -> tuple[Store | None, Tensor]:
+        """The store of the rows, and their marks: int64 ``[rows, 2]``, a view. None: there are none yet."""
+        rows = None if self._rows is None else self._rows()
+        memory = None if rows is None else rows.memory
+        numbers = {} if memory is None else numbers_by_path(memory)
+        if memory is None or MARK not in numbers:
+            return None, torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        return memory, memory.tensors[numbers[MARK]].reshape(-1, 2)
+
+    def _note_replaced(self, places: Tensor) -> None:
+        """Note the rows whose places were taken: if the write does not overwrite these, their final observations are lost.
+
+        Cost: O(rows of the buffer) once in a round through the storage.
+        """
+        size = self.storage.max_size
+        memory, marks = self._marks()
+        if len(places) > size:  # it replaces some of its own
+            self._replaced[get_ident()] = None
+        if len(places) > size or memory is None:
+            return
+        turn = (self.storage.write_count - 1) // size
+        if self._owners is None or self._owners[0] != turn:
+            owners = torch.full((size,), -1, device="cpu")
+            known = ((marks[:, 0] >= 0) & (marks[:, 0] < size)).nonzero().flatten()
+            known = known[memory.tickets_of(known) >= 0]
+            owners[marks[known, 0]] = known
+            self._owners = turn, owners
+        rows = self._owners[1][places]
+        places, rows = places[rows >= 0], rows[rows >= 0]
+        live = (marks[rows, 0] == places) & (memory.tickets_of(rows) >= 0)
+        if bool(live.any()):
+            self._replaced[get_ident()] = rows[live], marks[rows[live]].clone()
+
+    def written(self) -> None:
+        """Called after rows were written: warns, once, if final observations of other rows were lost by that.
+
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> FinalObservations(["obs"], LazyTensorStorage(10)).written()  # nothing was
+        """
+        if self._warned or get_ident() not in self._replaced:
+            return
+        replaced, (memory, marks) = self._replaced.pop(get_ident()), self._marks()
+        if replaced is not None:
+            rows, before = replaced
+            if memory is None or not bool(((marks[rows] == before).all(1) & (memory.tickets_of(rows) >= 0)).any()):
+                return
+        self._warned = True
+        warn(
+            f"FinalObservations: {self.storage!r} holds fewer final observations than the buffer has episodes. The oldest are "
+            "overwritten, and the last steps of these episodes are no longer drawn. Give it as many rows as there are episodes, or "
+            "no storage, so that it follows the buffer."
+        )
+
+    def pass_over(self, memory: Store, mark: int) -> bool:
+        """Let rows of a store whose final observations were overwritten be drawn no more: False if they never were.
+
+        Marks them as rows that were made an end after they were written, of which the final observation is not known.
+
+        Args:
+            memory: the store of the rows.
+            mark: the number of its field of marks.
+
+        >>> import torch
+        >>> from engram import FinalObservations, LazyTensorStorage, ReplayBuffer
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(1))
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=finals)
+        >>> for _ in range(2):
+        ...     _ = rb.extend({"obs": torch.ones(1), "next": {"obs": torch.ones(1), "done": torch.ones(1, dtype=torch.bool)}})
+        >>> finals.pass_over(rb.storage.memory, 2), finals.lost
+        (True, 1)
+        """
+        storage = self.storage
+        if storage.memory is None or storage.write_count <= storage.max_size:
+            return False
+        rows = torch.arange(memory.capacity, device="cpu")
+        tickets, marks = memory.tickets_of(rows), memory.tensors[mark].reshape(-1, 2).clone()
+        kept = (tickets >= 0) & (marks[:, 0] >= 0) & (marks[:, 0] < storage.max_size)
+        rows, tickets, marks = rows[kept], tickets[kept], marks[kept]
+        gone = storage.memory.tensors[-1].flatten()[marks[:, 0]] != marks[:, 1]
+        rows, tickets = rows[gone], tickets[gone]
+        try:
+            memory.check_writable()
+            _, numbers = memory.patch(rows, [mark], [torch.full((len(rows), 2), -1, device="cpu")], tickets)
+            self.lost += int((numbers >= 0).sum())
+        except ReadOnlyStore:  # they are drawn again and again, and others in their place
+            self.lost = len(rows)
+        return True
 
     def read(self, mark: Tensor) -> tuple[list[Tensor], Tensor]:
         """The observations that marks name, one tensor ``[n, *shape]`` per key, and whether they are there: bool ``[n]``.
@@ -312,7 +473,8 @@ class NextFromFollowing(Expander):
     ``k`` of row ``t + 1``, the next step of the same lane. If ``t`` is the last step of its episode, it is what
     :class:`FinalObservations` kept. This is exact at terminations, truncations and across the end of the ring. The
     newest row of a lane has no next observation yet, unless it ends an episode: another row is drawn in its place,
-    until the next step is written. (With a ``PrioritizedSampler``, the others are drawn in proportion to their
+    until the next step is written. So it is in place of a row whose final observation was overwritten, for good;
+    ``rb.stats()["final_observations_lost"]`` counts these. (With a ``PrioritizedSampler``, the others are drawn in proportion to their
     priorities; weights stay those of all rows.) A row that ``rb.end_trajectory`` made an end has none for good. The
     windows of a slice sampler end before such a row.
 
@@ -329,9 +491,9 @@ class NextFromFollowing(Expander):
         TypeError: ``finals`` is not a ``FinalObservations``; ``sampler`` is a ``SamplerWithoutReplacement``, or one of
             windows with a ``draw`` of its own: these cannot draw another row or window.
         KeyError: when drawing: rows were written without the transform.
-        RuntimeError: when drawing: a final observation was overwritten (its storage is too small), or is in another
-            storage; an episode ends, by its id, at a row without end flag. When a buffer takes it, or when drawing: the
-            buffer is shared and ``finals.storage`` is not.
+        RuntimeError: when drawing: a final observation is in another storage; an episode ends, by its id, at a row
+            without end flag. When a buffer takes it, or when drawing: the buffer is shared and ``finals.storage`` is
+            not.
         NoSampleable: no row has a next observation yet.
 
     Cost: that of a plain sample of rows that store both, and another read for rows that end an episode.
@@ -424,9 +586,21 @@ class NextFromFollowing(Expander):
         Traceback (most recent call last):
         RuntimeError: NextFromFollowing: the buffer is one that processes share, but the storage of final observations is not. ...
         """
-        if isinstance(storage, TensorStorage) and storage.shared:
-            self.finals.check_shared()
+        if isinstance(storage, TensorStorage):
+            self.finals.follow(storage)
         super().bind(storage)
+
+    def moved(self) -> None:
+        super().moved()
+        self.finals.move()
+
+    def observe(self, write: Write | None, data: object) -> None:
+        self.finals.written()
+        super().observe(write, data)
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return super().traits._replace(listens=True)
 
     @property
     def recordable(self) -> bool:

@@ -128,6 +128,12 @@ class Reading:
         """The fields of the next step, as their names say."""
         return [number for key, number in self.numbers.items() if is_of_next_step(key)]
 
+    def nexts_of(self, key: FieldPath) -> list[int]:
+        """The stored fields that are called as those of the next step of a field."""
+        return [
+            number for path, number in self.numbers.items() if is_of_next_step(path) and observed_before(path) == key
+        ]
+
     def flags(self, keys: TrajectoryKeys) -> list[int]:
         """The flags that a step was the last one of its trajectory: those that were named, and of every usual name those of the next
         step, else all.

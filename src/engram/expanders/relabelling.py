@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engram.expanders.reading import Reading
+    from engram.field_paths import FieldPath
     from engram.storages import TensorStorage
     from engram.store import Store
     from engram.types import Entry, Info, SampledStorage
+
+
+#: The end flag that says nothing of a goal.
+_CUT = "truncated"
 
 
 class Rule(NamedTuple):
@@ -29,6 +34,8 @@ class Rule(NamedTuple):
     """The share of a batch."""
     reward: Callable[..., object]
     """The reward of such rows."""
+    end: Callable[..., object] | None
+    """Whether the goal of such rows ends their episode; None: their end flags stay."""
 
 
 class Relabelling:
@@ -37,13 +44,22 @@ class Relabelling:
     A batch is relabelled in its first rows; one of windows in its first windows, each of which has one goal, drawn for its last step.
     """
 
-    def __init__(self, reading: Reading, rule: Rule, goal: int, achieved: int, reward: int) -> None:
-        """``goal``, ``achieved``, ``reward``: fields. Raises ``ValueError``, ``TypeError``: goals of another shape or dtype."""
+    def __init__(self, reading: Reading, rule: Rule, goal: int, achieved: int, reward: int, ends: list[int]) -> None:
+        """``goal``, ``achieved``, ``reward``, ``ends``: fields, the latter of end flags.
+
+        Raises ``ValueError``, ``TypeError``: goals of another shape or dtype. ``KeyError``: the rule ends episodes, and no flag does.
+        """
         self._rule = rule
+        #: End flags, by key.
+        self._ends = {reading.fields[number].key: number for number in ends}
+        if rule.end is not None and all(key[-1] == _CUT for key in self._ends):
+            raise KeyError(
+                "sample: Hindsight: end_fn: expected a stored end flag that it can set, such as ('next', 'terminated'), got "
+                f"{[*map(public, reading.numbers)]}. Store one, or name it with end_keys=."
+            )
         self._achieved, self._reward = achieved, reward
         fields = reading.fields
-        following = reading.numbers.get(("next", *fields[goal].key), -1)
-        self._goals = [goal] if following < 0 else [goal, following]
+        self._goals = [goal, *reading.nexts_of(fields[goal].key)]
         source = fields[achieved]
         for number in self._goals:
             field = fields[number]
@@ -66,7 +82,7 @@ class Relabelling:
                 "sample: Hindsight: expected no NStep or RewardToGo around or inside: the rewards that they add up are those of the "
                 "stored goals. Relabel single steps."
             )
-        for number in (*self._goals, self._achieved, self._reward):
+        for number in (*self._goals, self._achieved, self._reward, *self._ends.values()):
             if reading.columns[number].kind != "row":
                 raise TypeError(
                     f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
@@ -84,17 +100,52 @@ class Relabelling:
         """Those of a batch that is drawn with a key: none so far."""
         return Goals(self, native, memory, table, key)
 
-    def apply(self, batch_of: Callable[[list[Tensor], int], object], columns: list[Tensor], values: Tensor) -> None:
-        """Put goals ``[n, *shape]`` into the first rows of a batch's columns, and the rewards that they give.
+    def apply(
+        self,
+        batch_of: Callable[[list[Tensor], int], object],
+        columns: list[Tensor],
+        values: Tensor,
+        info: Info,
+        cut: Tensor | None,
+    ) -> None:
+        """Put goals ``[n, *shape]`` into the first rows of a batch's columns, and the rewards and end flags that they give.
 
-        ``batch_of``: makes what the reward function is given, of the first ``n`` rows of columns.
+        Args:
+            batch_of: makes what the functions are given, of the first ``n`` rows of columns.
+            columns: changed in place.
+            values: the goals.
+            info: of the batch. The end flags of windows in it are changed in place.
+            cut: bool ``[B, 1]``, the marks of steps at which windows end.
 
-        Raises ``RuntimeError``, ``TypeError``: the reward function returned something else than a reward per row.
+        Raises ``RuntimeError``, ``TypeError``: a function returned something else than a reward, or flag, per row.
         """
         n = values.shape[0]
         first = _native.put_goals(columns, self._goals, values, n)
-        stored = first[self._reward]
-        stored.copy_(self._checked(self._rule.reward(batch_of(first, n)), stored))
+        stored, batch = first[self._reward], batch_of(first, n)
+        stored.copy_(self._checked(self._rule.reward(batch), stored))
+        if self._rule.end is not None:
+            self._end(self._rule.end(batch), first, n, info, cut)
+
+    def _end(self, ended: object, first: list[Tensor], n: int, info: Info, cut: Tensor | None) -> None:
+        """Set the end flags of the first ``n`` rows of a batch."""
+        if not isinstance(ended, Tensor):
+            raise TypeError(f"sample: Hindsight: end_fn: expected a tensor [{n}], got {type(ended).__name__}.")
+        if ended.shape not in ((n,), (n, 1)):
+            raise RuntimeError(
+                f"sample: Hindsight: end_fn: expected [{n}] or [{n}, 1], got {list(ended.shape)}. Return one flag per row of the batch."
+            )
+        terminal = over = ended.reshape(n) != 0
+        for key, number in self._ends.items():
+            if key[-1] == _CUT:
+                over = over | (first[number].reshape(n, -1) != 0).any(1)
+        marked = over if cut is None else over | cut[:n, 0]
+        for key, number in self._ends.items():
+            if key[-1] == _CUT:
+                continue
+            terminates = key[-1] == "terminated"
+            _put(first[number], terminal if terminates else over)
+            if public(key) in info:  # windows end where they are cut
+                _put(cast("Tensor", info[public(key)])[:n], terminal if terminates else marked)
 
     def _checked(self, reward: object, stored: Tensor) -> Tensor:
         if not isinstance(reward, Tensor):
@@ -164,8 +215,21 @@ class Goals:
             self._found[numbers] = values
         return missing
 
-    def apply(self, storage: SampledStorage, columns: list[Tensor], info: Info, computed: Mapping[Entry, bool]) -> None:
-        """Relabel the batch that was read. ``columns``: changed in place. ``computed``: entries of ``info`` that are fields of it.
+    def apply(
+        self,
+        storage: SampledStorage,
+        columns: list[Tensor],
+        info: Info,
+        computed: Mapping[Entry, bool],
+        cut: FieldPath | None = None,
+    ) -> None:
+        """Relabel the batch that was read.
+
+        Args:
+            storage: of the rows.
+            columns, info: changed in place.
+            computed: entries of ``info`` that are fields of the batch.
+            cut: the entry of ``info`` that marks where windows end.
 
         Raises as :meth:`Relabelling.apply`.
         """
@@ -182,4 +246,10 @@ class Goals:
                 )
             return batch
 
-        self._relabelling.apply(batch_of, columns, values)
+        marks = None if cut is None else cast("Tensor", info[public(cut)])
+        self._relabelling.apply(batch_of, columns, values, info, marks)
+
+
+def _put(flag: Tensor, value: Tensor) -> None:
+    """Set a flag ``[n, …]`` of any dtype to bools ``[n]``."""
+    flag.copy_(value.view(len(value), *(1,) * (flag.ndim - 1)))

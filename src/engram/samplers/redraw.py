@@ -68,8 +68,20 @@ class Redraw:
         self._storage, self._source, self._key = storage, source, key
         self._call, self._detail = call, detail
 
-    def again(self, moved: list[int]) -> tuple[Tensor, Draw]:
+    def repeat(self, moved: list[int], tensors: list[Tensor]) -> None:
+        """Put other rows of the draw, by turns, at the places of those that moved. ``tensors``: what was read, changed as well."""
+        there = torch.ones(len(self.rows), dtype=torch.bool, device="cpu")
+        there[moved] = False
+        good = there.nonzero().flatten()
+        source = good[torch.arange(len(moved), device="cpu") % len(good)]
+        for tensor in (self.rows, *tensors, *self.info.values()):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[:1] == self.rows.shape:
+                tensor[moved] = tensor[source]
+
+    def again(self, moved: list[int], *, waiting: bool = False) -> tuple[Tensor, Draw]:
         """The places of rows that moved, and of those that are drawn together with them; and what to read there.
+
+        ``waiting``: no row moves, so there is nothing to wait for.
 
         Raises:
             RowError: a row that was named holds nothing any more.
@@ -80,7 +92,10 @@ class Redraw:
         extent = storage.extent()
         if extent.size == 0:
             raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
-        retries.again(self.rows, moved, self._detail, call)
+        if waiting:
+            retries.count += 1
+        else:
+            retries.again(self.rows, moved, self._detail, call)
         key = None if self._key is None else retries.key_of(self._key)
         if self._source is not None and key is not None:
             again, fresh = self._source.draw_again(extent, Draw(self.rows, self._tickets), moved, key)
