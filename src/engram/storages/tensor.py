@@ -482,7 +482,7 @@ class TensorStorage(Storage):
         return self.store.edit(where.rows, which, columns)
 
     def patch_fields(
-        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], tickets: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
         """As :meth:`Store.patch`, of checked columns: replace fields of the rows that still hold these writes, and of no others.
 
@@ -490,7 +490,8 @@ class TensorStorage(Storage):
             rows: int64 ``[n]``; -1 names none.
             which: numbers of the fields, in the order of the schema.
             columns: of each ``[n, *shape]``, contiguous, on the CPU.
-            expected: int64 ``[n]``, the numbers of writes; ``unedited``: tickets.
+            tickets: int64 ``[n]``, those that the rows were written with, as :meth:`writes_of` says them; ``unedited``: those that they
+                must have now.
 
         Returns:
             What was written, and int64 ``[n]``: the number of the write of each row, -1 where it was left alone.
@@ -511,7 +512,7 @@ class TensorStorage(Storage):
         """
         if self._inherited:
             self.check_inherited()
-        return self.store.patch(rows, which, columns, expected, unedited=unedited)
+        return self.store.patch(rows, which, columns, tickets, unedited=unedited)
 
     def empty(self, *, keep_write_count: bool) -> None:
         if self.memory is not None:
