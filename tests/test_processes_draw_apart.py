@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from engram import (
+    ConsumingSampler,
+    DeviceLoader,
+    Hindsight,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -22,6 +25,7 @@ from engram import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
     _fork,
 )
 
@@ -29,11 +33,31 @@ ROWS = 2_000
 
 
 def _data():
-    return {"i": torch.arange(ROWS), "episode": torch.arange(ROWS) // 10}
+    i = torch.arange(ROWS)
+    return {
+        "i": i,
+        "episode": i // 10,
+        "policy_version": torch.zeros(ROWS, dtype=torch.int64),
+        "achieved_goal": i.unsqueeze(1).float(),
+        "desired_goal": torch.full((ROWS, 1), -1.0),
+        "next": {"reward": torch.zeros(ROWS, 1), "done": (i % 10 == 9).unsqueeze(1)},
+    }
+
+
+def _reward(rows):
+    return rows["desired_goal"]
 
 
 def _batches(rb, n=2):
     return [tuple(rb.sample()["i"].reshape(-1).tolist()) for _ in range(n)]
+
+
+def _goals(rb, n=2):
+    return [tuple(rb.sample()["desired_goal"][:, 0].tolist()) for _ in range(n)]
+
+
+def _loaded_by_device(rb, n=2):
+    return [tuple(batch["i"].tolist()) for batch in itertools.islice(DeviceLoader(rb, "cpu"), n)]
 
 
 def _apart(found):
@@ -42,7 +66,11 @@ def _apart(found):
 
 
 def _put(out, act, number, arguments):
-    out.put((number, act(*arguments)))
+    try:
+        found = act(*arguments)
+    except BaseException as error:  # noqa: BLE001 - told, so that no one waits for it
+        found = error
+    out.put((number, found))
 
 
 def _in_processes(method, act, *arguments, n=3):
@@ -55,6 +83,9 @@ def _in_processes(method, act, *arguments, n=3):
     found = dict(out.get(timeout=90) for _ in children)
     for child in children:
         child.join()
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
     return [found[k] for k in range(n)]
 
 
@@ -64,13 +95,16 @@ SAMPLERS = {
     "without": SamplerWithoutReplacement,
     "slices": lambda: SliceSampler(slice_len=4, traj_key="episode"),
     "slices_without": lambda: SliceSamplerWithoutReplacement(slice_len=4, traj_key="episode"),
+    "staleness": StalenessAwareSampler,
+    "consuming": lambda: ConsumingSampler(max_sample_count=9),
+    "goals": lambda: Hindsight(RandomSampler(), _reward, her_ratio=1.0, achieved_goal_key="achieved_goal"),
 }
 
 
 def _buffer(sampler, *, seed=0, storage=None, **arguments):
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     rb = ReplayBuffer(
-        storage=storage or LazyTensorStorage(ROWS),
+        storage=LazyTensorStorage(ROWS) if storage is None else storage,
         sampler=SAMPLERS[sampler](),
         batch_size=64,
         generator=generator,
@@ -118,10 +152,28 @@ def _stacked(items):
     return {"i": torch.tensor(items)}
 
 
+def _of_all(buffers):
+    """What a process draws by each sampler, by a device loader, and as goals: its batches by name."""
+    found = {name: _batches(rb) for name, rb in buffers.items()}
+    return {**found, "loader": _loaded_by_device(buffers["uniform"]), "as goals": _goals(buffers["goals"])}
+
+
 def test_spawned_workers_with_a_pickled_generator():
-    rb = _buffer("uniform", shared=True, prefetch=2)
-    rb.sample()
-    _apart([*_in_processes("spawn", _batches, rb, n=2), _batches(rb)])
+    """Of every sampler: two processes suffice, which take seconds to start."""
+    buffers = {name: _buffer(name, shared=True) for name in SAMPLERS} | {
+        "ahead": _buffer("uniform", shared=True, prefetch=2)
+    }
+    buffers["ahead"].sample()
+    found = [*_in_processes("spawn", _of_all, buffers, n=2), _of_all(buffers)]
+    for name in found[0]:
+        _apart([one[name] for one in found])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_forked_loaders_and_goals(shared):
+    for name, draw in (("uniform", _loaded_by_device), ("goals", _goals)):
+        rb = _buffer(name, shared=shared)
+        _apart([*_in_processes("fork", draw, rb), draw(rb)])
 
 
 def _raw_forks(rb):

@@ -395,29 +395,37 @@ nb::tuple around(Trajectories& table, const Store& store, const Layout* layout, 
   return std::move(*found).result();
 }
 
-TrajectoryEpoch epoch_of(const nb::tuple& state) {
+// Of its trajectories, bytes say which they are.
+TrajectoryEpoch epoch_of(const nb::tuple& state, const nb::bytes& known) {
   check(state.size() == 4, "an epoch is (key, version, visited, count)");
-  return {nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2]),
-          nb::cast<std::uint64_t>(state[3])};
+  TrajectoryEpoch epoch{nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2]),
+                        nb::cast<std::uint64_t>(state[3])};
+  if (known.size() == 0) return epoch;
+  check(epoch.count < std::uint64_t{1} << 40 && known.size() == 16 * epoch.count, "a row and a number of each trajectory");
+  epoch.known = {static_cast<const std::int64_t*>(known.data()), 2 * epoch.count};
+  return epoch;
 }
-
-nb::tuple state_of(const TrajectoryEpoch& epoch) { return nb::make_tuple(epoch.key, epoch.version, epoch.visited, epoch.count); }
 
 nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
                       const BoundSpec& bound, const Batched& batched, const Marks& marks, const nb::tuple& state,
-                      bool shuffle, bool drop_last) {
+                      const nb::bytes& known, bool shuffle, bool drop_last) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
-  TrajectoryEpoch epoch = epoch_of(state);
+  TrajectoryEpoch epoch = epoch_of(state, known);
   const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
     const WithoutInterpreter running(brief(table, store, spec, n));
     const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
-      if (attempt == 0 || epoch.count - epoch.visited >= count) {
-        return table.draw_epoch(epoch, key_of(key, attempt), count, spec, shuffle, drop_last);
+      const std::uint64_t mixed = key_of(key, attempt);
+      TrajectoryEpoch next = epoch;
+      Drawn drawn = table.draw_epoch(next, mixed, count, spec, shuffle, drop_last && attempt == 0);
+      if (attempt > 0 && next.key != epoch.key) {  // windows that replace moved ones do not begin the next epoch
+        next = epoch;
+        next.key = mixed, next.visited = 0;
+        return table.draw_epoch(next, mixed, count, spec, true, false);
       }
-      TrajectoryEpoch another;  // windows that replace moved ones do not begin the next epoch
-      return table.draw_epoch(another, key_of(key, attempt), count, spec, true, false);
+      epoch = std::move(next);
+      return drawn;
     };
     sampled.emplace(store, layout, choose, n, spec, batched);
     sampled->add(marks);
@@ -426,7 +434,14 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
       *masses = {static_cast<double>(epoch.count - epoch.visited), 1.0, store.control().size()};
     }
   }
-  return nb::make_tuple(state_of(epoch), std::move(*sampled).tensors());
+  const nb::bytes now = epoch.own == nullptr ? known : nb::bytes(epoch.known.data(), epoch.known.size_bytes());
+  return nb::make_tuple(nb::make_tuple(epoch.key, epoch.version, epoch.visited, epoch.count), now, std::move(*sampled).tensors());
+}
+
+std::uint64_t left_of(const Trajectories& table, const nb::tuple& state, const nb::bytes& known, bool shuffle, std::uint64_t most) {
+  TrajectoryEpoch epoch = epoch_of(state, known);
+  const WithoutInterpreter running(true);
+  return table.left(epoch, shuffle, most);
 }
 
 nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
@@ -586,7 +601,10 @@ void bind_trajectories(nb::module_& m) {
       .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a,
            "n windows with replacement, in new tensors: one per field, or none with an empty layout; int64 rows, marks, and "
            "tickets if numbered.")
-      .def("sample_epoch", &sample_epoch, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_epoch and sample: (epoch, tensors).")
+      .def("sample_epoch", &sample_epoch, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a, "state"_a,
+           "known"_a, "shuffle"_a, "drop_last"_a,
+           "As draw_epoch and sample: (epoch, its trajectories, tensors). `known`: those of the epoch of that state, empty if it is not known.")
+      .def("left", &left_of, "state"_a, "known"_a, "shuffle"_a, "most"_a, "How many trajectories are left of an epoch, at most `most`.")
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
            "marks"_a, "priorities"_a, "single_precision"_a, "over_batch"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")

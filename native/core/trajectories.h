@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -115,12 +116,15 @@ struct GoalDraw {
   std::uint64_t key = 0, attempt = 0;     // attempt: how often it is drawn again
 };
 
-/// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
+/// A walk over the trajectories that were there when it began, in a random order (or lane by lane, oldest first).
 struct TrajectoryEpoch {
   std::uint64_t key = 0;
   std::uint64_t version = 0;   // of the store when the epoch began; 0: there is none
   std::uint64_t visited = 0;
   std::uint64_t count = 0;     // trajectories
+  /// Of each trajectory the row of its last step then, and the number of that write. Empty: they are those of the store.
+  std::span<const std::int64_t> known = {};
+  std::shared_ptr<const std::vector<std::int64_t>> own = nullptr;  // `known`, where a draw has listed them
 };
 
 struct Census {
@@ -179,10 +183,12 @@ class Trajectories final : public Index {
   /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
   Drawn draw(std::uint64_t key, std::uint64_t n, const WindowSpec& spec);
 
-  /// The next n trajectories of a epoch, one random window each; too short ones are left out. Begins a new epoch, under
-  /// `key`, where the old one is over or the store was written to since. `drop_last`: a rest of less than n is skipped,
-  /// if need be before the draw; empty and count < n if there are not as many at all.
+  /// The next n trajectories of an epoch, one random window each of the steps that were there when it began. Too short ones are left
+  /// out, overwritten ones are passed over. Begins a new epoch, under `key`, where the old one is over. `drop_last`: a rest of less than
+  /// n is skipped, if need be before the draw; empty and count < n if there are not as many at all.
   Drawn draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const WindowSpec& spec, bool shuffle, bool drop_last);
+  /// How many trajectories are left of an epoch, and no more than `most`. Moves on over those that were overwritten.
+  std::uint64_t left(TrajectoryEpoch& epoch, bool shuffle, std::uint64_t most) const;
 
   /// Lengths of the windows that begin at given rows, 0 where none may: where too little follows for a window and what may
   /// hang over the end, but for the first step of a shorter trajectory if not strict.
@@ -367,6 +373,8 @@ class Trajectories final : public Index {
   bool add_rows(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
   void ask_for(const Window& window) const;
   std::int64_t number_at(std::int64_t row) const;
+  std::vector<std::int64_t> ends_of(const Views& tracks, std::uint64_t version) const;
+  bool still(std::int64_t row, std::int64_t number) const;
   bool list_steps(std::int64_t row, std::uint64_t n, std::int64_t end, std::int64_t* rows, std::int64_t* numbers) const;
 
   Control control_;

@@ -403,44 +403,96 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const WindowSpec& s
   return drawn;
 }
 
+// Whether a row holds the write of that number, be it just edited or about to be written over.
+bool Trajectories::still(std::int64_t row, std::int64_t number) const {
+  const auto r = static_cast<std::uint64_t>(row);
+  if (row < 0 || r >= control_.capacity() || !control_.inside(r)) return false;
+  const std::uint64_t word = control_.held_word(r);
+  const State state = state_of(word);
+  return (state == State::committed || state == State::writing) && static_cast<std::int64_t>(control_.write_of(r, word)) == number;
+}
+
+// Of each trajectory the row of its last step, and the number of its write.
+std::vector<std::int64_t> Trajectories::ends_of(const Views& tracks, std::uint64_t version) const {
+  std::vector<std::int64_t> ends;
+  for (const View& v : tracks) {
+    let_go();
+    for (std::uint64_t i = 0; i < v.count; ++i) {
+      if (v.length(i) == 0) continue;
+      const std::int64_t last = row(v.track, v.end(i) - 1);
+      const auto r = static_cast<std::uint64_t>(last);
+      const std::uint64_t number = control_.write_of(r, control_.held_word(r));
+      if (number >= version) continue;  // it is being written over
+      ends.push_back(last);
+      ends.push_back(static_cast<std::int64_t>(number));
+    }
+  }
+  return ends;
+}
+
+std::uint64_t Trajectories::left(TrajectoryEpoch& epoch, bool shuffle, std::uint64_t most) const {
+  if (epoch.visited >= epoch.count) return 0;
+  const Permutation permutation(epoch.key, epoch.count);
+  std::uint64_t found = 0;
+  for (std::uint64_t at = epoch.visited; at < epoch.count && found < most; ++at) {
+    const std::uint64_t k = shuffle ? permutation(at) : at;
+    if (still(epoch.known[2 * k], epoch.known[2 * k + 1])) {
+      ++found;
+    } else if (found == 0) {
+      epoch.visited = at + 1;
+    }
+  }
+  return found;
+}
+
 Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const WindowSpec& spec, bool shuffle,
                               bool drop_last) {
   spec.validate();
+  check(epoch.known.empty() || epoch.known.size() / 2 == epoch.count, "an epoch of as many trajectories as it counts");
   const auto guard = locked();
-  const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire);
+  const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire), needed = drop_last ? n : 1;
   settle();
   const Views tracks = views();
-  std::vector<std::uint64_t> ends;  // trajectories up to and with each track
-  std::uint64_t count = 0;
-  for (const View& v : tracks) ends.push_back(count += v.count - v.holes);
-  const bool over = epoch.visited >= epoch.count || (drop_last && epoch.count - epoch.visited < n);
-  if (epoch.version != version || over || epoch.count != count) epoch = {key, version, 0, count};
-  Drawn drawn;
-  if (count == 0 || (drop_last && count < n)) return drawn;
-  const Permutation permutation(epoch.key, count);
-  const Random random(key);
-  const std::uint64_t taken = std::min(n, count - epoch.visited);
-  for (std::uint64_t i = 0; i < taken; ++i) {
-    const std::uint64_t k = shuffle ? permutation(epoch.visited + i) : epoch.visited + i;
-    const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), k) - ends.begin());
-    const View& v = tracks[at];
-    std::uint64_t run = at == 0 ? k : k - ends[at - 1];
-    if (v.holes > 0) {  // of the runs that are trajectories, the run-th
-      let_go();
-      std::uint64_t seen = 0, j = 0;
-      for (;; ++j) {
-        if (!v.dead(j) && seen++ == run) break;
-      }
-      run = j;
-    }
-    const std::uint64_t steps = usable(v, run, spec), windows = windows_in(steps, spec);
-    for (std::uint64_t round = 0; windows > 0 && round <= kRounds; ++round) {
-      const std::uint64_t chosen = random.below(windows, i, round);
-      if (append(drawn, window_in(v.track, v.first(run), steps, chosen, spec), spec, round < kRounds)) break;
-    }
+  const auto list = [&] {
+    epoch.own = std::make_shared<const std::vector<std::int64_t>>(ends_of(tracks, version));
+    epoch.known = *epoch.own;
+  };
+  if (epoch.known.empty()) {  // of a state
+    list();
+    if (epoch.version != version || epoch.known.size() / 2 != epoch.count) epoch.visited = epoch.count = 0;
   }
-  epoch.visited += taken;
-  if (drop_last && count - epoch.visited < n) epoch.visited = count;
+  Drawn drawn;
+  const Random random(key);
+  for (bool begun = false; !begun;) {
+    if (left(epoch, shuffle, needed) < needed) {
+      list();
+      epoch.key = key, epoch.version = version, epoch.visited = 0, epoch.count = epoch.known.size() / 2;
+      begun = true;
+    }
+    if (epoch.count == 0 || (drop_last && epoch.count < n)) return drawn;
+    const Permutation permutation(epoch.key, epoch.count);
+    std::uint64_t taken = 0;
+    for (; taken < n && epoch.visited < epoch.count; ++epoch.visited) {
+      const std::uint64_t k = shuffle ? permutation(epoch.visited) : epoch.visited;
+      const std::int64_t last = epoch.known[2 * k];
+      if (!still(last, epoch.known[2 * k + 1])) continue;
+      const auto r = static_cast<std::uint64_t>(last);
+      View v = view(track_of(r));
+      const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
+      if (v.count == 0 || place < v.low || place >= v.next) continue;
+      const std::uint64_t run = v.find(place);
+      if (v.dead(run)) continue;
+      v.count = run + 1, v.next = place + 1;  // later steps are not in the epoch
+      const std::uint64_t steps = usable(v, run, spec), windows = windows_in(steps, spec);
+      for (std::uint64_t round = 0; windows > 0 && round <= kRounds; ++round) {
+        const std::uint64_t chosen = random.below(windows, taken, round);
+        if (append(drawn, window_in(v.track, v.first(run), steps, chosen, spec), spec, round < kRounds)) break;
+      }
+      ++taken;
+    }
+    if (taken > 0) break;
+  }
+  if (left(epoch, shuffle, needed) < needed) epoch.visited = epoch.count;
   return drawn;
 }
 

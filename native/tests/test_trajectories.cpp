@@ -506,7 +506,7 @@ TEST(passes_visit_every_trajectory_once) {
     orders.insert(seen);
   }
   EXPECT(orders.size() > 8);
-  // In order; too short ones are left out; a rest is skipped; a write starts again.
+  // In order; too short ones are left out; a rest is skipped; later trajectories are of the next one.
   Indices found;
   epoch = {};
   for (const Window& window : w.table.draw_epoch(epoch, 1, 10, {4}, false, false).windows) {
@@ -529,6 +529,9 @@ TEST(passes_visit_every_trajectory_once) {
   EXPECT_EQ(epoch.visited, 10);
   EXPECT_EQ(w.table.draw_epoch(epoch, 1, 4, shape, true, false).windows.size(), 4);
   write_episodes(w, {3}, 1);
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 8, shape, true, false).windows.size(), 6);
+  EXPECT_EQ(epoch.count, 10);
+  EXPECT_EQ(epoch.visited, 10);
   EXPECT_EQ(w.table.draw_epoch(epoch, 1, 4, shape, true, false).windows.size(), 4);
   EXPECT_EQ(epoch.count, 11);
   EXPECT_EQ(epoch.visited, 4);

@@ -1,5 +1,6 @@
 """Types of the extension. An ``int`` that is called after memory is its address."""
 
+import builtins
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, overload
@@ -127,9 +128,11 @@ class Trajectories(Index):
         batched: Batched,
         marks: Marks,
         state: _Epoch,
+        known: builtins.bytes,
         shuffle: bool,
         drop_last: bool,
-    ) -> tuple[_Epoch, list[Tensor]]: ...
+    ) -> tuple[_Epoch, builtins.bytes, list[Tensor]]: ...
+    def left(self, state: _Epoch, known: builtins.bytes, shuffle: bool, most: int) -> int: ...
     def sample_anchored(
         self,
         store: Store,

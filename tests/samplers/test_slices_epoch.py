@@ -51,13 +51,13 @@ def test_without_shuffling_the_oldest_trajectory_comes_first():
     assert [rb.sample()["step"].tolist() for _ in range(2)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_write_begins_a_new_pass():
+def test_what_a_write_adds_joins_the_next_pass():
     rb = buffer(SliceSamplerWithoutReplacement(slice_len=1, shuffle=False), steps([2, 1, 3]), capacity=20)
     assert numbers(rb, 2, 1) == [0, 1]
     rb.extend(steps([2], first=3))
-    assert numbers(rb, 3, 1) == [0, 1, 2]
-    assert not rb.sampler.ran_out
     rb.set_at_("step", torch.tensor([0]), [1])
+    assert numbers(rb, 3, 1) == [2]
+    assert rb.sampler.ran_out
     assert numbers(rb, 4, 1) == [0, 1, 2, 3]
     assert rb.sampler.ran_out
     assert numbers(rb, 3, 1) == [0, 1, 2]

@@ -160,23 +160,24 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         size, (store, epoch), storage = extent.size, self._bound, self._storage
-        self._needed = batch_size if self.drop_last else 1
-        if size < self._needed:
+        needed = batch_size if self.drop_last else 1
+        if size < needed:
             self._refuse(size, batch_size)
         if store is None and storage is not None and storage.memory is None:
+            self._needed = needed
             return Draw(self._listed(storage, batch_size, key))
         if store is None and storage is not None:
             store, epoch = storage.memory, self._epoch_of(storage.memory)
         if store is None:  # nothing is known of the rows but their number
             order, ranks, _, start, count, self._ran_out = epoch.core.next(key, size, batch_size, self.drop_last, 0)
             rows = extent.rows(self._ranks(order, ranks, start, count))
-            self._ran_out |= ranks - start - count < self._needed
+            self._ran_out |= ranks - start - count < needed
         else:
             drawn = epoch.core.take(store.core, key, batch_size, self.drop_last, self.shuffle)
             if drawn is None:
                 self._refuse(min(size, batch_size - 1 if self.drop_last else 0), batch_size)
             rows, order, self._ran_out = drawn
-        self._drawn_from = order
+        self._drawn_from, self._needed = order, needed
         return Draw(rows)
 
     def _ranks(self, order: int, ranks: int, start: int, count: int) -> Tensor:
@@ -239,7 +240,6 @@ class SamplerWithoutReplacement(NativeSampler):
         bound, epoch = self._bound  # another thread may bind another store before this one draws
         if store is not bound:
             epoch = self._epoch_of(store)
-        self._needed = n if self.drop_last else 1
         with_rows = shown != "nothing"
         drawn = epoch.core.draw(
             store.core, store.layout, key.address, n, self.drop_last, self.shuffle, with_rows, numbered
@@ -247,6 +247,7 @@ class SamplerWithoutReplacement(NativeSampler):
         if drawn is None:
             self._refuse(min(store.core.size(), n - 1 if self.drop_last else 0), n)  # of another thread's rows none
         columns, self._drawn_from, self._ran_out = drawn
+        self._needed = n if self.drop_last else 1
         info: Info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop() if with_rows else None, info
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from engram import _native
 from engram.errors import NoSampleable
 from engram.samplers.window_settings import WindowArguments, WindowSettings
 from engram.samplers.windows import WindowSampler
-from engram.state import Change, check_keys, integer, typed
+from engram.state import Change, check_keys, integer, tensor_in, typed
 from engram.store import Masses
 
 if TYPE_CHECKING:
@@ -27,8 +29,11 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     """Draws every trajectory at most once per epoch, one random window of it.
 
     A batch takes the next ``num_slices`` trajectories of the epoch. The last batch of an epoch sets ``ran_out``, and
-    may be short unless ``drop_last`` is set. The next draw starts a new epoch. So does any draw after a write, because
-    writes change trajectories. Trajectories that are too short are skipped, which shortens their batch.
+    may be short unless ``drop_last`` is set. The next draw starts a new epoch.
+
+    An epoch is over the trajectories that were there when it began, and windows hold none of the steps that came later. New
+    trajectories and new steps join the next epoch; trajectories whose steps are overwritten or removed drop out. Trajectories that are
+    too short are skipped, which shortens their batch. An epoch takes 16 bytes per trajectory.
 
     Args:
         num_slices, slice_len, window, flat, end_key, end_keys, end_when, traj_key: as for :class:`SliceSampler`.
@@ -67,8 +72,33 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         super().__init__(WindowSettings.of(type(self).__name__, windows))
         self.drop_last = bool(drop_last)
         self.shuffle = bool(shuffle)
-        self.ran_out = False
-        self._epoch = _NO_EPOCH
+        self._ran_out = False
+        self._begin(_NO_EPOCH)
+
+    def _begin(self, epoch: tuple[int, int, int, int], known: bytes = b"") -> None:
+        """``known``: of each trajectory of the epoch the row of its last step, and the number of that write; empty: not known yet."""
+        self._epoch, self._known = epoch, known
+        #: Without so many trajectories an epoch is over.
+        self._needed = 1
+
+    def bind(self, storage: SampledStorage) -> None:
+        if self._storage is not None and storage is not self._storage:
+            with self._lock:
+                self._begin(_NO_EPOCH)
+        super().bind(storage)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the epoch of the last batch has ended. What was left of it may have been overwritten."""
+        table = self._table
+        with self._lock:
+            if not self._ran_out and self._known and isinstance(table, _native.Trajectories):
+                return table.left(self._epoch, self._known, self.shuffle, self._needed) < self._needed
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = bool(value)
 
     def observe(self, write: Write | None, data: object) -> None:
         """Ends the epoch when the buffer was emptied.
@@ -87,12 +117,12 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         """
         if write is None:
             with self._lock:
-                self._epoch = _NO_EPOCH
+                self._begin(_NO_EPOCH)
 
     def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
         assert isinstance(table, _native.Trajectories)  # it takes no other argument
         with self._lock:
-            state, drawn = table.sample_epoch(*arguments, self._epoch, self.shuffle, self.drop_last)
+            state, known, drawn = table.sample_epoch(*arguments, self._epoch, self._known, self.shuffle, self.drop_last)
             _, _, visited, found = state
             count = arguments[3]
             if self.drop_last and 0 < found < count:
@@ -101,8 +131,9 @@ class SliceSamplerWithoutReplacement(WindowSampler):
                     "drop_last=False."
                 )
             if found > 0:
-                self._epoch = state
-                self.ran_out = visited == found
+                self._begin(state, known)
+                self._needed = count if self.drop_last else 1
+                self._ran_out = visited == found
         return drawn
 
     def masses(self, storage: SampledStorage) -> Masses:
@@ -115,7 +146,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         self.bind(storage)
         with self._lock:
             key, version, visited, count = self._epoch
-        return key, count - visited if version == self._clock()[0] else 0
+            return key, count - visited if self._known or version == self._clock()[0] else 0
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
         trajectories, longest = table.census()
@@ -128,7 +159,8 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         )
 
     def state_dict(self) -> dict[str, object]:
-        """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values.
+        """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values. ``known``,
+        where there were writes since it began: its trajectories, int64 ``[count, 2]``.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
@@ -140,8 +172,11 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         >>> state["visited"], state["count"]  # of 4 windows
         (2, 4)
         """
-        key, version, visited, count = self._epoch
+        with self._lock:
+            (key, version, visited, count), known = self._epoch, self._known
         clock, base = self._clock()
+        changed = known and version != clock and visited < count
+        more = {"known": torch.frombuffer(bytearray(known), dtype=torch.int64).reshape(-1, 2)} if changed else {}
         return {
             "key": key,
             "version": max(0, version - base),
@@ -149,28 +184,36 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             "count": count,
             "clock": clock - base,
             "ran_out": self.ran_out,
+            **more,
         }
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = type(self).__name__
-        check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where)
+        check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where, optional=("known",))
         key = integer(state_dict, "key", 0, 1 << 64, where)
         clock = integer(state_dict, "clock", 0, 1 << 62, where)
         version = integer(state_dict, "version", 0, clock + 1, where)
         count = integer(state_dict, "count", 0, 1 << 62, where)
         visited = integer(state_dict, "visited", 0, count + 1, where)
         ran_out = typed(state_dict, "ran_out", bool, where)
-        return Change(self._go_on, (key, visited, count), clock if clock == version else None, ran_out)
+        known = b""
+        if "known" in state_dict:
+            known = tensor_in(state_dict, "known", torch.int64, (count, 2), where).contiguous().numpy().tobytes()
+        return Change(self._go_on, (key, version, visited, count), clock if clock == version else None, known, ran_out)
 
-    def _go_on(self, epoch: tuple[int, int, int], clock: int | None, ran_out: bool) -> None:
-        """``clock``: that of the last write, if the epoch began after it."""
-        key, visited, count = epoch
+    def _go_on(self, epoch: tuple[int, int, int, int], clock: int | None, known: bytes, ran_out: bool) -> None:
+        """``clock``: that of the last write, if the epoch began after it; else it is over what is ``known``."""
+        key, version, visited, count = epoch
         with self._lock:
             now, base = self._clock()
-            self._epoch = (key, now, visited, count) if now - base == clock else _NO_EPOCH
-            self.ran_out = ran_out
+            if known:
+                self._begin((key, version + base, visited, count), known)
+            else:
+                self._begin((key, now, visited, count) if now - base == clock else _NO_EPOCH)
+            self._ran_out = ran_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_pass" in state:  # pickled by an earlier version
             state["_epoch"] = state.pop("_pass")
-        super().__setstate__(state)
+        state["_ran_out"] = state.pop("ran_out", state.get("_ran_out"))
+        super().__setstate__({"_known": b"", "_needed": 1, **state})
