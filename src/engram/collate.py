@@ -156,7 +156,7 @@ def _stack_flat(items: list[TensorDict]) -> TensorDict | None:
     """Flat TensorDicts of the same fields, shapes and dtypes; None if they are not."""
     _native.prefetch(items)
     batch, device, kind = items[0].batch_size, items[0].device, tensordict_type()
-    if any(type(item) is not kind or item.batch_size != batch for item in items):
+    if any(type(item) is not kind or item.batch_size != batch for item in items) or (batch and any(items[0].names)):
         return None
     sources = [children(item) for item in items]
     _native.prefetch(sources)

@@ -179,11 +179,11 @@ def find(data: Any, path: Path) -> Any:
 
 
 def find_field(data: object, path: Path) -> object:
-    """As :func:`find`, also within dataclasses, named tuples, and tuples, whose entries are called by their places."""
+    """As :func:`find`, also within dataclasses, named tuples, and tuples and lists, whose entries are called by their places."""
     for name in path:
         if is_dataclass(data) or hasattr(data, "_fields"):
             data = attributes(data)
-        elif isinstance(data, tuple):
+        elif isinstance(data, tuple | list):
             data = {str(place): value for place, value in enumerate(data)}
         data = find(data, (name,))
     return data

@@ -287,7 +287,7 @@ def test_a_misspelt_entry_is_no_new_field():
         rb.extend({"a": torch.arange(3), "b": torch.arange(3)})
         with pytest.raises(KeyError, match=r"missing \['b'\]"):
             rb[:] = {"a": torch.arange(3), "c": torch.arange(3)}
-        with pytest.raises(KeyError, match=r"unknown \['c'\]"):
+        with pytest.raises(KeyError, match=r"unknown \['c'\].*add_field"):
             rb[1:] = {"a": torch.arange(2), "b": torch.arange(2), "c": torch.arange(2)}
         with pytest.raises(RuntimeError, match="field a"):
             rb[:] = {"a": torch.arange(3.0), "b": torch.arange(3), "c": torch.arange(3)}

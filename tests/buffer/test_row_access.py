@@ -416,3 +416,31 @@ def test_update_refuses_keys_that_are_not_there():
     with pytest.raises(KeyError, match="typo"):
         rb.update_({"a": torch.zeros(4, dtype=torch.int64)}, keys_to_update=["typo"])
     assert rb["a"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "index", [slice(0, 2), slice(0, 5), slice(0, None), slice(2, 4), slice(None, 3), 0, [0, 1], ...]
+)
+def test_rows_by_number_take_no_new_field(index, shared):
+    """It would be a column of the whole store, with zeros in the other rows."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend({"a": torch.arange(5)})
+    if shared:
+        rb.share()
+    rows = {"a": torch.zeros_like(rb[index]["a"])}
+    with pytest.raises(KeyError, match="add_field"):
+        rb[index] = rows | {"b": rows["a"]}
+    assert list(rb[:]) == ["a"]
+    assert rb["a"].tolist() == [0, 1, 2, 3, 4]
+    rb[:] = {"a": torch.arange(5), "b": torch.arange(5)}
+    assert rb["b"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_only_a_write_of_all_rows_adds_a_field():
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend({"a": torch.arange(5)})
+    with pytest.raises(KeyError, match="add_field"):
+        rb.write_all({"a": torch.zeros(3, dtype=torch.int64), "b": torch.zeros(3)})
+    rb.write_all({"a": torch.arange(5), "b": torch.ones(5)})
+    assert rb["b"].tolist() == [1] * 5

@@ -645,8 +645,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         Cursor and length stay.
 
         Raises:
-            RowError: a row that is not live. KeyError: no such field. RuntimeError: shapes or dtypes differ. Nothing is
-                written.
+            RowError: a row that is not live. KeyError: no such field: only ``rb[:] = data`` adds new ones, as :meth:`add_field` does.
+                RuntimeError: shapes or dtypes differ. Nothing is written.
         """
         self._rows.set(index, value)
 
@@ -789,7 +789,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         return self[:end]
 
     def write_all(self, data: object, end: int | None = None) -> None:
-        """``rb[:end] = data``; ``end`` defaults to the number of rows given. New entries become fields, as by :meth:`add_field`.
+        """``rb[:end] = data``; ``end`` defaults to the number of rows given. Of all rows, new entries become fields, as by
+        :meth:`add_field`; of some of them they raise ``KeyError``.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -799,7 +800,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         >>> rb[:].tolist()
         [7, 8, 2, 3, 4]
         """
-        self[: rows_of(data) if end is None else end] = data
+        end = rows_of(data) if end is None else end
+        self[slice(None if end == len(self) else end)] = data
 
     # ---- components ----------------------------------------------------------------------------------------------------
 

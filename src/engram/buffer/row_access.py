@@ -99,7 +99,7 @@ class RowAccess:
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))
-        if isinstance(index, slice) and not index.start and index.step in (None, 1):
+        if isinstance(index, slice) and index == slice(None):
             add_entries(wiring.storage, where, value, call, self._settings.ignored)
         prepared = wiring.storage.prepare_at(where, value, call, ignored=self._settings.ignored)
         wiring.storage.notify(wiring.storage.edit(where, prepared), value)

@@ -135,12 +135,9 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         _log.info("%s: %s", report.name, line)
     if rank:
         return
-    dropped = report.dealt["dropped"]
-    if dropped["overflow"]["steps"]:
-        warn(
-            f"restore: {report.path}: {count(dropped['overflow']['steps'], 'step')} did not fit and were left out. Larger "
-            'storages take more; overflow="fill" takes older trajectories that are shorter.'
-        )
+    left = {reason: it["steps"] for reason, it in report.dealt["dropped"].items() if it["steps"]}
+    if left:
+        warn(_said_left(report, left))
     folder = root / _FOLDER
     try:
         if not folder.is_dir():
@@ -150,6 +147,19 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
     except OSError as error:  # the rows are there
         warn(f"restore: the report could not be written: {error}")
+
+
+def _said_left(report: RestoreReport, left: dict[str, int]) -> str:
+    """What is said of steps that were dropped, by reason."""
+    said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {report.steps + sum(left.values())} were left out"
+    over, more = left.pop("overflow", 0), ""
+    counts = [f"{steps} of {reason} episodes" for reason, steps in left.items()]
+    if over:
+        counts.append(f"{count(over, 'step')} did not fit")
+        more = ' Larger storages take more; overflow="fill" takes older trajectories that are shorter.'
+    if set(left) - {"oversize"}:
+        more += ' restore(incomplete={"open": "keep", "headless": "keep"}) keeps incomplete episodes.'
+    return f"{said}: {', '.join(counts)}.{more}"
 
 
 def forget_reports(root: Path, removed: Iterable[str]) -> None:

@@ -591,10 +591,20 @@ class NextFromFollowing(Expander):
         super().bind(storage)
 
     def moved(self) -> None:
+        """As for every sampler. Final observations that follow the rows are moved, too.
+
+        >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler
+        >>> NextFromFollowing(RandomSampler(), FinalObservations(["obs"], LazyTensorStorage(10))).moved()
+        """
         super().moved()
         self.finals.move()
 
     def observe(self, write: Write | None, data: object) -> None:
+        """As for every sampler. Warns, once, if the write lost final observations of other rows.
+
+        >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler
+        >>> NextFromFollowing(RandomSampler(), FinalObservations(["obs"], LazyTensorStorage(10))).observe(None, None)
+        """
         self.finals.written()
         super().observe(write, data)
 

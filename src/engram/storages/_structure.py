@@ -30,7 +30,7 @@ from engram._tensordict import (
 from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
+from engram.nested import attributes, find_field, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored, overflows
 from engram.storages._keys import at, by_name, taken_by_key
@@ -62,8 +62,11 @@ class Structure:
         types: Mapping[str, type] | None = None,
         dtypes: Dtypes = NO_DTYPES,
         added: Added = NOTHING_ADDED,
+        names: Mapping[tuple[str, ...], tuple[str | None, ...]] | None = None,
     ) -> None:
         self.fields = tuple(fields)
+        #: Names of the dims of a row's TensorDicts, by path; those without any are not there. No store records them.
+        self.names = names or {}
         #: The last fields, which data may leave out, as they were added since the first row.
         self.added = added
         #: The fields whose dtype the user has said: values of others are cast to it.
@@ -143,7 +146,7 @@ class Structure:
             raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
         if dtypes:
             builder.give(dtypes)
-        return cls(builder.fields, root, builder.types, dtypes)
+        return cls(builder.fields, root, builder.types, dtypes, names=builder.names)
 
     @classmethod
     def from_schema(cls, schema: Schema, dtypes: Dtypes = NO_DTYPES) -> Structure:
@@ -161,7 +164,7 @@ class Structure:
 
     def grown(self, schema: Schema) -> Structure:
         """The structure of rows with more fields."""
-        grown = Structure(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema))
+        grown = Structure(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema), self.names)
         grown.on_host, grown._before = self.on_host, self
         return grown
 
@@ -318,7 +321,8 @@ class Structure:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
             raise KeyError(
-                f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row."
+                f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row; "
+                "rb.add_field(key, example) adds one to all rows."
             )
         for key, child in children.items():
             self._walk(child, named[key], batch, found, call, (*path, key), frozenset())
@@ -350,8 +354,19 @@ class Structure:
             if not self.is_tensordict:
                 return source
             size = torch.Size((*(self._batch_of(columns) if batch is None else batch), *self.root.batch))
-            return wrap(source, size, device)
-        return self._build(self.root, columns, self._batch_of(columns) if batch is None else batch, device, extra)
+            made: object = wrap(source, size, device)
+        else:
+            batch = self._batch_of(columns) if batch is None else batch
+            made = self._build(self.root, columns, batch, device, extra)
+        if self.names:
+            self._name(made, len(self._batch_of(columns)))
+        return made
+
+    def _name(self, data: object, lead: int) -> None:
+        """Give the dims of TensorDicts that have ``lead`` dims before those of rows their names."""
+        for path, names in self.names.items():
+            found: Any = find_field(data, path)
+            found.names = [*[None] * lead, *names]
 
     def _batch_of(self, columns: Sequence[Tensor]) -> torch.Size:
         return columns[0].shape[: columns[0].ndim - len(self._specs[0][1])]
@@ -406,18 +421,21 @@ class _Builder:
         self.call = call
         self.fields: list[Field] = []
         self.types: dict[str, type] = {}
+        self.names: dict[tuple[str, ...], tuple[str | None, ...]] = {}
 
     def node(self, value: object, path: tuple[str, ...]) -> Node:
         if _is_leaf(value):
             return self._leaf(value, path)
         kind, source = _contained(value, path, self.call)
+        batch: tuple[int, ...] = ()
+        if is_tensor_collection(value):
+            batch = tuple(value.batch_size[1:] if self.batched else value.batch_size)
+            if batch and any(names := tuple(value.names[self.batched :])):
+                self.names[path] = names
         children = {}
         for key, child in by_name(source.items(), path, self.call).items():
             validate_key((*path, key))
             children[key] = self.node(child, (*path, key))
-        batch: tuple[int, ...] = ()
-        if is_tensor_collection(value):
-            batch = tuple(value.batch_size[1:] if self.batched else value.batch_size)
         name = ""
         if kind in ("tensorclass", "namedtuple"):
             name = type_name(type(value))

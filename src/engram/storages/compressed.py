@@ -129,10 +129,16 @@ class _Leaf:
 class _Entries:
     """A TensorDict of which the tensors are compressed."""
 
-    __slots__ = ("batch_size", "device", "entries")
+    __slots__ = ("batch_size", "device", "entries", "names")
 
-    def __init__(self, entries: dict[str, object], batch_size: torch.Size, device: torch.device | None) -> None:
-        self.entries, self.batch_size, self.device = entries, batch_size, device
+    def __init__(
+        self,
+        entries: dict[str, object],
+        batch_size: torch.Size,
+        device: torch.device | None,
+        names: list[str | None] | None = None,
+    ) -> None:
+        self.entries, self.batch_size, self.device, self.names = entries, batch_size, device, names
 
 
 class _CompressedItems(ListStorage):
@@ -167,7 +173,7 @@ class _CompressedItems(ListStorage):
             return _Leaf(data, leaf.shape, leaf.dtype)
         if is_plain_tensordict(leaf):
             entries = {key: self._compressed(value) for key, value in children(leaf).items()}
-            return _Entries(entries, leaf.batch_size, leaf.device)
+            return _Entries(entries, leaf.batch_size, leaf.device, leaf.names if any(leaf.names) else None)
         return leaf
 
     def _whole(self, item: object) -> object:
@@ -176,7 +182,8 @@ class _CompressedItems(ListStorage):
     def _whole_leaf(self, leaf: object) -> object:
         if isinstance(leaf, _Entries):
             entries = {key: self._whole(value) for key, value in leaf.entries.items()}
-            return tensordict_type()(entries, batch_size=leaf.batch_size, device=self._device if leaf.device else None)
+            device = self._device if leaf.device else None
+            return tensordict_type()(entries, batch_size=leaf.batch_size, device=device, names=leaf.names)
         return self._tensor(leaf) if isinstance(leaf, _Leaf) else leaf
 
     def _tensor(self, leaf: _Leaf) -> Tensor:

@@ -797,7 +797,8 @@ class TensorStorage(Storage):
         state = super().__getstate__()
         if self.memory is not None:
             state["memory"] = self.memory.detached()
-            if self.memory.directory is not None and self.written().is_described:
+            structure = self.written()
+            if self.memory.directory is not None and structure.is_described and not structure.names:
                 del state["structure"]  # the folder says it
         return state
 
