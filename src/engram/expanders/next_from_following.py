@@ -591,10 +591,22 @@ class NextFromFollowing(Expander):
         super().bind(storage)
 
     def moved(self) -> None:
+        """As of every sampler; a buffer calls it.
+
+        >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+        >>> NextFromFollowing(RandomSampler(), finals).moved()
+        """
         super().moved()
         self.finals.move()
 
     def observe(self, write: Write | None, data: object) -> None:
+        """As of every sampler; the storage calls it.
+
+        >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler
+        >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+        >>> NextFromFollowing(RandomSampler(), finals).observe(None, None)
+        """
         self.finals.written()
         super().observe(write, data)
 
