@@ -331,22 +331,6 @@ def test_a_writer_may_set_rows_itself(storage):
     assert torch.as_tensor(list(rb[:])).tolist() == [6, 9, 2, 3, 4, 5]
 
 
-def test_lists_are_set_item_by_item():
-    class Scaled(ListStorage):
-        def set(self, cursor, data, *, set_cursor=True):
-            super().set(cursor, data * 10 if isinstance(cursor, int) else data, set_cursor=set_cursor)
-
-        def get(self, index):
-            found = super().get(index)
-            return [item + 1 for item in found] if isinstance(found, list) else found + 1
-
-    rb = ReplayBuffer(storage=Scaled(6), sampler=Even(100), batch_size=2, collate_fn=list)
-    rb.extend([1, 2, 3])
-    rb.add(4)
-    assert rb[:] == [11, 21, 31, 41]
-    assert rb.sample() == [11, 11]
-
-
 def test_priorities_in_torchrls_form():
     class Doubling(PrioritizedSampler):
         def update_priority(self, index, priority, *, storage=None):

@@ -107,12 +107,6 @@ def _set(
         if as_numbers("set: cursor", cursor).reshape(-1).tolist() != rows.tolist():
             Storage.set(storage, cursor, data)
             return
-        if batched and not storage.traits.has_fields:  # TorchRL's lists set a batch item by item
-            items = list[Any]()
-            with doing(storage, lambda _, item: items.append(item)):
-                for row, item in zip(rows.tolist(), data, strict=True):
-                    storage.set(row, item)
-            data = items
         made.append(here(data, lanes[0], call, batched=batched))
 
     if len(rows):

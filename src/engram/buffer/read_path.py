@@ -50,7 +50,9 @@ class ReadPath:
             key.draw()
         else:
             key.draw(generator=wiring.generator)
-        if wiring.stream != 0:
+        if wiring.stream:
+            key.mix(wiring.stream)
+        elif wiring.stream is None:
             wiring.mix(key)
         if wiring.pinning is None or not self.gathers_pinned():
             return self.sample_with(key, batch_size, return_info, timeout)

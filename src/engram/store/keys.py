@@ -18,6 +18,8 @@ class Key:
         self.address = self._bits.data_ptr()
         self.draw = self._bits.random_
         """``draw()`` or ``draw(generator=…)``."""
+        self.mix = self._bits.bitwise_xor_
+        """``mix(stream)``: into the bits of a draw those of :func:`engram._fork.stream`."""
 
     @classmethod
     def of(cls, value: int) -> Key:
@@ -29,10 +31,6 @@ class Key:
     def set(self, value: int) -> None:
         """To these bits, ``0 <= value < 2 ** 64``, in place of a draw."""
         self._bits.fill_(value - (1 << 64) if value >= 1 << 63 else value)
-
-    def mix(self, stream: int) -> None:
-        """Into the bits of a draw those of :func:`engram._fork.stream`."""
-        self._bits.bitwise_xor_(stream)
 
     @property
     def value(self) -> int:

@@ -496,9 +496,12 @@ class Store:
         """
         first, every = len(self.tensors), (*self.tensors, *tensors)
         specs = dlpack_specs(schema.fields[first:])
+        addresses = [tensor.data_ptr() for tensor in tensors]
         fields = [
-            (every[number].data_ptr(), schema.fields[number].row_bytes, schema.fill(number) or b"", spec)
-            for number, spec in enumerate(specs, first)
+            (address, field.row_bytes, schema.fill(number) or b"", spec)
+            for number, (address, field, spec) in enumerate(
+                zip(addresses, schema.fields[first:], specs, strict=True), first
+            )
         ]
         with self._viewing:
             mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
