@@ -105,7 +105,7 @@ def _planning(share: float) -> Iterator[Row]:
 def _plan_once() -> tuple[float, float]:
     """Seconds of a plan and its digest, and MB that the resident set of this process grows, tables included."""
     from engram.format.tables import HAS_FIRST, HAS_LAST
-    from engram.reshard.by_trajectory import plan_by_trajectory
+    from engram.reshard.driver import plan_by_trajectory
     from engram.reshard.plan import Source, Target
 
     before = resident.now()

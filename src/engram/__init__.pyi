@@ -72,10 +72,10 @@ from engram.limits import SamplesPerInsert as SamplesPerInsert
 from engram.loader import DeviceLoader as DeviceLoader
 from engram.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
 from engram.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
+from engram.query.buffers import filter_trajectories as filter_trajectories
+from engram.query.buffers import iter_trajectories as iter_trajectories
 from engram.query.predicates import TrajectoryPredicate as TrajectoryPredicate
 from engram.query.predicates import traj as traj
-from engram.query.splitting import filter_trajectories as filter_trajectories
-from engram.query.splitting import iter_trajectories as iter_trajectories
 from engram.query.trajectory import Trajectory as Trajectory
 from engram.ranks import Ranks as Ranks
 from engram.removers import FifoRemover as FifoRemover

@@ -13,7 +13,7 @@ from tests.cluster.on_nodes import AWAY, HERE, made, rows
 from tests.ranks.jobs import episode, steps_of, whos
 
 ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
-saving = pytest.importorskip("engram.cluster.saving", reason="engram-replay[ray] is not installed")
+shard = pytest.importorskip("engram.cluster.shard", reason="engram-replay[ray] is not installed")
 SAVED, RESTORED = stress.size((3, 2), (8, 6))
 LANES, LENGTH = 2, 64
 
@@ -213,8 +213,8 @@ def test_a_board_answers_its_own_job_alone():
 
             return Call
 
-    board = saving.Board("now")
-    ranks = [saving.RanksOnRay(rank, 2, Holder(board), "now") for rank in range(2)]
+    board = shard.Board("now")
+    ranks = [shard.RanksOnRay(rank, 2, Holder(board), "now") for rank in range(2)]
     for one in ranks:
         one._answer = lambda answer: answer
     ranks[0].set("a", b"1")
@@ -231,4 +231,4 @@ def test_a_board_answers_its_own_job_alone():
     with pytest.raises(RankFailed, match="rank 1 is gone"):
         ranks[0].get("b")
     with pytest.raises(RankFailed, match="started again"):
-        saving.Board("").do("now", "get", "b", None)
+        shard.Board("").do("now", "get", "b", None)

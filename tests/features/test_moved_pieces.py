@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engram import Checkpointer, LazyTensorStorage
-from engram.reshard import numbering
+from engram.reshard import scatter
 from tests.features.remembering import Fragments
 from tests.features.rows import check_whole, whos_of
 from tests.ranks.jobs import done, job
@@ -80,7 +80,7 @@ def test_the_windows_survive(shape, tmp_path):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_piece_by_itself_loses_windows(shape, tmp_path):
     """A negative control: numbers as they were given before."""
-    alone = mock.patch.object(numbering.Numbering, "numbers", lambda self, tensors, first: np.arange(len(first)))
+    alone = mock.patch.object(scatter.Numbering, "numbers", lambda self, tensors, first: np.arange(len(first)))
     with alone:
         every = moved(tmp_path, SHAPES[shape][0])
     with pytest.raises(AssertionError):
@@ -94,7 +94,7 @@ def old_numbers(numbering, tensors, first):
 
 def test_shards_that_share_a_number_would_mix(tmp_path):
     """A negative control: the old numbers, which both ranks gave."""
-    with mock.patch.object(numbering.Numbering, "numbers", old_numbers):
+    with mock.patch.object(scatter.Numbering, "numbers", old_numbers):
         (rb,) = moved(tmp_path, (1,))
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         check(rb)

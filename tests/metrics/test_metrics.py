@@ -30,7 +30,6 @@ from engram import (
     StalenessAwareSampler,
     TensorDictPrioritizedReplayBuffer,
 )
-from engram.metrics import collector
 from engram.metrics import server as http_server
 from engram.metrics.catalog import METRICS
 from tests.fresh import start
@@ -173,14 +172,14 @@ def test_a_buffer_that_does_not_answer_is_not_waited_for_nor_asked_again(monkeyp
             ends.wait(60)
             return {"size": 3}
 
-    monkeypatch.setattr(collector, "ANSWER_S", 0.01)
+    monkeypatch.setattr(http_server, "ANSWER_S", 0.01)
     registry = CollectorRegistry()
     registry.register(engram.metrics.Collector({"searching": Searching()}))
     for _ in range(3):
         assert registry.get_sample_value("engram_up", {"buffer": "searching"}) == 0
     assert len(asked_for) == 1
     ends.set()
-    monkeypatch.setattr(collector, "ANSWER_S", 60.0)
+    monkeypatch.setattr(http_server, "ANSWER_S", 60.0)
     assert registry.get_sample_value("engram_rows", {"buffer": "searching"}) == 3
 
 

@@ -14,7 +14,7 @@ import torch
 
 from engram import LazyTensorStorage, ReplayBuffer
 from engram.format.workers import Ended
-from engram.persist.parallel_read import READERS, parallel_read
+from engram.persist.rows import READERS, parallel_read
 from tests import fresh
 
 HERE = [torch.zeros(1)]

@@ -17,8 +17,8 @@ from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDic
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from engram.persist import parts
-from engram.reshard import by_trajectory, driver, plan, scatter
-from engram.reshard.by_trajectory import plan_by_trajectory
+from engram.reshard import driver, plan, scatter
+from engram.reshard.driver import plan_by_trajectory
 from tests.format.checkpoint_folders import tree
 from tests.format.system_calls import settled
 from tests.ranks.jobs import buffer, done, episode, job, layout, play, steps_of, whos
@@ -80,9 +80,7 @@ def trajectories_stay_apart(root, roles):
 
 def without_gaps(*args):
     made = plan_by_trajectory(*args)
-    return made._replace(
-        position=by_trajectory._positions(made.rank, made.lane, made.steps), gap=np.zeros_like(made.gap)
-    )
+    return made._replace(position=driver._positions(made.rank, made.lane, made.steps), gap=np.zeros_like(made.gap))
 
 
 @pytest.mark.parametrize("roles", [ONLY_ENDS, ONLY_NUMBERS], ids=["ends", "numbers"])

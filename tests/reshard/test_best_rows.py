@@ -18,7 +18,7 @@ from engram import (
 )
 from engram.cli import main
 from engram.ranks import Ranks
-from engram.reshard.by_rank import plan_by_rank
+from engram.reshard.driver import plan_by_rank
 from engram.reshard.plan import DROPPED, Source, Target
 from tests.ranks.jobs import checkpointer, columns_of, done, job
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("engram.format.tables")
-from engram.reshard.by_trajectory import plan_by_trajectory
+from engram.reshard.driver import plan_by_trajectory
 from engram.reshard.plan import DROPPED, Incomplete, Source, Target
 
 FIRST, LAST, OPEN = 1, 2, 8

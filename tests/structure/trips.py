@@ -13,10 +13,10 @@ from tensordict import TensorDict
 
 from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, ReplayBuffer, TensorDictReplayBuffer
 from engram.format import disk
-from engram.persist import parallel_read
+from engram.persist import rows
 
 logging.getLogger("engram").setLevel(logging.ERROR)
-disk.THREADS = parallel_read.READERS = 1  # no profile sees the bare threads that help, so this one makes their calls
+disk.THREADS = rows.READERS = 1  # no profile sees the bare threads that help, so this one makes their calls
 POLLING = ("/engram/ranks.py", "/engram/ranks/")
 trips = []
 counting = threading.Event()

@@ -18,7 +18,6 @@ from tensordict import TensorDict
 
 import engram.buffer.write_path
 import engram.changes
-import engram.removers.prioritized
 import engram.removers.ranked
 import engram.removers.sampled
 import engram.writers.removing
@@ -251,7 +250,6 @@ TRACED = {
     module.__file__
     for module in (
         engram.changes,
-        engram.removers.prioritized,
         engram.removers.ranked,
         engram.removers.sampled,
         engram.writers.removing,

@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 from engram._progress import Work
 from engram._unsupported import reject_unsupported
 from engram._words import warn
-from engram.checkpoint.elsewhere import SaveElsewhere
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.job import Job
 from engram.checkpoint.options import (
@@ -48,9 +48,35 @@ if TYPE_CHECKING:
     from engram.checkpoint.schedule import Requests
     from engram.format.problems import Problem
     from engram.persist.roles import Roles
-    from engram.types import Checkpointable
+    from engram.types import Checkpointable, Savers
+
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
+
+
+class SaveElsewhere(SaveAttempt):
+    """A save by the ranks that have the rows, and the handle that its caller gets.
+
+    Args:
+        job: whose save.
+        asked: what for.
+        number: of the attempt.
+        savers: of the buffer.
+    """
+
+    def __init__(self, job: Job, asked: Asked, number: int, savers: Savers) -> None:
+        super().__init__(job, asked, number)
+        self._wanted, self._savers = asked, savers
+
+    def prepare(self) -> None:
+        """Return when all snapshots are taken. Raises as ``Checkpointer.save``."""
+        self._started = time.perf_counter()
+        self._savers.begin(self._wanted.step, self._wanted.user)
+
+    def _write(self) -> SaveReport:
+        report = self._savers.end()
+        self.path = report.path
+        return report
 
 
 def _world_of_torch() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
@@ -12,13 +13,13 @@ from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
 from engram.buffer.output import View, moved, target_of
+from engram.buffer.prefetching import Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
 from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring, checked_generator
 from engram.ensembles.members import Member
-from engram.ensembles.prefetching import EnsemblePrefetching
 from engram.ensembles.reading import EnsembleReadPath, collated
 from engram.ensembles.refusing import asks_a_member, naming
 from engram.ensembles.routing import RoutedWrites, Routing
@@ -27,7 +28,6 @@ from engram.ensembles.saving import EnsembleSaving
 from engram.ensembles.selection import members_named, split_index
 from engram.ensembles.storages import StorageEnsemble
 from engram.ensembles.streams import Keys, end_streams
-from engram.ensembles.swapping import check_components, swap
 from engram.ensembles.writers import WriterEnsemble
 from engram.limits import WAIT_S, checked_timeout
 from engram.pinning import pinning_for
@@ -42,12 +42,58 @@ if TYPE_CHECKING:
 
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.output import Output
+    from engram.buffer.read_path import ReadPath
     from engram.types import Device, Size, Wait
+
 
 __all__ = ["ReplayBufferEnsemble"]
 
 Batch = TypeVar("Batch")
 T = TypeVar("T")
+Components = TypeVar("Components", bound=Sized)
+
+
+def check_components(call: str, given: object, kind: type[Components], members: int) -> Components:
+    """Components of one kind, one for each member. Raises ``TypeError``: something else. ``ValueError``: another number."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{call}: expected a {kind.__name__}, one for each member, got {type(given).__name__}.")
+    if len(given) != members:
+        raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
+    return given
+
+
+def swap(members: Sequence[ReplayBuffer], components: Sequence[T], put: Callable[[ReplayBuffer, T], T]) -> None:
+    """Give each member one of the components, by ``put``, which returns the one before.
+
+    Raises what one of them raises, whose number it says. The others have theirs back then.
+    """
+    before: list[T] = []
+    try:
+        for member, component in zip(members, components, strict=True):
+            before.append(put(member, component))
+    except BaseException as error:  # an interrupt, too
+        error.add_note(f"Raised by member {len(before)} of the ensemble. Nothing was changed.")
+        for member, component in zip(members, before, strict=False):
+            put(member, component)
+        raise
+
+
+class EnsemblePrefetching(Prefetching):
+    """Draws batches ahead. Where it drops some, their rows go back to the epochs of members."""
+
+    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath, members: Sequence[Member]) -> None:
+        super().__init__(wiring, settings, reading)
+        self._members = members
+
+    def place(self) -> dict[str, object] | None:
+        """The states of samplers of members by number, of those that can go back; None: there are none."""
+        places = {str(member.number): place_of(member.wiring) for member in self._members}
+        found = {number: place for number, place in places.items() if place is not None}
+        return cast("dict[str, object]", found) or None
+
+    def go_back(self, before: dict[str, object]) -> None:
+        for number, place in before.items():
+            go_back(self._members[int(number)].wiring, cast("dict[str, object]", place))
 
 
 class _Others(TypedDict, total=False):

@@ -1,8 +1,7 @@
 """What a buffer does, in numbers, with advice, and row by row."""
 
-from engram.inspect.advice import Finding, Health, health
+from engram.inspect.advice import Finding, Health, count_usage, health
 from engram.inspect.estimates import effective_size, gauges
 from engram.inspect.explanation import Explanation, Place, explain
-from engram.inspect.usage import count_usage
 
 __all__ = ["Explanation", "Finding", "Health", "Place", "count_usage", "effective_size", "explain", "gauges", "health"]

@@ -3,7 +3,6 @@
 Needs ``pip install "engram-replay[metrics]"``, which brings prometheus-client.
 """
 
-from engram.metrics.collector import Collector
-from engram.metrics.server import MetricsServer, serve
+from engram.metrics.server import Collector, MetricsServer, serve
 
 __all__ = ["Collector", "MetricsServer", "serve"]

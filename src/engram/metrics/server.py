@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Self
+from time import monotonic
+from typing import Self
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector as Collects
 
-from engram.metrics.collector import Collector, checked_buffers
+from engram.metrics.catalog import METRICS, HasStats
 from engram.remote.addresses import Address, address_of
-
-if TYPE_CHECKING:
-    from engram.metrics.catalog import HasStats
 
 PATH = "/metrics"
 #: Requests answered at a time; others are closed at once.
@@ -26,6 +27,106 @@ _MOST = 8
 _LOOK_S = 0.1
 #: Of one request, from the first byte to the last.
 _LIMIT_S = 10.0
+
+
+#: Seconds that all buffers have for an answer: less than a scraper waits for.
+ANSWER_S = 5.0
+
+
+class _Question:
+    """Asks a buffer, in a thread of its own: one whose server is gone looks for it for its whole ``patience``."""
+
+    def __init__(self, rb: HasStats) -> None:
+        self.stats: dict[str, float] = {}
+        self.answered = threading.Event()
+        threading.Thread(target=self._ask, args=(rb,), name="engram-metrics", daemon=True).start()
+
+    def _ask(self, rb: HasStats) -> None:
+        try:
+            self.stats = rb.stats()
+        except Exception:  # noqa: BLE001 - `engram_up` says it, and the others answer
+            self.stats = {}
+        finally:
+            self.answered.set()
+
+
+class Collector(Collects):
+    """Shows buffers in a registry of your own: ``REGISTRY.register(Collector({"replay": rb}))``.
+
+    Args:
+        buffers: by the name that the label ``buffer`` will have; at least one. Their rows, samplers and counts are not changed, and
+            no writer or learner waits. A buffer that was closed, or that does not answer within 5 seconds, as its server is gone, has
+            ``engram_up`` 0 and no other metric.
+
+    Raises:
+        TypeError: no buffers, or names that are no str. ValueError: none at all.
+
+    Cost: a thread with a ``stats()`` of each buffer whenever the registry is read; of connected buffers a request.
+
+    >>> import torch
+    >>> from prometheus_client import CollectorRegistry
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> from engram.metrics import Collector
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    >>> _ = rb.extend(torch.arange(3))
+    >>> registry = CollectorRegistry()
+    >>> registry.register(Collector({"replay": rb}))
+    >>> registry.get_sample_value("engram_rows", {"buffer": "replay"})
+    3
+    """
+
+    def __init__(self, buffers: Mapping[str, HasStats]) -> None:
+        self._buffers = checked_buffers(buffers, "Collector")
+        self._lock = threading.Lock()
+        self._asked: dict[str, _Question] = {}
+
+    def collect(self) -> Iterator[Family]:
+        found = self._stats()
+        up = GaugeMetricFamily("engram_up", "1: the buffer answers.", labels=("buffer",))
+        for name, stats in found.items():
+            up.add_metric((name,), bool(stats))
+        yield up
+        for it in METRICS:
+            makes = GaugeMetricFamily if it.kind == "gauge" else CounterMetricFamily
+            labels = ("buffer", it.label) if it.label else ("buffer",)
+            family = makes(f"engram_{it.name}", it.help, labels=labels, unit=it.unit)
+            keys = {"": it.stats} if isinstance(it.stats, str) else it.stats
+            for name, stats in found.items():
+                for value, key in keys.items():
+                    if key in stats:
+                        family.add_metric((name, value)[: len(labels)], stats[key])
+            if family.samples:
+                yield family
+
+    def _stats(self) -> dict[str, dict[str, float]]:
+        """Of each buffer, empty where none came in time. A buffer that was asked and has not answered yet is not asked again."""
+        with self._lock:
+            for name, rb in self._buffers.items():
+                if name not in self._asked or self._asked[name].answered.is_set():
+                    self._asked[name] = _Question(rb)
+            asked = dict(self._asked)
+        deadline = monotonic() + ANSWER_S
+        return {
+            name: it.stats if it.answered.wait(max(0.0, deadline - monotonic())) else {} for name, it in asked.items()
+        }
+
+    def describe(self) -> list[Family]:
+        """Nothing: registering asks no buffer for anything."""
+        return []
+
+
+def checked_buffers(buffers: object, call: str) -> dict[str, HasStats]:
+    """Buffers by name. Raises as :class:`Collector`."""
+    if not isinstance(buffers, Mapping):
+        raise TypeError(f"{call}: expected buffers by name, {{'replay': rb}}, got {type(buffers).__name__}.")
+    if not buffers:
+        raise ValueError(f"{call}: expected at least one buffer, got none.")
+    for name, rb in buffers.items():
+        if not isinstance(name, str) or not isinstance(rb, HasStats):
+            raise TypeError(
+                f"{call}: expected buffers by name, {{'replay': rb}}, got a {type(rb).__name__} of the name {name!r:.80}."
+            )
+    return dict(buffers)
 
 
 class MetricsServer:

@@ -22,13 +22,13 @@ from engram.format.files import Descriptor
 from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
 from engram.format.tables import OPEN
+from engram.format.workers import work_off
 from engram.persist.components import described_state, read_state
-from engram.persist.parallel_read import READERS, parallel_read
 from engram.persist.roles import boundary_fields, roles_of
 from engram.persist.trajectory_table import Marks, count_kinds, find_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
     from engram.types import RowsTarget
+
 
 _HERE = Path()
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
@@ -59,6 +60,19 @@ _STEP_TYPES = {"first": 0, "last": 2}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 #: Entries of a state that are tables of their own.
 TABLES = ("lanes", "numbers", "writes")
+
+
+#: Threads, the caller's included. Disks give more to two than to one; beyond that it is the processors that training needs.
+READERS = 2
+
+
+def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequence[Tensor]) -> None:
+    """Call all that the shares consist of, in several threads, as :func:`work_off` does.
+
+    Shares must not touch the same reader or the same rows at once. Tensors on a device are filled by this thread alone, as what is
+    launched there belongs to its stream.
+    """
+    work_off(shares, READERS if all(tensor.is_cpu for tensor in into) else 1)
 
 
 class SavedRows(NamedTuple):

@@ -1,8 +1,7 @@
 """Who goes when the store is full: components that choose the rows which new ones replace."""
 
 from engram.removers._base import Removable, Remover
-from engram.removers.prioritized import LowestPriority
-from engram.removers.ranked import FifoRemover, Lifo, StalestFirst
+from engram.removers.ranked import FifoRemover, Lifo, LowestPriority, StalestFirst
 from engram.removers.sampled import MaxTimesSampled
 
 __all__ = ["FifoRemover", "Lifo", "LowestPriority", "MaxTimesSampled", "Removable", "Remover", "StalestFirst"]

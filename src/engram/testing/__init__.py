@@ -11,9 +11,8 @@ The tests are methods called ``test_…`` without parameters, so pytest and othe
 """
 
 from engram.testing.contract import Contract
-from engram.testing.row_storages import RowStorageContract
+from engram.testing.row_storages import RowStorageContract, StorageContract
 from engram.testing.samplers import SamplerContract
-from engram.testing.storages import StorageContract
 from engram.testing.transforms import TransformContract
 from engram.testing.writers import WriterContract
 
