@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -102,7 +103,7 @@ std::uint64_t Participants::join() {
       unlock(i);
       continue;
     }
-    entry.pid = static_cast<std::uint32_t>(getpid());
+    std::atomic_ref(entry.pid).store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);  // note_writer() reads it
     entry.start_time = start_time_of(entry.pid);
     entry.uid = static_cast<std::uint32_t>(getuid());
     entry.prepaid.store(0, std::memory_order_relaxed);

@@ -18,6 +18,8 @@ _OF_A_MANIFEST = re.compile(rb'("sum":"|"sha256":")[0-9a-f]+(?=")')
 _BOOT, _BOOT_BYTES = 4096, 48
 _PARTICIPANTS = range(12288 + 4, 12288 + 256 * 128, 128)
 _PROCESS_BYTES = 16
+#: Behind the participants, each lane: in it, which process appended last.
+_LANES, _LANE_BYTES, _WRITER, _WRITER_BYTES = _PARTICIPANTS.stop, 64, 24, 8
 #: What depends on the clock, and on who did what: the curve, the meter, and the samples of each participant.
 _COUNTED = [(_BOOT + 1024, 3072), (8192 + 128, 576)] + [(at + 20, 8) for at in _PARTICIPANTS]
 
@@ -29,6 +31,8 @@ def forget_processes(store):
     control[_BOOT : _BOOT + _BOOT_BYTES] = b"another boot".ljust(_BOOT_BYTES, b"\0")
     for at in _PARTICIPANTS:
         control[at : at + _PROCESS_BYTES] = bytes(_PROCESS_BYTES)
+    for at in range(_LANES + _WRITER, len(control), _LANE_BYTES):
+        control[at : at + _WRITER_BYTES] = bytes(_WRITER_BYTES)
     for at, nbytes in _COUNTED:
         control[at : at + nbytes] = bytes(nbytes)
     path.write_bytes(control)

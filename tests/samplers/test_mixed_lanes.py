@@ -21,23 +21,23 @@ FORK = multiprocessing.get_context("fork")
 SAYS = "several processes write to one lane"
 
 
-def steps(worker, first, n, length):
+def steps(worker, first, n, length, ids="piece"):
     number = torch.arange(first, first + n)
     return {
         "worker": torch.full((n,), worker),
-        "episode": worker * 1000 + number // length,
+        ids: worker * 1000 + number // length,
         "done": (number % length == length - 1).unsqueeze(-1),
     }
 
 
-def write_by_turns(rb, *, turns=6, n=5, length=20, lane=None, by_row=False):
+def write_by_turns(rb, *, turns=6, n=5, length=20, lane=None, by_row=False, ids="piece"):
     """Two processes write ``n`` steps each, by turns; ``lane``: of each."""
     tokens = [FORK.Semaphore(1), FORK.Semaphore(0)]
 
     def work(worker):
         for turn in range(turns):
             tokens[worker].acquire()
-            rows = steps(worker, turn * n, n, length)
+            rows = steps(worker, turn * n, n, length, ids)
             at = None if lane is None else lane(worker)
             if by_row:
                 for i in range(n):
@@ -57,12 +57,12 @@ def together(processes):
         assert process.exitcode == 0
 
 
-def made(tmp_path, sampler=None, *, lanes=1, memory=False):
+def made(tmp_path, sampler=None, *, lanes=1, memory=False, ids="piece"):
     storage = (
         LazyTensorStorage(400, lanes=lanes) if memory else LazyMemmapStorage(400, scratch_dir=tmp_path, lanes=lanes)
     )
     rb = ReplayBuffer(storage=storage, sampler=sampler or ended(), batch_size=12)
-    rb.extend(steps(9, 0, 20 * lanes, 20), lane=torch.arange(20 * lanes) // 20)
+    rb.extend(steps(9, 0, 20 * lanes, 20, ids), lane=torch.arange(20 * lanes) // 20)
     return rb.share() if memory else rb
 
 
@@ -124,14 +124,15 @@ def test_writers_that_begin_later_are_seen(tmp_path):
     "more",
     [
         {"lanes": 2},
-        {"sampler": SliceSampler(slice_len=4, traj_key="episode")},
-        {"sampler": SliceSampler(slice_len=4)},  # which finds the ids
+        {"sampler": SliceSampler(slice_len=4, traj_key="piece")},
+        {"sampler": SliceSampler(slice_len=4), "ids": "episode"},  # which finds the ids
     ],
     ids=["lanes", "traj_key", "found ids"],
 )
 def test_lanes_of_their_own_and_ids_say_nothing(tmp_path, more):
     with made(tmp_path / "rows", **more) as rb:
-        write_by_turns(rb, n=4, length=20, lane=(lambda worker: worker) if "lanes" in more else None)
+        lane = (lambda worker: worker) if "lanes" in more else None
+        write_by_turns(rb, n=4, length=20, lane=lane, ids=more.get("ids", "piece"))
         assert not said(rb)
 
 

@@ -223,7 +223,7 @@ class Lanes:
                 f"extend: {n} rows each time look like steps of {n} environments, which one lane has one after the other: windows and "
                 f"returns mix them. Make the storage with lanes={n}."
             )
-            storages.announcing.announce([line], logging.WARNING if reads else logging.INFO)
+            storages.announcing.announce(line, level=logging.WARNING if reads else logging.INFO)
 
     def say_unnamed(self) -> None:
         """Log once that no lane was named."""
@@ -231,7 +231,7 @@ class Lanes:
             self.told = True
             lanes = self._wiring.storage.lanes
             storages.announcing.announce(
-                [f'extend: no lane was named: of {lanes} rows each goes to a lane of its own, as lane="each" says.']
+                f'extend: no lane was named: of {lanes} rows each goes to a lane of its own, as lane="each" says.'
             )
 
 

@@ -71,7 +71,7 @@ class ReadPath:
                     f"sample: a batch of {batch_size} rows, of {_words.count(size, 'row')} that are stored, has some several times. Write "
                     "more before the first batch."
                 )
-                storages.announcing.announce([line], logging.WARNING)
+                storages.announcing.announce(line, level=logging.WARNING)
 
     def draw_key(self, key: Key) -> None:
         """64 random bits from the generator, and what sets this process apart: all randomness of one draw."""

@@ -231,7 +231,7 @@ def _announce_repair(storage: storages.LazyMemmapStorage) -> None:
     """Log what opening recovered."""
     repair = storage.store.repair if storage.initialized else None
     if repair is not None:
-        storages.announcing.announce([f"{storage.scratch_dir}: its last process did not close it: {repair}."])
+        storages.announcing.announce(f"{storage.scratch_dir}: its last process did not close it: {repair}.")
 
 
 def _path(directory: str | os.PathLike[str]) -> Path:

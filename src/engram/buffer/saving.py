@@ -263,7 +263,7 @@ class Saving:
             load = self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert, resize=convert)
             load.commit()
         if load.converted:
-            announcing.announce([f"{path}: {load.converted}."])
+            announcing.announce(f"{path}: {load.converted}.")
 
     def prepare_state(self, state: Any, *, default_rng: bool) -> BufferLoad:
         """Check a :meth:`state_dict`."""

@@ -45,10 +45,10 @@ def warn_of_lanes(asked: int, capacity: int, lanes: int) -> None:
     """Log a warning where lanes of one length cannot have all rows that were asked for."""
     if capacity < asked:
         line = f"{asked} rows in {lanes} lanes are {capacity}, as all lanes have {capacity // lanes}. Ask for a multiple of {lanes}."
-        announce([line], logging.WARNING)
+        announce(line, level=logging.WARNING)
 
 
-def announce(lines: Sequence[str], level: int = logging.INFO) -> None:
+def announce(*lines: str, level: int = logging.INFO) -> None:
     """Log to ``engram``, except inside :func:`temporary`."""
     if not _is_temporary.get():
         for line in lines:

@@ -121,7 +121,7 @@ class LazyTensorStorage(TensorStorage):
         if self._device_argument == "auto":
             self._device = device_of(data)
         self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
-        announce(advice(structure.fields, dtypes))
+        announce(*advice(structure.fields, dtypes))
         warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
 
     @property
@@ -159,12 +159,12 @@ class LazyTensorStorage(TensorStorage):
         place = "RAM" if self._device.type == "cpu" else str(self._device)
         store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
         skip_numbers(store.core, self._given)
-        announce([creation_line(schema.fields, schema.capacity, place)])
+        announce(creation_line(schema.fields, schema.capacity, place))
         return store
 
     def _allocate_in(self, home: Home, schema: Schema, *, replace: bool) -> Store:
         store = home.create(schema, replace=replace, given=self._given)
         folder = store.directory
         assert folder is not None  # it was just created there
-        announce([creation_line(schema.fields, schema.capacity, folder)])
+        announce(creation_line(schema.fields, schema.capacity, folder))
         return store
