@@ -99,21 +99,31 @@ Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
       counts_(reinterpret_cast<std::uint32_t*>(memory.data() + sets_at(rows_) + 2 * RowSet::bytes(rows_))),
       drawable_(memory.data() + sets_at(rows_), rows_),
       used_(memory.data() + sets_at(rows_) + RowSet::bytes(rows_), rows_),
-      tickets_(tickets) {
+      tickets_(tickets),
+      of_list_(tickets == nullptr ? std::vector<std::uint64_t>(numbers_, numbers_ + rows_) : std::vector<std::uint64_t>()) {
   check(most_ > 0 && most_ < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
   check(tickets == nullptr || tickets->capacity() == rows_, "counts of draws of a store of another capacity");
 }
 
 // What the row's ticket says; of a list's row what was noted.
 std::uint64_t Consumption::word_of(std::uint64_t row) const {
-  if (tickets_ != nullptr) return tickets_->word(row).load(std::memory_order_acquire);
-  return ticket(numbers_[row], numbers_[row] == 0 ? State::unused : State::committed);
+  if (tickets_ != nullptr) return tickets_->held_word(row);
+  return ticket(of_list_[row], numbers_[row] == 0 ? State::unused : State::committed);
 }
 
-// Whether the row is whole, and its count is of what it holds.
-bool Consumption::is_known(std::uint64_t row) const {
-  const std::uint64_t word = word_of(row);
-  return is_committed(word) && number_of(word) == numbers_[row];
+std::uint64_t Consumption::write_of(std::uint64_t row, std::uint64_t word) const {
+  return tickets_ != nullptr ? tickets_->write_of(row, word) : numbers_[row];
+}
+
+// Whether the row holds the write that its count is of. It may be edited meanwhile.
+bool Consumption::is_known(std::uint64_t row, std::uint64_t word) const {
+  return Control::holds_write(word) && write_of(row, word) == numbers_[row];
+}
+
+// Whether a row that was drawn with this ticket still holds the same write: edits have given it larger ones since.
+bool Consumption::is_of(std::uint64_t row, std::int64_t drawn) const {
+  const auto number = static_cast<std::uint64_t>(drawn);
+  return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || number <= number_of(word_of(row)));
 }
 
 // Before its number or count changes, or it is placed.
@@ -140,12 +150,13 @@ void Consumption::note(std::uint64_t row, std::uint64_t number, std::uint32_t co
 // A row that holds nothing loses its count; one of another number than is noted has been written.
 void Consumption::look_at(std::uint64_t row) {
   const std::uint64_t word = word_of(row);
-  const bool gone = !is_committed(word) && state_of(word) != State::writing;
-  if (is_committed(word) ? numbers_[row] == number_of(word) : !gone || numbers_[row] == 0) return;
+  const bool holds = Control::holds_write(word), gone = !holds && state_of(word) != State::writing;
+  const std::uint64_t number = holds ? write_of(row, word) : 0;
+  if (holds ? numbers_[row] == number : !gone || numbers_[row] == 0) return;
   no_longer_read(row);
   counts_[row] = 0;
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  numbers_[row] = gone ? 0 : number_of(word);
+  numbers_[row] = number;
 }
 
 void Consumption::make_sets() {
@@ -184,14 +195,15 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     const std::uint64_t row = drawable_.at(random.below(left, i));
     drawable_.erase(row);
     looked_at_.push_back(row);
-    if (!is_known(row)) continue;
+    const std::uint64_t word = word_of(row);
+    if (!is_known(row, word)) continue;
     rows[taken] = static_cast<std::int64_t>(row);
-    numbers[taken++] = static_cast<std::int64_t>(numbers_[row]);
-    counts_[row] = (counts_[row] | kClaimed) + 1;
+    numbers[taken++] = static_cast<std::int64_t>(number_of(word));
+    ++counts_[row];
     if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
   }
   for (const std::uint64_t row : looked_at_) {
-    if (is_being_read(row) && is_known(row)) {
+    if (is_being_read(row) && is_known(row, word_of(row))) {
       header_->reading.fetch_add(1, std::memory_order_relaxed);
     } else {
       place(row);
@@ -209,7 +221,7 @@ void Consumption::were_read(const std::int64_t* rows, const std::int64_t* number
   const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (numbers_[row] != static_cast<std::uint64_t>(numbers[i])) continue;
+    if (!is_of(row, copied(numbers[i]))) continue;
     if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
     if ((counts_[row] & kReaders) != 0) continue;
     no_longer_read(row);
@@ -226,7 +238,7 @@ void Consumption::take_back(const std::int64_t* rows, const std::int64_t* number
   const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (numbers_[row] != static_cast<std::uint64_t>(numbers[i]) || count_of(row) == 0) continue;
+    if (!is_of(row, copied(numbers[i])) || count_of(row) == 0) continue;
     no_longer_read(row);
     --counts_[row];
     if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
@@ -241,7 +253,7 @@ std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
   std::uint64_t found = 0;
   for (std::uint64_t i = 0, size = used_.size(); i < size && found < n; ++i) {
     const std::uint64_t row = used_.at(i);
-    if (is_known(row)) rows[found++] = static_cast<std::int64_t>(row);
+    if (is_known(row, word_of(row))) rows[found++] = static_cast<std::int64_t>(row);
   }
   return found;
 }
@@ -249,7 +261,7 @@ std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
 void Consumption::copy_counts(std::int32_t* out, std::uint64_t n) {
   check(n <= rows_, "more counts than there are rows");
   const Lock guard(*this);
-  for (std::uint64_t row = 0; row < n; ++row) out[row] = is_known(row) ? static_cast<std::int32_t>(count_of(row)) : 0;
+  for (std::uint64_t row = 0; row < n; ++row) out[row] = is_known(row, word_of(row)) ? static_cast<std::int32_t>(count_of(row)) : 0;
 }
 
 void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
@@ -271,7 +283,7 @@ void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
   const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (rows[i] != -1 && is_known(row)) note(row, numbers_[row], 0);
+    if (rows[i] != -1 && is_known(row, word_of(row))) note(row, numbers_[row], 0);
   }
   change.done();
   tell_limits(before);
@@ -288,9 +300,7 @@ void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
   change.done();
 }
 
-// A row that has another number already was edited or written since, or is being written: its writer tells that, too, before this
-// call or after it. If it was an edit, and told before, it has left the row the count of the earlier step: no longer, unless the
-// row was drawn in between.
+// A row that holds another write already, or is in the hands of another writer: that one tells of it, too, before this call or after it.
 void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
   const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
@@ -298,12 +308,15 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
   const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    const std::uint64_t number = t0 + i, word = tickets_ == nullptr ? ticket(number, State::committed) : word_of(row);
-    if (is_committed(word) && numbers_[row] == number_of(word)) {
-      if (number != numbers_[row] && (counts_[row] & kClaimed) == 0) note(row, numbers_[row], 0);
-    } else {
-      note(row, is_committed(word) || state_of(word) == State::writing ? number : 0, 0);
+    const std::uint64_t number = t0 + i;
+    if (tickets_ == nullptr) {
+      of_list_[row] = number;
+      note(row, number, 0);
+      continue;
     }
+    const std::uint64_t word = word_of(row);
+    const bool held = Control::holds_write(word);
+    if (held ? !is_known(row, word) : state_of(word) != State::writing) note(row, held ? write_of(row, word) : 0, 0);
   }
   change.done();
   tell_limits(before + n);  // each was to become one that can be drawn; those that it replaced could be
@@ -351,16 +364,20 @@ void Consumption::end_reading() {
   ended_ = deaths;
 }
 
+// The writer of a row that is edited may tell of it only now, or have found it in the hands of the one who edits it.
 void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
   const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
   Change change(*this);
+  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    const bool holds = tickets_ == nullptr ? numbers_[row] != 0 : is_committed_as(word_of(row), t0 + i);
-    if (holds && numbers_[row] != t0 + i) note(row, t0 + i, count_of(row));
+    if (tickets_ == nullptr && numbers_[row] != 0) of_list_[row] = t0 + i;
+    look_at(row);
+    if (!is_being_read(row)) place(row);
   }
   change.done();
+  tell_limits(before);
 }
 
 void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {

@@ -2,8 +2,8 @@
 //
 //   memory   ConsumptionHeader, padded to a page · numbers u64[rows] · the set of drawable rows · that of used-up ones · counts u32[rows]
 //
-// A count belongs to what a row holds: to the ticket number that stands beside it. A row whose ticket says another number was
-// written or edited just now, and is not drawn before the index has been told of that. So no count is taken for another's.
+// A count belongs to what a row holds: to the number of the write that stands beside it, which edits leave as it is. A row that holds
+// another write was written just now, and is not drawn before the index has been told of that. So no count is taken for another's.
 //
 // The sets follow from numbers and counts: who finds that a change was left half done makes them again. One mutex, held for
 // microseconds.
@@ -88,7 +88,7 @@ class Consumption : public Index {
   void put_in_order();
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  /// A row keeps its count under its new number.
+  /// A row keeps its count.
   void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
               std::uint64_t scatter) override;
   void lost(const std::int64_t* rows, std::uint64_t n) override;
@@ -103,11 +103,13 @@ class Consumption : public Index {
   /// Around every change, noted in the memory.
   class Change;
 
-  // Beside a count, which the lower 24 bits are: how many readers have the row, in 7 bits; and whether it was drawn under this number.
-  static constexpr std::uint32_t kCount = (std::uint32_t{1} << 24) - 1, kReader = kCount + 1, kReaders = 127 * kReader, kClaimed = std::uint32_t{1} << 31;
+  // Beside a count, which the lower 24 bits are: how many readers have the row, in 7 bits. (Earlier versions set the highest bit.)
+  static constexpr std::uint32_t kCount = (std::uint32_t{1} << 24) - 1, kReader = kCount + 1, kReaders = 127 * kReader;
 
   std::uint64_t word_of(std::uint64_t row) const;
-  bool is_known(std::uint64_t row) const;
+  std::uint64_t write_of(std::uint64_t row, std::uint64_t word) const;
+  bool is_known(std::uint64_t row, std::uint64_t word) const;
+  bool is_of(std::uint64_t row, std::int64_t drawn) const;
   std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & kCount; }
   void note(std::uint64_t row, std::uint64_t number, std::uint32_t count);
   void place(std::uint64_t row);
@@ -122,10 +124,11 @@ class Consumption : public Index {
 
   ConsumptionHeader* header_;
   std::uint64_t rows_, most_;  // copies: the memory may be shared
-  std::uint64_t* numbers_;     // 0: the row holds nothing
+  std::uint64_t* numbers_;     // of writes; 0: the row holds nothing
   std::uint32_t* counts_;
   RowSet drawable_, used_;
   const Control* tickets_;
+  std::vector<std::uint64_t> of_list_;    // tickets of a list's rows
   std::vector<std::uint64_t> looked_at_;  // of the call under way
   /// Rows that were being read when a death was looked at first, with their numbers, and when that was.
   struct Read {

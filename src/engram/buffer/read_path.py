@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engram import _words, collate, samplers, storages
@@ -256,31 +257,44 @@ class ReadPath:
         return columns, draw.rows, info
 
     def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Draw]:
-        """Others in place of rows that moved, of a sampler that counts what it draws; where none are left, the batch is shorter.
+        """Rows that moved, of a sampler that counts what it draws: edited ones are read again, and others take the place of the rest.
+
+        Where none are left, the batch is shorter.
 
         Raises:
             NoSampleable: no row of the draw is left, and no other one.
             WriterStalled: rows moved at every try.
         """
-        storage, source, retries = self._wiring.storage, self._wiring.source, Retries()
+        storage, source, retries, left_out = self._wiring.storage, self._wiring.source, Retries(), set[int]()
         assert draw.tickets is not None  # a row that was written since was not counted
         rows, tickets = draw.rows, draw.tickets  # which become those of others
         while moved:
             retries.again(rows, moved)
-            try:
-                fresh = source.draw(storage.extent(), len(moved), retries.key_of(key))
-            except NoSampleable:
-                if len(moved) == len(rows):
-                    raise
+            at = torch.tensor(moved, device="cpu")
+            now = storage.tickets_of(rows[at])
+            edited = storage.writes_of(rows[at], now) == storage.writes_of(rows[at], tickets[at])
+            tickets[at[edited]] = now[edited]
+            gone = at[~edited & ((now >= 0) | storage.hold_nothing(rows[at]))]
+            if len(gone):
+                try:
+                    fresh = source.draw(storage.extent(), len(gone), retries.key_of(key))
+                    rows[gone[: len(fresh.rows)]], tickets[gone[: len(fresh.rows)]] = (
+                        fresh.rows,
+                        cast("Tensor", fresh.tickets),
+                    )
+                    left_out.update(gone[len(fresh.rows) :].tolist())
+                except NoSampleable:
+                    left_out.update(gone.tolist())
+                    if len(left_out) == len(rows):
+                        raise
+            moved = [i for i in moved if i not in left_out]
+            if not moved:
                 break
-            assert fresh.tickets is not None
-            places, rest = moved[: len(fresh.rows)], moved[len(fresh.rows) :]
-            rows[places], tickets[places] = fresh.rows, fresh.tickets
-            values, still = storage.read(fresh.rows, fresh.tickets)
-            storage.patch(columns, places, values)
-            moved = [places[i] for i in still] + rest
-        if moved:
-            left = [i for i in range(len(rows)) if i not in set(moved)]
+            values, still = storage.read(rows[moved], tickets[moved])
+            storage.patch(columns, moved, values)
+            moved = [moved[i] for i in still]
+        if left_out:
+            left = [i for i in range(len(rows)) if i not in left_out]
             columns = storage.some(columns, left)
             rows, tickets = rows[left], tickets[left]
         return columns, Draw(rows, tickets)
