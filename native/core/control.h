@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -287,6 +288,7 @@ class Control {
   std::uint64_t held_word(std::uint64_t row) const {
     std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
     for (int tries = 0; tries < kBriefly && state_of(word) == State::writing && !is_edited(word); ++tries) {
+      if (tries >= kBriefly / 2) std::this_thread::yield();
       word = tickets_[row].load(std::memory_order_acquire);
     }
     return word;
