@@ -46,10 +46,12 @@ def timeless(rb):
     """All state that does not depend on when it was loaded."""
     state = rb.state_dict()
     state.pop("_default_rng")
-    storage = state["_storage"]
+    storage, sampler = state["_storage"], state["_sampler"]
+    storage["writes"] = _ranks(storage.get("writes", storage["numbers"]))
     storage["numbers"] = _ranks(storage["numbers"])
     del storage["clock"]
-    sampler = state["_sampler"]
+    for epoch in (sampler, *storage.get("passes", {}).values()):  # by numbers of writes
+        epoch.pop("begun", None), epoch.pop("known", None)
     if "version" in sampler:
         current = sampler.pop("version") == sampler.pop("clock")
         state["_sampler"] = (

@@ -57,6 +57,11 @@ def made(library, storage, *, sampler, batch_size=8, more=None, **arguments):
     )
 
 
+def begin_epoch(rb, **more):
+    """Of all rows that are there. By itself a sampler of ours goes on with those of its epoch, TorchRL's with those of the storage."""
+    rb.set_sampler(type(rb.sampler)(**more))
+
+
 class Learner:
     """A loss module and its optimizer; it keeps every loss."""
 
@@ -94,6 +99,7 @@ def off_policy(name, make):
     drawn = []
     for batch in Collector(Counting(actions), actor, frames_per_batch=10, total_frames=60):
         rb.extend(batch.reshape(-1))
+        begin_epoch(rb, shuffle=False)
         for _ in range(3):
             rows = rb.sample()
             drawn.append(rows.select("observation", "action", "next", "index").clone())
@@ -380,6 +386,8 @@ def dreamer(make, sampler, more, *, size):
     rb = make(size, ndim=2, sampler=sampler, more={"traj_key": traj_key, **more}, batch_size=4 * length)
     for data in Collector(SerialEnv(2, lambda: Counting(continuous())), actor, frames_per_batch=20, total_frames=100):
         rb.extend(data)
+        if "shuffle" in more:
+            begin_epoch(rb, traj_key=traj_key, **more)
         for _ in range(2):
             windows = rb.sample().reshape(-1, length)
             check_world(windows)
@@ -414,6 +422,7 @@ def dreamer_by_sequences(library, make):
     rb = make(30, sampler="SamplerWithoutReplacement", more={"shuffle": False}, batch_size=6, sample_unit=unit)
     for data in Collector(Counting(continuous()), actor, frames_per_batch=10, total_frames=50):
         rb.extend(data)
+        begin_epoch(rb, shuffle=False)
         for _ in range(2):
             rows, info = rb.sample(return_info=True)
             windows = rows.reshape(-1, 5)
