@@ -267,12 +267,17 @@ void bind_reads(nb::class_<Store>& type) {
               const WithoutInterpreter running(self.reads_briefly(n));
               self.find_fields();
               const std::size_t fields = buffers.add(layout, static_cast<std::int64_t>(n));
-              moved = self.gather(at<std::int64_t>(rows), n, self.all().first(fields), buffers.first(fields), at<std::int64_t>(expected),
-                                  nullptr);
+              moved = self.gather(at<std::int64_t>(rows), n, self.all().first(fields), buffers.first(fields),
+                                  at<std::int64_t>(expected), nullptr);
             }
             return nb::make_tuple(std::move(buffers).tensors(static_cast<std::int64_t>(n)), moved);
           },
-          "layout"_a, "rows"_a, "n"_a, "expected"_a, "As gather, of all fields into new tensors: (tensors, moved).")
+          "layout"_a, "rows"_a, "n"_a, "expected"_a, "As gather, of all fields into new tensors: (tensors, moved).");
+}
+
+// Tickets of rows, the numbers of their writes, and what changed.
+void bind_tickets(nb::class_<Store>& type) {
+  type
       .def(
           "tickets_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {
@@ -393,6 +398,7 @@ void bind_store(nb::module_& m) {
   bind_requests(type);
   bind_field_updates(m, type);
   bind_reads(type);
+  bind_tickets(type);
   bind_draws(type);
   bind_disk(type);
   bind_limits(type);

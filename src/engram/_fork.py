@@ -104,7 +104,7 @@ def worker() -> int | None:
 
 def _identity() -> tuple[int, ...]:
     """What ``multiprocessing`` numbers the processes by that it starts: the number of each behind that of its parent."""
-    return tuple(getattr(current_process(), "_identity", ()))
+    return tuple(current_process()._identity)  # noqa: SLF001 - all have one
 
 
 class _Lineage:

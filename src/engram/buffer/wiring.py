@@ -13,7 +13,7 @@ from engram._overrides import overrides, refuse_others
 from engram.errors import RowError
 from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
-from engram.store import Process, participant_of
+from engram.store import Process
 from engram.types import Declared, Sampler, Traits, Writer
 from engram.units.reading import Named
 
@@ -104,8 +104,8 @@ class Wiring:
         """What sets the draws of this process apart from here on."""
         if self.stream is not None:
             return self.stream
-        stores = [storage.memory for storage in getattr(self.storage, "storages", (self.storage,))]
-        stream = _fork.stream(*(0 if store is None else participant_of(store) for store in stores))
+        stores = [one.memory for one in self.storage.storages]
+        stream = _fork.stream(*(0 if store is None else store.participant for store in stores))
         if None not in stores or not self.storage.traits.has_fields:
             self.stream = stream
         return stream

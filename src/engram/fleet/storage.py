@@ -19,7 +19,6 @@ from engram.fleet.members import Members
 from engram.remote.commands import State
 from engram.remote.served import ServedStorage
 from engram.storages import Storage
-from engram.store import participant_of
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class FleetStorage(ServedStorage):
         schema, self._stratum = first.memory.schema, stratum
         self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
         self.ledger = Ledger(self.members)
-        self.describe(schema, f"in {len(storages)} served stores", self.ledger, participant_of(first.memory))
+        self.describe(schema, f"in {len(storages)} served stores", self.ledger, first.memory.participant)
         self.draws = Draws(self.members, first.served, schema.row_bytes, stratum)
         #: Rows of the batches in each message under way.
         self._ahead: deque[int] = deque()

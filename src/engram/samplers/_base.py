@@ -18,7 +18,7 @@ from engram.errors import EMPTY, NoSampleable, RowError
 from engram.field_paths import as_paths, public
 from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
-from engram.store import Key, participant_of
+from engram.store import Key
 from engram.types import Declared, Draw, Traits
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class DeclaredSampler(Component):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-        >>> from engram.store import Key, participant_of
+        >>> from engram.store import Key
         >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4)
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
         >>> _ = rb.extend(torch.arange(10) * 10)
@@ -319,7 +319,7 @@ def key_for(*storages: SampledStorage, generator: torch.Generator | None = None)
     """A key of torch's default generator, or of another, for a draw of this process alone from storages."""
     key = Key()
     key.draw(generator=generator)
-    key.mix(_fork.stream(*(0 if it.memory is None else participant_of(it.memory) for it in storages)))
+    key.mix(_fork.stream(*(0 if it.memory is None else it.memory.participant for it in storages)))
     return key
 
 

@@ -128,6 +128,11 @@ class Storage(Declared, Dumpable, Port):
         return [listener for known in self.listeners if (listener := known()) is not None]
 
     @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The storages that the rows lie in: one of each member of an ensemble, else this one."""
+        return (self,)
+
+    @property
     def is_heard(self) -> bool:
         """Whether a listener does something with writes."""
         return any(listener.listens for listener in self._heard_by())

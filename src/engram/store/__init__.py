@@ -14,7 +14,6 @@ from engram.store.lifetime import (
     forget_temporary,
     maker_of,
     occupied,
-    participant_of,
     shared_memory,
     sweep_shared_memory,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "open_readonly",
     "open_store",
     "origin_of",
-    "participant_of",
     "private_block",
     "read_block",
     "reattach",

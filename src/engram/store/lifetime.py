@@ -177,17 +177,6 @@ class Attachment:
             self._alive.release()  # last: another file may get the descriptor's number at once
 
 
-def participant_of(store: Any) -> int:
-    """Which one this process is of those that have a store open, from 1 on; 0: it was the only one when it opened it.
-
-    One that only reads is none: the number of the process stands for it.
-    """
-    if getattr(store, "readonly", False):
-        return os.getpid() if store.in_use else 0
-    attachment = getattr(store, "attachment", None)
-    return int(attachment.participant if attachment is not None else getattr(store, "participant", 0))
-
-
 # ---- temporary stores ------------------------------------------------------------------------------------------------
 
 #: In place of the process that a temporary store was made for, once that process no longer needs it; as long as any.

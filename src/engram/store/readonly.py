@@ -65,6 +65,11 @@ class ReaderStore(Store):
         """Whether a process other than this one has the store open for writing."""
         return anyone_has_open(self._folder, self._control, self._tickets)
 
+    @property
+    def participant(self) -> int:
+        """It is none of them: the number of the process stands for it."""
+        return os.getpid() if self.in_use else 0
+
     def _mapped(self, schema: Schema, control: Block, *, private: bool) -> list[Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:

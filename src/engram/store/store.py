@@ -210,6 +210,11 @@ class Store:
     # ---- its lifetime ------------------------------------------------------------------------------------------------
 
     @property
+    def participant(self) -> int:
+        """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
+        return 0 if self.attachment is None else self.attachment.participant
+
+    @property
     def has_files(self) -> bool:
         """Whether the rows of a store in a folder lie there, and not in memory that a program shared before."""
         return self.attachment is None or self.attachment.has_files
@@ -336,16 +341,13 @@ class Store:
             if self.core.in_flight or self.core.paused:
                 self.core.recover()
         elif self.attachment.is_open:
-            self._join_again(self.attachment)
-
-    def _join_again(self, attachment: Attachment) -> None:
-        try:
-            attachment.rejoin(self, self.core, self.indexes.attach_new)
-        except (OSError, StoreInUse) as error:
-            forget(self)
-            why = f"the store in {str(self.directory)!r} could not be shared with this forked process: {error}"
-            refusing: Any = _Refusing(lambda: ForkedHandle(why))
-            self.core = self.indexes.core = refusing
+            try:
+                self.attachment.rejoin(self, self.core, self.indexes.attach_new)
+            except (OSError, StoreInUse) as error:
+                forget(self)
+                why = f"the store in {str(self.directory)!r} could not be shared with this forked process: {error}"
+                refusing: Any = _Refusing(lambda: ForkedHandle(why))
+                self.core = self.indexes.core = refusing
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 
@@ -360,8 +362,7 @@ class Store:
         return self._pausing_with((self._pausing,))
 
     def _pausing_with(self, locks: tuple[object, ...]) -> AbstractContextManager[None]:
-        hold: AbstractContextManager[None] = self.core.pausing(locks)
-        return hold
+        return self.core.pausing(locks)
 
     def state(self) -> StoreState:
         """What the store says of its rows now. Exact while it is :meth:`paused`; else rows written meanwhile are left out.
@@ -369,11 +370,10 @@ class Store:
         Cost: O(capacity), a word per row.
         """
         clock, write_count = self.core.next_ticket, self.core.write_count
-        lanes, numbers = self.lane_states(), torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
-        writes = torch.zeros_like(numbers)
-        for to, known in zip((numbers, writes), self.numbers_before(clock, lanes), strict=True):
+        lanes, both = self.lane_states(), torch.zeros((2, self.capacity), dtype=torch.int64, device="cpu")
+        for to, known in zip(both, self.numbers_before(clock, lanes), strict=True):
             to[: len(known)] = torch.from_numpy(known)
-        return StoreState(lanes, numbers, clock, write_count, writes)
+        return StoreState(lanes, both[0], clock, write_count, both[1])
 
     def rows_in_use(self, lanes: Tensor) -> int:
         """Of the ``lanes`` of a :class:`StoreState`: rows up to the last one that is inside an extent."""
@@ -467,8 +467,7 @@ class Store:
         Raises:
             WriterStalled: another process has held it for 5 s.
         """
-        hold: AbstractContextManager[None] = self.core.placing((self._placing,), self.directory is not None)
-        return hold
+        return self.core.placing((self._placing,), self.directory is not None)
 
     # ---- its memory --------------------------------------------------------------------------------------------------
 
@@ -495,17 +494,13 @@ class Store:
         A thread that has begun to read, or has prepared what it will write, goes on with the fields of before.
         """
         first, every = len(self.tensors), (*self.tensors, *tensors)
-        specs = dlpack_specs(schema.fields[first:])
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        fields = [
-            (address, field.row_bytes, schema.fill(number) or b"", spec)
-            for number, (address, field, spec) in enumerate(
-                zip(addresses, schema.fields[first:], specs, strict=True), first
-            )
-        ]
+        new, addresses = schema.fields[first:], [tensor.data_ptr() for tensor in every]
+        fills = [schema.fill(number) or b"" for number in range(first, len(every))]
+        sizes = [field.row_bytes for field in new]
+        fields = list(zip(addresses[first:], sizes, fills, dlpack_specs(new), strict=True))
         with self._viewing:
             mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
-            mine |= {"_addresses": [tensor.data_ptr() for tensor in every], "_views": []}
+            mine |= {"_addresses": addresses, "_views": []}
             theirs = [(vars(owner), {"structure": owner.structure.grown(schema)}) for owner in list(self.owners)]
             self.core.grow(self.layout, fields, [(vars(self), mine), *theirs])  # whole, whatever interrupts Python
 
@@ -700,8 +695,7 @@ class Store:
 
     def allocate(self, n: int) -> list[Tensor]:
         """Uninitialised CPU tensors for ``n`` rows of every field."""
-        tensors: list[Tensor] = self.layout.allocate(n)
-        return tensors
+        return self.layout.allocate(n)
 
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
@@ -728,20 +722,15 @@ class Store:
         if expected is not None:
             expected = as_rows(expected, "read")
             wanted = expected.data_ptr()
-        if which is None and self.is_native:
-            try:
-                taken: tuple[list[Tensor], list[int]] = self.core.take(self.layout, rows.data_ptr(), n, wanted)
-            except IndexError as error:
-                raise RowError(f"read: {error}.") from error
-            return taken
-        if which is None:
-            which = self._which
-            columns = self.allocate(n)
-        else:
-            fields = [self.schema.fields[f] for f in which]
-            columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
-        addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
+            if which is None and self.is_native:
+                return self.core.take(self.layout, rows.data_ptr(), n, wanted)
+            if which is None:
+                which, columns = self._which, self.allocate(n)
+            else:
+                fields = [self.schema.fields[f] for f in which]
+                columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
+            addresses = tuple(map(torch.Tensor.data_ptr, columns))
             return columns, self.core.gather(rows.data_ptr(), n, tuple(which), addresses, wanted, 0)
         except IndexError as error:
             raise RowError(f"read: {error}.") from error
@@ -754,8 +743,7 @@ class Store:
             columns: uint8 ``[n, row bytes]``, CPU, one per field.
         """
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
-        moved: list[int] = self.core.gather(rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0)
-        return moved
+        return self.core.gather(rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0)
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
@@ -780,8 +768,7 @@ class Store:
 
     def count_sampled(self, rows: Tensor) -> None:
         """Count rows, int64, that were sampled other than by one native call, which does that itself. -1 is none."""
-        rows = as_rows(rows, "sample")
-        self.core.count_sampled(rows)
+        self.core.count_sampled(as_rows(rows, "sample"))
 
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.
