@@ -17,7 +17,7 @@ from engram._progress import Work
 from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.job import Job
+from engram.checkpoint.job import Job, Schedule
 from engram.checkpoint.options import (
     Asked,
     Heard,
@@ -31,7 +31,6 @@ from engram.checkpoint.options import (
 from engram.checkpoint.reports import Entry, RestoreReport, SaveReport, forget_reports, note_restore
 from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import SaveAttempt, SaveHandle
-from engram.checkpoint.schedule import Schedule
 from engram.checkpoint.select import Wanted
 from engram.checkpoint.stateful import StatefulReplay
 from engram.checkpoint.watchdog import Watchdog
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram._progress import OnProgress
-    from engram.checkpoint.schedule import Requests
+    from engram.checkpoint.job import Requests
     from engram.format.problems import Problem
     from engram.persist.roles import Roles
     from engram.types import Checkpointable, Savers
