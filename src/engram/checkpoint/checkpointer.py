@@ -29,10 +29,9 @@ from engram.checkpoint.options import (
     checked_step,
     checked_user,
 )
-from engram.checkpoint.reports import Entry, RestoreReport, SaveReport, forget_reports, note_restore
+from engram.checkpoint.reports import Entry, RestoreReport, SaveReport, Wanted, forget_reports, note_restore
 from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import SaveAttempt, SaveHandle
-from engram.checkpoint.select import Wanted
 from engram.checkpoint.watchdog import Watchdog
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import pins, series
