@@ -9,7 +9,7 @@ import torch
 from engram.errors import RowError
 from engram.retries import Retries
 from engram.samplers import check_drawable
-from engram.units.reading import UnitReader, as_rows
+from engram.units._base import UnitReader, as_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from engram.storages import Storage
     from engram.store import Key
     from engram.types import Draw, Info, NativeBatch, Shown
-    from engram.units._base import UnitBase
-    from engram.units.reading import Named
+    from engram.units._base import Named, UnitBase
 
 
 class ExpandedReader(UnitReader):
