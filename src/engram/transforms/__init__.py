@@ -6,9 +6,15 @@ argument.
 """
 
 from engram.transforms._base import Transform
-from engram.transforms.casts import DeviceCastTransform, DoubleToFloat, DTypeCastTransform
+from engram.transforms.casts import (
+    DeviceCastTransform,
+    DoubleToFloat,
+    DTypeCastTransform,
+    ExcludeTransform,
+    RenameTransform,
+    SelectTransform,
+)
 from engram.transforms.compose import Compose
-from engram.transforms.keys import ExcludeTransform, RenameTransform, SelectTransform
 from engram.transforms.vecnorm import ObservationNorm, RewardScaling, VecNorm
 from engram.transforms.windows import ActionChunkTransform
 
