@@ -126,7 +126,7 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
 
         found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
-            from engram.cli.disk_speed import disk_speed
+            from engram.cli.plan import disk_speed
 
             found += disk_speed(directory)
     bad = [it for it in found if it.status == "BAD"]
