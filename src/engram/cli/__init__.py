@@ -156,7 +156,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
 
         found = describe(_folder(path))
         if found["kind"] == "store" and not found["problems"]:
-            from engram.cli.lengths import described_lengths
+            from engram.cli.diff import described_lengths
 
             found |= described_lengths(path)
     if as_json:
