@@ -8,7 +8,7 @@ import torch
 
 from engram.errors import IncompatibleCheckpoint
 from engram.layouts.keys import Keys, entries_of
-from engram.layouts.steps import Steps
+from engram.layouts.reading import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.layouts.keys import Entry, Key
-    from engram.layouts.steps import Ring
+    from engram.layouts.reading import Ring
 
 #: Bytes of rows that are brought into order at a time.
 _PIECE = 16 << 20
