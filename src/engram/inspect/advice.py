@@ -11,7 +11,7 @@ import torch
 from engram.errors import RowError
 from engram.field_paths import public
 from engram.inspect.estimates import effective, is_over_batch, priorities_of, values_of
-from engram.plotting.rows import Ends, Scan
+from engram.plotting.plots import Ends, Scan
 from engram.samplers._base import DeclaredSampler
 from engram.usage import UsageIndex
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Field
-    from engram.plotting.rows import Watched
+    from engram.plotting.plots import Watched
     from engram.storages import Storage
     from engram.types import Extent
 
