@@ -12,8 +12,7 @@ from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.layouts.keys import FULL, SHAPE, SHIFT, Keys, as_key
-from engram.layouts.reading import LayoutDump, Leaf, Ring
-from engram.layouts.writing import RowsWriter
+from engram.layouts.reading import LayoutDump, Leaf, Ring, RowsWriter
 from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
