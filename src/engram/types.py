@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from engram._progress import Progress
     from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport
-    from engram.checkpoint.select import Wanted
+    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
     from engram.consumption import ConsumptionIndex
     from engram.field_paths import FieldPath
     from engram.format.checkpoints import Checkpoint

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import engram
 from engram import Checkpointer, LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
 from engram.cli import main
-from engram.cli.lengths import described_lengths
+from engram.cli.diff import described_lengths
 from engram.format.histograms import BARS, histogram
 
 #: Modules, which are called as the commands are.

@@ -14,8 +14,7 @@ from engram import FrameStack, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from engram.remote import wire
 from engram.remote.commands import MAX_MESSAGE
 from engram.serving import bounds
-from engram.serving.bounds import Answers, Dumps, TooMany
-from engram.serving.service import drawn_bytes
+from engram.serving.service import Answers, Dumps, TooMany, drawn_bytes
 from tests import fresh
 from tests.serving.servers import SERVER, Served, serving
 from tests.waiting import until

@@ -19,7 +19,6 @@ from tensordict import TensorDict
 import engram.buffer.write_path
 import engram.changes
 import engram.removers.ranked
-import engram.removers.sampled
 import engram.writers.removing
 from engram import (
     FifoRemover,
@@ -251,7 +250,7 @@ TRACED = {
     for module in (
         engram.changes,
         engram.removers.ranked,
-        engram.removers.sampled,
+        engram.removers.ranked,
         engram.writers.removing,
         engram.buffer.write_path,
     )

@@ -12,7 +12,7 @@ from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges
 from engram.limits import limit_stats
-from engram.plotting.rows import Scan
+from engram.plotting.plots import Scan
 from engram.query.buffers import Query
 from engram.remote.served import ServedStorage
 

@@ -15,7 +15,7 @@ from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
 from engram.store import Process
 from engram.types import Declared, Sampler, Traits, Writer
-from engram.units.reading import Named
+from engram.units._base import Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engram.transforms import Compose
     from engram.types import Info, Shown
     from engram.units import SampleUnit
-    from engram.units.reading import UnitReader
+    from engram.units._base import UnitReader
     from engram.writers._base import NativeWriter
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from engram.checkpoint.commit_protocol import Attempts
+    from engram.checkpoint.job import Attempts
 
 _log = logging.getLogger("engram")
 

@@ -126,7 +126,7 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
 
         found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
-            from engram.cli.disk_speed import disk_speed
+            from engram.cli.plan import disk_speed
 
             found += disk_speed(directory)
     bad = [it for it in found if it.status == "BAD"]
@@ -156,7 +156,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
 
         found = describe(_folder(path))
         if found["kind"] == "store" and not found["problems"]:
-            from engram.cli.lengths import described_lengths
+            from engram.cli.diff import described_lengths
 
             found |= described_lengths(path)
     if as_json:

@@ -6,8 +6,11 @@ import atexit
 import inspect
 import secrets
 import weakref
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import ray
 
 from engram._checks import check_count
 from engram.buffer.compat import READING_ARGUMENTS
@@ -16,11 +19,64 @@ from engram.buffer.prioritized import ReplayBuffer
 from engram.fleet import check_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from engram.cluster.placement import Placement
     from engram.fleet.members import Missing
     from engram.remote.shards import Described, Handle
+
+
+Placement = Literal["learners", "spread", "actors"]
+#: Of the resource that Ray gives each node by its IP: an actor stays with the machine, also where the node is started again.
+_SHARE = 0.001
+
+
+def checked_placement(placement: object) -> Placement:
+    """Raises ``ValueError``: no such placement."""
+    if placement not in get_args(Placement):
+        raise ValueError(
+            f"RayReplayBuffer: placement: expected one of {', '.join(get_args(Placement))}, got {placement!r}."
+        )
+    return placement  # type: ignore[return-value]
+
+
+def resources_of(shards: int, placement: Placement) -> list[dict[str, float]]:
+    """What each shard asks of its node, so that it is where the placement says.
+
+    ``"learners"``: the node of this program. ``"actors"``: the others, where there are some. ``"spread"``: all in turn.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(
+        key=lambda node: (str(node["NodeManagerAddress"]), str(node["NodeID"]))
+    )  # as when the cluster starts again
+    if placement != "spread":
+        chosen = [node for node in nodes if (node["NodeID"] == here) == (placement == "learners")]
+        nodes = chosen or nodes
+    return [{f"node:{nodes[k % len(nodes)]['NodeManagerAddress']}": _SHARE} for k in range(shards)]
+
+
+def options_of(given: object, shards: int, placement: Placement) -> list[dict[str, object]]:
+    """Of the actor of each shard, as Ray takes them. ``given``: one dict for all, or one for each; None: the default.
+
+    Raises ``TypeError``: no dicts. ``ValueError``: another number of them than of shards.
+    """
+    each = [given or {}] * shards if given is None or isinstance(given, Mapping) else given
+    if not isinstance(each, Sequence) or not all(isinstance(one, Mapping) for one in each):
+        raise TypeError(f"RayReplayBuffer: remote_config: expected a dict, or one for each shard, got {given!r:.100}.")
+    if len(each) != shards:
+        raise ValueError(
+            f"RayReplayBuffer: remote_config: expected {shards} dicts, one for each shard, got {len(each)}."
+        )
+    common = {
+        "num_cpus": 1,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "concurrency_groups": {"saving": 1, "board": 1},
+    }
+    options: list[dict[str, object]] = [{**common, **one} for one in each]
+    for one, resources in zip(options, resources_of(shards, placement), strict=True):
+        if not one.keys() & {"resources", "scheduling_strategy"}:
+            one["resources"] = resources
+    return options
+
 
 #: For how long a shard that does not answer is waited for: a node may be started again meanwhile.
 _PATIENCE_S = 60.0
@@ -125,7 +181,7 @@ class RayReplayBuffer(metaclass=_Checked):
         _check(transport, transport_options, check_count("RayReplayBuffer: shards", shards))
         check_missing(missing, "RayReplayBuffer")
         ray = _ray()
-        from engram.cluster.placement import checked_placement, options_of
+        from engram.cluster.replay_buffer import checked_placement, options_of
         from engram.remote.shards import Shard
 
         checked_placement(placement)

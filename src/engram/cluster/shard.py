@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
     from engram.buffer import ReplayBuffer
     from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport
+    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
     from engram.checkpoint.save import SaveHandle
-    from engram.checkpoint.select import Wanted
     from engram.remote.shards import Handle
     from engram.types import Sampler, Writer
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from engram.ensembles.parts import OnePerMember
 from engram.ensembles.refusing import naming
+from engram.ensembles.samplers import OnePerMember
 from engram.ensembles.selection import routed
 from engram.ensembles.storages import StorageEnsemble
 from engram.types import Traits, Writer

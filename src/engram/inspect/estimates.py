@@ -10,7 +10,7 @@ import torch
 
 from engram.expanders import Expander
 from engram.format import layout
-from engram.plotting.rows import looked_at
+from engram.plotting.plots import looked_at
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.samplers import PrioritizedSampler, SliceSampler

@@ -16,8 +16,7 @@ from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DEPTH, validate_key
 from engram.layouts.keys import FULL, SHAPE, SHIFT
-from engram.layouts.reading import Leaf
-from engram.layouts.steps import Ring
+from engram.layouts.reading import Leaf, Ring
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.layouts.keys import Key, Keys
-    from engram.layouts.steps import Steps
+    from engram.layouts.reading import Steps
 
 _LENGTH = "_len"
 _TRAJECTORY = "traj"

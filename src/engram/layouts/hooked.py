@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -19,13 +20,12 @@ from engram.format.files import Descriptor
 from engram.format.folder import Folder
 from engram.format.parts import NO_SCHEMA, PartWriter
 from engram.format.schema import Field, Node, Schema
-from engram.layouts.calling import loaded_by, saved_by
 from engram.layouts.folders import METADATA
 from engram.layouts.parts import HOOKED, check_sums, fields_of, ring_of, summed, written_store
 from engram.layouts.reading import rows_state
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
-from engram.state import typed
+from engram.state import raised_by_the_user, typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +38,55 @@ if TYPE_CHECKING:
     from engram.layouts.keys import Key
     from engram.layouts.parts import LaidOut
     from engram.types import RowsTarget, StorageLoad
+
+
+#: What hooks are called with besides the data: the keyword of a save hook, and of a load hook.
+_KEYWORD = {"save": ("path", "folder"), "load": ("out", "None")}
+
+
+def check_hook(hook: SaveHook | LoadHook, kind: str, who: str) -> None:
+    """Raise ``TypeError`` unless a hook can be called as it will be.
+
+    Args:
+        hook: which. The call itself tells of a function of C that has no signature.
+        kind: ``save`` or ``load``.
+        who: what the message begins with.
+    """
+    keyword, value = _KEYWORD[kind]
+    expected = f"{who}: register_{kind}_hook: expected a function that can be called as hook(data, {keyword}={value}), got {hook!r:.80}"
+    if not callable(hook):
+        raise TypeError(f"{expected}. Register a function.")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return
+    try:
+        signature.bind(None, **{keyword: None})
+    except TypeError as error:
+        raise TypeError(
+            f"{expected}, which takes {signature}: {error}. Define it as (data, {keyword}=None)."
+        ) from error
+
+
+def saved_by(hook: SaveHook, data: TensorDict, path: Path, who: str) -> TensorDict:
+    """What a save hook makes of rows. Raises what it raises, with a note that names it; ``TypeError``: no TensorDict."""
+    with raised_by_the_user(f"Raised by the save hook {hook!r:.80} of {who}."):
+        return _checked(hook(data, path=path), f"{who}: dumps", hook)
+
+
+def loaded_by(hook: LoadHook, data: TensorDict, where: str) -> TensorDict:
+    """What a load hook makes of what was saved. Raises as :func:`saved_by`."""
+    with raised_by_the_user(f"Raised by the load hook {hook!r:.80}."):
+        return _checked(hook(data, out=None), f"{where}: load", hook)
+
+
+def _checked(data: TensorDict, call: str, hook: SaveHook | LoadHook) -> TensorDict:
+    if not isinstance(data, tensordict_type()):
+        raise TypeError(
+            f"{call}: expected a TensorDict from {hook!r:.80}, got {type(data).__name__}. Return one from it, also where the hook changes "
+            "the data in place."
+        )
+    return data
 
 
 class SaveHook(Protocol):

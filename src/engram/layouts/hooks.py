@@ -12,9 +12,7 @@ from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.layouts.keys import FULL, SHAPE, SHIFT, Keys, as_key
-from engram.layouts.reading import LayoutDump, Leaf
-from engram.layouts.steps import Ring
-from engram.layouts.writing import RowsWriter
+from engram.layouts.reading import LayoutDump, Leaf, Ring, RowsWriter
 from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.layouts.keys import Key
-    from engram.layouts.steps import Steps
+    from engram.layouts.reading import Steps
 
 
 class _Hook:

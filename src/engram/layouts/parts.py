@@ -19,9 +19,7 @@ from engram.format.problems import corrupt
 from engram.layouts.folders import FolderLeaves, FolderSink
 from engram.layouts.hdf5 import HDF5Leaves, HDF5Sink
 from engram.layouts.keys import Keys
-from engram.layouts.reading import LayoutDump
-from engram.layouts.steps import Ring
-from engram.layouts.writing import RowsWriter
+from engram.layouts.reading import LayoutDump, Ring, RowsWriter
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
 from engram.state import typed

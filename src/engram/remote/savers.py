@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport
-    from engram.checkpoint.select import Wanted
+    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
     from engram.remote.shards import Handle, Shard
 
     Lost: TypeAlias = Callable[[int, str], bool]

@@ -1,7 +1,6 @@
 """Who goes when the store is full: components that choose the rows which new ones replace."""
 
 from engram.removers._base import Removable, Remover
-from engram.removers.ranked import FifoRemover, Lifo, LowestPriority, StalestFirst
-from engram.removers.sampled import MaxTimesSampled
+from engram.removers.ranked import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, StalestFirst
 
 __all__ = ["FifoRemover", "Lifo", "LowestPriority", "MaxTimesSampled", "Removable", "Remover", "StalestFirst"]

@@ -29,7 +29,7 @@ from engram.remote.commands import (
     held_bytes,
     refusal_of,
 )
-from engram.serving.bounds import TooMany
+from engram.serving.service import TooMany
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

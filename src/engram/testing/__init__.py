@@ -12,9 +12,7 @@ The tests are methods called ``test_…`` without parameters, so pytest and othe
 
 from engram.testing.contract import Contract
 from engram.testing.row_storages import RowStorageContract, StorageContract
-from engram.testing.samplers import SamplerContract
-from engram.testing.transforms import TransformContract
-from engram.testing.writers import WriterContract
+from engram.testing.samplers import SamplerContract, TransformContract, WriterContract
 
 __all__ = [
     "Contract",

@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
+from tensordict import TensorDict
 
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.samplers import declared
-from engram.storages import LazyTensorStorage
-from engram.testing.contract import BufferContract, check, refuses, same, steps
-from engram.types import Declared, Sampler
+from engram.storages import LazyTensorStorage, TensorStorage
+from engram.testing.contract import BufferContract, Contract, check, refuses, same, steps
+from engram.types import Declared, Sampler, Writer
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from torch import Tensor
 
     from engram.buffer.replay_buffer import ReplayBuffer
+
 
 _CAPACITY = 32
 #: Steps begin here, so that a row that holds nothing, which is zero, is none of them.
@@ -163,3 +164,188 @@ class SamplerContract(BufferContract):
         other.sampler.load_state_dict(state)
         self._go_on(other)
         check(same(before, state), "expected load_state_dict() to copy: draws have changed the state that was loaded")
+
+
+class _Transform(Protocol):
+    def forward(self, data: TensorDict) -> TensorDict: ...
+    def inv(self, data: TensorDict) -> TensorDict: ...
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
+
+
+class TransformContract(Contract):
+    """What a buffer expects of a transform. Derive from it and override :meth:`make`."""
+
+    inverts = False
+    """``forward(inv(data))`` is ``data`` again."""
+
+    def make(self) -> _Transform:
+        """A new transform."""
+        raise NotImplementedError
+
+    def rows(self, first: int, n: int) -> TensorDict:
+        """``n`` rows as a user writes them."""
+        return steps(first, n)
+
+    # ---- what every transform must do ----------------------------------------------------------------------------------
+
+    def test_data_that_is_given_stays_as_it_is(self) -> None:
+        transform = self.make()
+        written = self.rows(0, 8)
+        before = written.clone()
+        stored = transform.inv(written)
+        check(same(before, written), "expected inv() to leave the data that it is given alone")
+        before = stored.clone()
+        transform.forward(stored)
+        check(same(before, stored), "expected forward() to leave the data that it is given alone")
+
+    def test_rows_stay_rows(self) -> None:
+        transform = self.make()
+        stored = transform.inv(self.rows(0, 8))
+        check(len(stored) == 8, f"expected as many rows from inv(), 8, got {len(stored)}")
+        read = transform.forward(stored)
+        check(len(read) == 8, f"expected as many rows from forward(), 8, got {len(read)}")
+
+    def test_reading_changes_nothing(self) -> None:
+        transform = self.make()
+        stored = transform.inv(self.rows(0, 8))
+        check(
+            same(transform.forward(stored.clone()), transform.forward(stored.clone())),
+            "expected forward() to compute the same each time: only writes may change a transform",
+        )
+
+    def test_forward_undoes_inv(self) -> None:
+        if not self.inverts:
+            return
+        transform, data = self.make(), self.rows(0, 8)
+        read = transform.forward(transform.inv(data.clone()))
+        for key in data.keys(include_nested=True, leaves_only=True):
+            close = torch.allclose(read[key].double(), data[key].double(), rtol=1e-4, atol=1e-4)
+            check(close, f"expected {key!r} as it was after inv() and forward()")
+
+    def test_copies_compute_the_same_and_go_on_by_themselves(self) -> None:
+        transform = self.make()
+        stored = transform.inv(self.rows(0, 8))
+        expected = transform.forward(stored.clone())
+        twins = self._copies(transform)
+        transform.inv(self.rows(800, 8))
+        for twin in twins:
+            check(
+                same(twin.forward(stored.clone()), expected),
+                "expected a copy to compute what the original did when it was made",
+            )
+
+    def test_a_state_is_all_there_is(self) -> None:
+        transform = self.make()
+        stored = transform.inv(self.rows(0, 8))
+        if not isinstance(transform, _Stateful):
+            return
+        state = transform.state_dict()
+        expected = transform.forward(stored.clone())
+        transform.inv(self.rows(800, 8))
+        for way in ("the first time", "again, after other writes"):
+            other = self.make()
+            if isinstance(other, _Stateful):
+                other.load_state_dict(state)
+            check(
+                same(other.forward(stored.clone()), expected),
+                f"expected a transform that loads the state {way} to compute the same: both methods must copy",
+            )
+            other.inv(self.rows(1600, 8))
+
+    def test_a_buffer_with_it_writes_and_samples(self) -> None:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(32), transform=self.make(), batch_size=8)
+        rb.extend(self.rows(0, 40))
+        check(len(rb.sample()) == 8, "expected a batch of 8")
+        check(len(rb) == 32, f"expected 32 rows, got {len(rb)}")
+
+
+class WriterContract(BufferContract):
+    """What a buffer expects of a writer. Derive from it and override :meth:`make`."""
+
+    read_only = False
+    """The writer refuses every write."""
+
+    def make(self, capacity: int) -> Writer:
+        """A new writer for a storage of that many rows."""
+        raise NotImplementedError
+
+    def rows(self, first: int, n: int) -> TensorDict:
+        """``n`` rows to write. Each must say in ``"step"`` which one it is: ``first``, ``first + 1``, …"""
+        return steps(first, n)
+
+    def _buffer(self, *, full: bool = False) -> TensorDictReplayBuffer:
+        storage = TensorStorage(self.rows(0, _CAPACITY)) if full else LazyTensorStorage(_CAPACITY)
+        return TensorDictReplayBuffer(storage=storage, writer=self.make(_CAPACITY), batch_size=8)
+
+    def _begun(self) -> TensorDictReplayBuffer | None:
+        if self.read_only:
+            return None
+        rb = self._buffer()
+        self._write(rb, 0, 12)
+        return rb
+
+    def _write(self, rb: ReplayBuffer, first: int, n: int) -> list[int]:
+        """The rows that were written, -1 for a rejected one. Checks that they hold what was written."""
+        data = self.rows(first, n)
+        before = data.clone()
+        rows = torch.as_tensor(rb.extend(data)).reshape(-1)
+        check(same(before, data), "expected place() to leave the data alone")
+        check(len(rows) == n, f"expected the row of each of {n} steps, -1 for a rejected one, got {rows.tolist()}")
+        check(((rows >= -1) & (rows < _CAPACITY)).all(), f"expected rows in [0, {_CAPACITY}), got {rows.tolist()}")
+        last = {row: step for step, row in enumerate(rows.tolist()) if row >= 0}
+        for row, step in last.items():
+            check(int(rb["step"][row]) == first + step, f"expected step {first + step} in row {row}")
+        return [int(row) for row in rows]
+
+    def _go_on(self, rb: ReplayBuffer) -> list[list[int]]:
+        return [self._write(rb, first, 5) for first in (1000, 1005, 1010)]
+
+    # ---- what every writer must do -------------------------------------------------------------------------------------
+
+    def test_follows_the_protocol(self) -> None:
+        check(isinstance(self.make(_CAPACITY), Writer), "expected the method of engram.types.Writer: place")
+
+    def test_rows_hold_what_was_written(self) -> None:
+        if self.read_only:
+            return
+        rb = self._buffer()
+        for first in range(0, 3 * _CAPACITY, 8):
+            self._write(rb, first, 8)
+            check(0 < len(rb) <= _CAPACITY, f"expected at most {_CAPACITY} rows, got {len(rb)}")
+
+    def test_a_refused_write_changes_nothing(self) -> None:
+        rb = self._buffer(full=True)
+        before = rb[:].clone()
+        if self.read_only:
+            check(refuses(lambda: rb.extend(self.rows(40, 4))), "expected an error for a write")
+            check(refuses(lambda: rb.add(self.rows(40, 1)[0])), "expected an error for a write")
+        wrong = self.rows(40, 4)
+        wrong["step"] = wrong["step"].float()
+        check(refuses(lambda: rb.extend(wrong)), "expected an error for a field of another dtype")
+        check(same(before, rb[:].clone()), "expected rows as they were after a write that was refused")
+
+    def test_a_place_that_is_not_used_has_no_effect(self) -> None:
+        if self.read_only:
+            return
+        rb, twin = self._buffer(), self._buffer()
+        for one in (rb, twin):
+            self._write(one, 0, 8)
+        rb.writer.place(rb.storage.extent(), 4, 0, self.rows(8, 4))
+        check(
+            self._go_on(rb) == self._go_on(twin),
+            "expected place() to have no side effects: the write may not take place",
+        )
+
+    def test_starts_again_after_empty(self) -> None:
+        if self.read_only:
+            return
+        rb, new = self._buffer(), self._buffer()
+        self._write(rb, 0, 40)
+        rb.empty()
+        check(len(rb) == 0, f"expected no rows after empty(), got {len(rb)}")
+        check(self._go_on(rb) == self._go_on(new), "expected rows as from a new writer after empty()")

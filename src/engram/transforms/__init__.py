@@ -6,11 +6,16 @@ argument.
 """
 
 from engram.transforms._base import Transform
-from engram.transforms.casts import DeviceCastTransform, DoubleToFloat, DTypeCastTransform
+from engram.transforms.casts import (
+    DeviceCastTransform,
+    DoubleToFloat,
+    DTypeCastTransform,
+    ExcludeTransform,
+    RenameTransform,
+    SelectTransform,
+)
 from engram.transforms.compose import Compose
-from engram.transforms.keys import ExcludeTransform, RenameTransform, SelectTransform
-from engram.transforms.scaling import ObservationNorm, RewardScaling
-from engram.transforms.vecnorm import VecNorm
+from engram.transforms.vecnorm import ObservationNorm, RewardScaling, VecNorm
 from engram.transforms.windows import ActionChunkTransform
 
 __all__ = [

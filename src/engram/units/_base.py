@@ -3,20 +3,69 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeAlias
 
+import torch
 from torch import Tensor
 
+from engram.errors import RowError
 from engram.field_paths import plain
-from engram.units.expanding import ExpandedReader
+from engram.retries import Retries
+from engram.samplers import check_drawable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.types import Info
-    from engram.units.reading import Named, UnitReader
+    from engram.store import Key
+    from engram.types import Draw, Info, NativeBatch, Shown
+
+
+class Named(NamedTuple):
+    """Rows of a storage, and how users name them."""
+
+    index_of: Callable[[Tensor], Tensor]
+    """Of rows ``[n]``: on the storage's device; with ``ndim > 1`` coordinates ``[n, ndim]``."""
+    rows_of: Callable[[object], object]
+    """The other way around; tuples of coordinates, too."""
+
+
+class UnitReader:
+    """Draws with a sampler, and reads the rows that a unit makes of what was drawn.
+
+    Args:
+        source: draws.
+        named: how users name rows.
+    """
+
+    def __init__(self, source: DeclaredSampler, named: Named) -> None:
+        self.source = source
+        self.named = named
+
+    def sample(
+        self, storage: Storage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+    ) -> NativeBatch:
+        """Draw ``n`` rows with a key, and read: ``(columns, rows, info)``, as ``Sampler.sample_natively`` returns them."""
+        raise NotImplementedError
+
+    def moved(self) -> None:
+        """The storage's rows lie elsewhere now, or the buffer is closed."""
+
+    def draws_others(self, tickets: Tensor | None) -> bool:
+        """Whether other rows may be drawn in place of some of a draw with these tickets."""
+        traits = self.source.traits
+        return (tickets is not None or traits.draws_uniformly) and not traits.consumes
+
+
+def as_rows(rows: object) -> Tensor:
+    """Rows as the native core reads them: int64, on the CPU, contiguous. Raises ``TypeError``: no ints."""
+    if not isinstance(rows, Tensor):
+        rows = torch.as_tensor(rows, device="cpu")
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype is torch.bool:
+        raise TypeError(f"sample_unit: expand: expected an index of ints, got {rows.dtype}.")
+    return rows.to("cpu", torch.int64).reshape(-1).contiguous()
+
 
 #: Rows as users name them; with ``ndim > 1`` a tuple of coordinates.
 Index: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -134,3 +183,76 @@ class Transition(_Itself):
     >>> rb.sample().shape
     torch.Size([4])
     """
+
+
+class ExpandedReader(UnitReader):
+    """Asks a unit for rows, and reads them as they were when the draw began."""
+
+    def __init__(self, unit: UnitBase, source: DeclaredSampler, named: Named) -> None:
+        super().__init__(source, named)
+        self._unit = unit
+
+    def sample(
+        self, storage: Storage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+    ) -> NativeBatch:
+        """As :meth:`UnitReader.sample`.
+
+        Raises:
+            TypeError: the unit returned something else than ``(index, info)``. RowError: it named rows that hold nothing.
+            WriterStalled: rows were written at every try.
+        """
+        del shown  # the unit may say anything
+        source, retries, bits = self.source, Retries(), key.value
+        draw: Draw | None = None
+        try:
+            while True:
+                clock = storage.next_number()
+                extent = storage.extent()
+                check_drawable(extent.size)
+                if draw is None or self.draws_others(draw.tickets):
+                    source.bind(storage)
+                    draw = source.draw(extent, n, bits)
+                rows, info = self._expanded(storage, draw.rows, dict(draw.info))
+                tickets = storage.tickets_of(rows)
+                columns, moved = storage.read(rows, tickets)
+                moved = sorted({*moved, *(tickets >= clock).nonzero().flatten().tolist()})
+                if not moved:
+                    break
+                self._check_live(storage, rows)
+                retries.again(rows, moved, ", of a sample unit,")
+                bits = retries.key_of(key.value)
+        except BaseException:
+            if source.traits.consumes and draw is not None:
+                source.were_read(draw, failed=True)
+            raise
+        if source.traits.consumes:
+            source.were_read(draw)
+        if storage.memory is not None:
+            storage.memory.count_sampled(rows)
+        info.pop("index_generation", None)  # of what was drawn
+        if numbered or source.traits.prioritized:
+            info["index_generation"] = storage.writes_of(rows, tickets)
+        return columns, rows, info
+
+    def _expanded(self, storage: Storage, drawn: Tensor, info: Info) -> tuple[Tensor, Info]:
+        index = self.named.index_of(drawn)
+        expanded: object = self._unit.expand(tuple(index.unbind(-1)) if index.ndim > 1 else index, info, storage)
+        if not isinstance(expanded, tuple) or len(expanded) != 2 or not isinstance(expanded[1], dict):
+            got = [type(it).__name__ for it in expanded] if isinstance(expanded, tuple) else type(expanded).__name__
+            raise TypeError(
+                f"sample: {type(self._unit).__name__}.expand: expected (index, info), an index and a dict, got {got}."
+            )
+        rows, capacity = as_rows(self.named.rows_of(expanded[0])), storage.extent().capacity
+        outside = rows[(rows < 0) | (rows >= capacity)]
+        if len(outside):
+            raise RowError(
+                f"sample: {type(self._unit).__name__}.expand: expected rows in [0, {capacity}), got {int(outside[0])}."
+            )
+        return rows, expanded[1]
+
+    def _check_live(self, storage: Storage, rows: Tensor) -> None:
+        gone = torch.nonzero(storage.hold_nothing(rows))
+        if len(gone):
+            raise RowError(
+                f"sample: {type(self._unit).__name__}.expand: expected live rows, got row {int(rows[gone[0]])}, which holds nothing."
+            )

@@ -15,9 +15,8 @@ from engram.samplers.end_marks import with_starts
 from engram.samplers.redraw import Redraw
 from engram.storages import TensorStorage, coordinates
 from engram.types import Draw
-from engram.units._base import SampleUnit
+from engram.units._base import SampleUnit, UnitReader, as_rows
 from engram.units.anchor_priorities import AnchorPriorities, Entries, checked_eta, of_anchors
-from engram.units.reading import UnitReader, as_rows
 from engram.units.windows import Windows, WindowTable
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from engram.storages import Storage
     from engram.store import Key, Store
     from engram.types import Entry, Info, NativeBatch, Shown
-    from engram.units._base import Index
-    from engram.units.reading import Named
+    from engram.units._base import Index, Named
 
 _BOUNDARIES = ("pad", "stop", "include_reset")
 _MOST = 1 << 40

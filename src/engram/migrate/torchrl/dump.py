@@ -22,6 +22,8 @@ from engram.format.folder import Folder
 from engram.format.schema import Schema
 from engram.migrate.torchrl.components import (
     Buffer,
+    Count,
+    Places,
     described_writer,
     find_pickles,
     read_rng,
@@ -29,7 +31,6 @@ from engram.migrate.torchrl.components import (
     read_writer,
 )
 from engram.migrate.torchrl.items import CompressedItems, TorchRLItems, is_compressed
-from engram.migrate.torchrl.leaves import Count, Places
 from engram.migrate.torchrl.rows import TorchRLDump, TorchRLSteps, validate
 from engram.migrate.torchrl.storage import Storage
 

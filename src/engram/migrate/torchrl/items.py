@@ -17,14 +17,14 @@ from engram.format.folder import convert
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH
 from engram.format.strict import parse_loosely
-from engram.migrate.torchrl.leaves import Count, Leaf, Shape, check_bools, check_key, read_tensor
+from engram.migrate.torchrl.components import Count, Leaf, Shape, check_bools, check_key, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from engram.format.folder import Folder
-    from engram.migrate.torchrl.leaves import Parts
+    from engram.migrate.torchrl.components import Parts
     from engram.persist.foreign import DumpedPriorities, Loading
     from engram.types import Decompress, StorageLoad
 

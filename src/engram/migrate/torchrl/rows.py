@@ -17,7 +17,7 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import Folder
 from engram.format.schema import INTEGER, Field, Node, Schema
 from engram.layouts.reading import rows_state
-from engram.migrate.torchrl.leaves import bytes_of, check_bools
+from engram.migrate.torchrl.components import bytes_of, check_bools
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.layouts.keys import Keys
 from engram.layouts.parts import open_layout
-from engram.migrate.torchrl.leaves import Count, Leaf, Parts, Shape, check_key
+from engram.migrate.torchrl.components import Count, Leaf, Parts, Shape, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
