@@ -310,10 +310,13 @@ def test_a_thread_waits_while_the_learner_writes(who, sampler):
     rb.extend(torch.arange(50))
     got = Call(lambda: [len(rb.sample(timeout=LONG_S)) for _ in range(50)])
     wrote = Call(lambda: [len(rb.extend(torch.arange(5), timeout=LONG_S)) for _ in range(60)])
-    assert got.said() == [10] * 50
+    sizes = got.said()
     rb.limit(None)
     assert wrote.said() == [5] * 60
     rb.close()
+    # An epoch is over the rows that were live when it began, an odd number of fives at times: its last batch is shorter.
+    assert len(sizes) == 50
+    assert set(sizes) <= ({10} if sampler is None else {5, 10})
 
 
 def test_states_and_emptying_do_not_wait_for_the_limits(who, tmp_path):
@@ -334,6 +337,7 @@ def test_states_and_emptying_do_not_wait_for_the_limits(who, tmp_path):
 
 
 def test_a_buffer_that_nothing_refers_to_ends_although_a_thread_waits(who):
+    others = threading.enumerate()
     rb = buffer(prefetch=2, transform=as_it_is).limit(SamplesPerInsert(1, min_size=20, tolerance=0))
     rb.extend(torch.arange(20))
     for _ in range(4):
@@ -341,7 +345,7 @@ def test_a_buffer_that_nothing_refers_to_ends_although_a_thread_waits(who):
             rb.sample(timeout=0.02)
         except RateLimited:
             break
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("engram-prefetch")]
+    threads = [it for it in threading.enumerate() if it not in others and it.name.startswith("engram-prefetch")]
     known = weakref.ref(rb.storage)
     del rb
     gc.collect()

@@ -34,14 +34,15 @@ def save(ranks, rank, root, step=1, **more):
 
 # ---- trajectories of the target are those that were moved there ----------------------------------------------------------------
 
-ONLY_ENDS, ONLY_NUMBERS = {"episode": "data"}, {("next", "done"): "data"}
+FLAGS = ("done", "terminated", "truncated")
+ONLY_ENDS, ONLY_NUMBERS = {"episode": "data"}, {("next", flag): "data" for flag in FLAGS}
 
 
 def trajectories_stay_apart(root, roles):
     """Where one field alone says how steps belong together: slices, and what the next checkpoint says of the target."""
 
     def made(lanes, length):
-        by = {"traj_key": "episode"} if roles is ONLY_NUMBERS else {"end_key": ("next", "done")}
+        by = {"traj_key": "episode", "end_keys": []} if roles is ONLY_NUMBERS else {"end_key": ("next", "done")}
         sampler = SliceSampler(slice_len=3, strict_length=True, **by)
         storage = LazyTensorStorage(lanes * length, lanes=lanes)
         return TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=12)

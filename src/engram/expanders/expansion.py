@@ -37,7 +37,10 @@ class Expansion:
 
     def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
         """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
-        boundaries = keys.boundaries(reading.fields, reading.numbers, f"sample: {who}")
+        index = keys.table or "main"
+        boundaries = keys.boundaries(
+            reading.fields, reading.numbers, f"sample: {who}", memory.indexes.made_with.get(index)
+        )
         specs = dlpack_specs(reading.fields)
         columns = [*reading.columns, *reading.entries.values()]
         names = [*reading.entries]
@@ -50,7 +53,7 @@ class Expansion:
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         self.memory, self._fields = memory, reading.fields
-        self._trajectories = keys.table or "main", boundaries
+        self._trajectories = index, boundaries
         self._stacked = [
             (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
         ]

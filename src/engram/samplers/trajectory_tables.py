@@ -128,26 +128,28 @@ class TrajectoryKeys(NamedTuple):
         given = {} if self.end_when is None else {"end_when": self.end_when}
         return {"traj_key": plain(self.traj_key), "end_keys": plain(self.end_keys), "index": self.table, **given}
 
-    def boundaries(self, fields: Sequence[Field], numbers: dict[FieldPath, int], call: str) -> Boundaries:
+    def boundaries(
+        self, fields: Sequence[Field], numbers: dict[FieldPath, int], call: str, known: int | None = None
+    ) -> Boundaries:
         """The boundaries in a store: the first id that is stored, and all ends: the given ones that are stored, or the usual ones.
 
         Args:
             fields: of the store.
             numbers: those of them that have a path, by path.
             call: what messages begin with.
+            known: how many fields there were when the table was made; None: there is none yet. Usual ones are looked for among these.
 
         Raises ``RuntimeError``: the store holds none of the fields.
         """
-        wanted = ID_KEYS if self.traj_key is None else (self.traj_key,)
-        ids = [numbers[key] for key in wanted if key in numbers][:1]
-        ends = (
-            stored_ends(fields, numbers) if self.end_keys is None else [key for key in self.end_keys if key in numbers]
-        )
+        usual = {key: number for key, number in numbers.items() if known is None or number < known}
+        wanted, among = (ID_KEYS, usual) if self.traj_key is None else ((self.traj_key,), numbers)
+        ids = [among[key] for key in wanted if key in among][:1]
+        ends = stored_ends(fields, usual) if self.end_keys is None else [key for key in self.end_keys if key in numbers]
         if ids or ends:
             return Boundaries(tuple(ids), tuple(numbers[key] for key in ends), bool(ends) and self.end_when == "all")
         got = [public(field.key) for field in fields] if numbers else "rows of one tensor each"
-        usual = f", or of these names beside the observation, or with a {STEP_TYPE!r} of integers"
-        flags, also = (END_KEYS, usual) if self.end_keys is None else (self.end_keys, "")
+        names = f", or of these names beside the observation, or with a {STEP_TYPE!r} of integers"
+        flags, also = (END_KEYS, names) if self.end_keys is None else (self.end_keys, "")
         raise RuntimeError(
             f"{call}: expected rows with one of the trajectory ids {[public(key) for key in wanted]}, or of the end flags "
             f"{[public(key) for key in flags]}{also}, got {got}. Name a stored field with traj_key or end_keys."
@@ -174,6 +176,7 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
     def make() -> _native.Trajectories:
         which, fields = memory.on_host(boundaries.which)
         counted = memory.indexes.windows.setdefault(name, window)
+        memory.indexes.made_with[name] = len(memory.schema.fields)
         ids = len(boundaries.ids)
         types, whole = ([0] * ids + sizes for sizes in what_ends(memory.schema.fields, boundaries))
         table = _new_table(memory, ids, which, fields, counted, types, whole)

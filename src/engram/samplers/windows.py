@@ -225,7 +225,9 @@ class WindowSampler(NativeSampler):
             fragments, found = fragments_table(memory, settings, window)
             return fragments, None, found
         if rules is not None:
-            boundaries = rules.boundaries(memory.schema.fields, numbers, "sample")
+            boundaries = rules.boundaries(
+                memory.schema.fields, numbers, "sample", memory.indexes.made_with.get(settings.index)
+            )
             table = shared_table(memory, settings.index, boundaries, window)
             told = (path for path, number in numbers.items() if number in boundaries.ids)
             return table, None, next(told, None)

@@ -172,6 +172,8 @@ class Indexes(Mapping[IndexKey, Any]):
         self.core = host.core
         self.windows: dict[str, int] = {}
         """Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it."""
+        self.made_with: dict[str, int] = {}
+        """Of each table of trajectories, by name: how many fields there were. Usual boundaries are looked for among them."""
         self._host = host
         self._closed = False
         self._capacity = capacity
