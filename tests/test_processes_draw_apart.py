@@ -28,6 +28,7 @@ from engram import (
     StalenessAwareSampler,
     _fork,
 )
+from tests import forkserver
 
 ROWS = 2_000
 
@@ -60,9 +61,13 @@ def _loaded_by_device(rb, n=2):
     return [tuple(batch["i"].tolist()) for batch in itertools.islice(DeviceLoader(rb, "cpu"), n)]
 
 
-def _apart(found):
+def _are_apart(found):
     batches = list(itertools.chain.from_iterable(found))
-    assert len(set(batches)) == len(batches)
+    return len(set(batches)) == len(batches)
+
+
+def _apart(found):
+    assert _are_apart(found), found
 
 
 def _put(out, act, number, arguments):
@@ -73,11 +78,13 @@ def _put(out, act, number, arguments):
     out.put((number, found))
 
 
-def _in_processes(method, act, *arguments, n=3):
-    """What ``n`` children return, in their order."""
-    context = multiprocessing.get_context(method)
-    out = context.Queue()
-    children = [context.Process(target=_put, args=(out, act, k, arguments)) for k in range(n)]
+FORK = multiprocessing.get_context("fork")
+
+
+def _in_processes(contexts, act, *arguments):
+    """What a child of each context returns, in their order."""
+    out = contexts[0].Queue()
+    children = [context.Process(target=_put, args=(out, act, k, arguments)) for k, context in enumerate(contexts)]
     for child in children:
         child.start()
     found = dict(out.get(timeout=90) for _ in children)
@@ -86,7 +93,7 @@ def _in_processes(method, act, *arguments, n=3):
     for result in found.values():
         if isinstance(result, BaseException):
             raise result
-    return [found[k] for k in range(n)]
+    return [found[k] for k in range(len(contexts))]
 
 
 SAMPLERS = {
@@ -114,14 +121,24 @@ def _buffer(sampler, *, seed=0, storage=None, **arguments):
     return rb
 
 
+def _of_all(buffers):
+    """What a process draws by each sampler, by a device loader, and as goals: its batches by name."""
+    found = {name: _batches(rb) for name, rb in buffers.items()}
+    return {**found, "loader": _loaded_by_device(buffers["uniform"]), "as goals": _goals(buffers["goals"])}
+
+
+def _all_apart(found):
+    assert {name for name in found[0] if not _are_apart([one[name] for one in found])} == set()
+
+
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("sampler", [*SAMPLERS])
-def test_forked_samplers(sampler, shared, seed):
-    rb = _buffer(sampler, seed=seed, shared=shared)
-    rb.sample()  # an epoch is under way
-    found = _in_processes("fork", _batches, rb)
-    _apart([*found, _batches(rb)])
+def test_forked_samplers(shared, seed):
+    """Of every sampler, and loaders and goals."""
+    buffers = {name: _buffer(name, seed=seed, shared=shared) for name in SAMPLERS}
+    for rb in buffers.values():
+        rb.sample()  # an epoch is under way
+    _all_apart([*_in_processes([FORK] * 2, _of_all, buffers), _of_all(buffers)])
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -129,15 +146,15 @@ def test_forked_samplers(sampler, shared, seed):
 def test_forks_leave_prefetched_batches_to_their_parent(sampler, shared):
     rb = _buffer(sampler, shared=shared, prefetch=2)
     rb.sample()
-    found = _in_processes("fork", _batches, rb)
+    found = _in_processes([FORK] * 2, _batches, rb)
     _apart([*found, _batches(rb, 4)])
 
 
 def test_forked_lists_and_ensembles():
-    _apart(_in_processes("fork", _batches, _items()))
+    _apart(_in_processes([FORK] * 2, _batches, _items()))
     members = [_buffer("uniform"), _buffer("uniform")]
     ensemble = ReplayBufferEnsemble(*members, batch_size=64, generator=torch.Generator().manual_seed(0))
-    _apart(_in_processes("fork", _batches, ensemble))
+    _apart(_in_processes([FORK] * 2, _batches, ensemble))
 
 
 def _items():
@@ -152,28 +169,14 @@ def _stacked(items):
     return {"i": torch.tensor(items)}
 
 
-def _of_all(buffers):
-    """What a process draws by each sampler, by a device loader, and as goals: its batches by name."""
-    found = {name: _batches(rb) for name, rb in buffers.items()}
-    return {**found, "loader": _loaded_by_device(buffers["uniform"]), "as goals": _goals(buffers["goals"])}
-
-
 def test_spawned_workers_with_a_pickled_generator():
-    """Of every sampler: two processes suffice, which take seconds to start."""
+    """Of every sampler: one process that takes seconds to start, and one from a server, which is given as much and no more."""
     buffers = {name: _buffer(name, shared=True) for name in SAMPLERS} | {
         "ahead": _buffer("uniform", shared=True, prefetch=2)
     }
     buffers["ahead"].sample()
-    found = [*_in_processes("spawn", _of_all, buffers, n=2), _of_all(buffers)]
-    for name in found[0]:
-        _apart([one[name] for one in found])
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_forked_loaders_and_goals(shared):
-    for name, draw in (("uniform", _loaded_by_device), ("goals", _goals)):
-        rb = _buffer(name, shared=shared)
-        _apart([*_in_processes("fork", draw, rb), draw(rb)])
+    contexts = [multiprocessing.get_context("spawn"), forkserver.CONTEXT]
+    _all_apart([*_in_processes(contexts, _of_all, buffers), _of_all(buffers)])
 
 
 def _raw_forks(rb):
@@ -193,7 +196,7 @@ def _raw_forks(rb):
 
 def test_forks_of_forks():
     rb = _buffer("uniform")
-    first, *rest = _in_processes("fork", _raw_forks, rb, n=2)
+    first, *rest = _in_processes([FORK] * 2, _raw_forks, rb)
     _apart([*first, *itertools.chain.from_iterable(rest), *_raw_forks(rb), _batches(rb)])
 
 
@@ -225,7 +228,7 @@ def _as_rank(folder, rank):
 
 def test_ranks_are_apart_and_reproducible(tmp_path):
     _buffer("uniform", storage=LazyMemmapStorage(ROWS, scratch_dir=tmp_path / "store")).close()
-    found = [_in_processes("fork", _as_rank, tmp_path / "store", rank, n=1)[0] for rank in (0, 1, 2, 1)]
+    found = [_in_processes([FORK], _as_rank, tmp_path / "store", rank)[0] for rank in (0, 1, 2, 1)]
     assert found[1] == found[3]
     _apart(found[:3])
     torch.manual_seed(42)
@@ -235,16 +238,17 @@ def test_ranks_are_apart_and_reproducible(tmp_path):
 
 def test_workers_that_inherit_a_rank(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    _apart(_in_processes("fork", _batches, _buffer("uniform")))
+    _apart(_in_processes([FORK] * 2, _batches, _buffer("uniform")))
 
 
 _OPENED = """
 import sys, torch
 from engram import ReplayBuffer
 torch.manual_seed(42)
-rb = ReplayBuffer.open(sys.argv[1], batch_size=64)
-print(rb.sample()["i"].tolist(), flush=True)
-sys.stdin.read()
+sys.stdin.readline()
+with ReplayBuffer.open(sys.argv[1], batch_size=64) as rb:
+    print(rb.sample()["i"].tolist(), flush=True)
+    sys.stdin.readline()
 """
 
 
@@ -252,25 +256,26 @@ def test_programs_that_open_one_store(tmp_path):
     """The first one draws as it would alone, later ones by their number among those that have the store open."""
     folder = str(tmp_path / "store")
     _buffer("uniform", storage=LazyMemmapStorage(ROWS, scratch_dir=folder)).close()
-    programs, found = [], []
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    for _ in range(3):
-        programs.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _OPENED, folder],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-        )
-        found.append(programs[-1].stdout.readline())
-    for program in programs:
-        program.communicate()
-    assert len(set(found)) == 3
+    start = [sys.executable, "-c", _OPENED, folder]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    programs = [
+        subprocess.Popen(start, env=environment, **pipes) for _ in range(2)
+    ]  # which load torch beside each other
     torch.manual_seed(42)
     with ReplayBuffer.open(folder, batch_size=64) as rb:
-        assert str(rb.sample()["i"].tolist()) == found[0].strip()
+        alone = rb.sample()["i"].tolist()
+    found = []
+    for program in programs:
+        program.stdin.write("open\n")
+        found.append(program.stdout.readline().strip())
+    torch.manual_seed(42)
+    with ReplayBuffer.open(folder, batch_size=64) as rb:
+        found.append(str(rb.sample()["i"].tolist()))
+    for program in programs:
+        program.communicate("close\n")
+    assert found[0] == str(alone)
+    assert len(set(found)) == 3
 
 
 def _saved_in_child(rb, folder):
@@ -281,7 +286,7 @@ def _saved_in_child(rb, folder):
 def test_states_go_on_with_what_was_mixed_in(tmp_path):
     rb = _buffer("uniform")
     assert len(rb.state_dict()["_rng"]) == 2  # as before
-    ((mixed, expected),) = _in_processes("fork", _saved_in_child, rb, tmp_path, n=1)
+    ((mixed, expected),) = _in_processes([FORK], _saved_in_child, rb, tmp_path)
     assert mixed != 0
     other = _buffer("uniform", seed=5)
     other.loads(tmp_path / "dump")
