@@ -407,7 +407,7 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     return sampler
 
 
-def _remedy(made: object, kind: type) -> str:
+def _remedy(made: object, kind: type[object]) -> str:
     """What to do about a component that is another library's, or has some methods of its kind only."""
     theirs = next((cls.__name__ for cls in type(made).__mro__ if cls.__module__.partition(".")[0] == "torchrl"), None)
     if theirs is None:
