@@ -383,7 +383,7 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
         raise TypeError(
             f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made, kind)}"
         )
-    if isinstance(made, Declared):
+    if isinstance(made, Declared) and not type(made).__module__.startswith("engram."):
         inside = {"sample": "that of the sampler inside"} if isinstance(made, Expander) else {}
         refuse_others(made, **({"_empty": "empty"} if of_storage else inside))
     return made

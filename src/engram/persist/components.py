@@ -217,7 +217,7 @@ def read_state(reader: PartReader) -> dict[str, object]:
     Raises:
         CorruptCheckpoint: a block has another sum; names file and byte.
     """
-    return {name: _read(value, reader) for name, value in reader.state.items()}
+    return {key: _read(it, reader) if isinstance(it, dict | list) else it for key, it in reader.state.items()}
 
 
 def _read(value: object, reader: PartReader) -> object:
