@@ -572,6 +572,42 @@ static void bind_fragments(nb::module_& m) {
           "Runs, and the length of the longest.");
 }
 
+// What a table knows of its trajectories.
+void bind_census(nb::class_<Trajectories, Index>& table) {
+  table
+      .def(
+          "windows",
+          [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },
+          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
+      .def(
+          "choices",
+          [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
+          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "How many there are of what a draw chooses among: trajectories with a window, or all their windows.")
+      .def_prop_ro("tracks", &Trajectories::tracks).def("mixed", &Trajectories::mixed, "Whether steps of one process follow another's.")
+      .def(
+          "census",
+          [](Trajectories& self) {
+            nb::gil_scoped_release release;
+            const Census census = self.census();
+            nb::gil_scoped_acquire acquire;
+            return nb::make_tuple(census.trajectories, census.longest);
+          },
+          "(trajectories, length of the longest).")
+      .def(
+          "runs",
+          [](Trajectories& self) {
+            std::vector<Window> runs;
+            {
+              nb::gil_scoped_release release;
+              runs = self.runs();
+            }
+            return triples_of(runs);
+          },
+          "(track, first place, length) of all, track by track, oldest first: an int64 array.")
+      .def("row", &Trajectories::row, "track"_a, "place"_a);
+}
+
 void bind_trajectories(nb::module_& m) {
   bind_windows(m);
   nb::class_<Trajectories, Index> table(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.");
@@ -611,38 +647,8 @@ void bind_trajectories(nb::module_& m) {
       .def("around", &around, "store"_a, "layout"_a.none(), "anchors"_a, "expected"_a.none(), "spec"_a, "shifted"_a, "learned"_a, "numbered"_a,
            "The whole windows around n rows, which must have those tickets (None: any): (int64 rows, tickets, -1 where a window moved, which "
            "steps are real; unless `learned` is 0 also numbers of windows, of steps, anchors, which steps are the `learned` ones after the "
-           "burn-in; if numbered the anchors' tickets), the columns of a layout, the windows that moved before, the number of real steps.")
-      .def(
-          "windows",
-          [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },
-          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
-      .def(
-          "choices",
-          [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
-          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "How many there are of what a draw chooses among: trajectories with a window, or all their windows.")
-      .def_prop_ro("tracks", &Trajectories::tracks).def("mixed", &Trajectories::mixed, "Whether steps of one process follow another's.")
-      .def(
-          "census",
-          [](Trajectories& self) {
-            nb::gil_scoped_release release;
-            const Census census = self.census();
-            nb::gil_scoped_acquire acquire;
-            return nb::make_tuple(census.trajectories, census.longest);
-          },
-          "(trajectories, length of the longest).")
-      .def(
-          "runs",
-          [](Trajectories& self) {
-            std::vector<Window> runs;
-            {
-              nb::gil_scoped_release release;
-              runs = self.runs();
-            }
-            return triples_of(runs);
-          },
-          "(track, first place, length) of all, track by track, oldest first: an int64 array.")
-      .def("row", &Trajectories::row, "track"_a, "place"_a);
+           "burn-in; if numbered the anchors' tickets), the columns of a layout, the windows that moved before, the number of real steps.");
+  bind_census(table);
   bind_fragments(m);
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
-def _overrides(cls: type, name: str) -> bool:
+def _overrides(cls: type[object], name: str) -> bool:
     definer = next((base for base in cls.__mro__ if name in vars(base)), object)
     return definer is not object and definer.__module__.partition(".")[0] != "engram"
 
@@ -46,7 +46,7 @@ def refuse_others(component: object, **more: str) -> None:
 class _Meanwhile(threading.local):
     """What methods do in this thread, of which the user's override is running: by component."""
 
-    of: Mapping[int, Callable[..., Any]] = MappingProxyType({})
+    of: Mapping[int, Callable[..., object]] = MappingProxyType({})
 
 
 _meanwhile = _Meanwhile()
@@ -58,7 +58,7 @@ def meanwhile(component: object) -> Callable[..., Any] | None:
 
 
 @contextmanager
-def doing(component: object, what: Callable[..., Any]) -> Iterator[None]:
+def doing(component: object, what: Callable[..., object]) -> Iterator[None]:
     """Around a call of an override: meanwhile the component's own method does this."""
     before = _meanwhile.of
     _meanwhile.of = {**before, id(component): what}

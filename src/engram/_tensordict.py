@@ -53,7 +53,7 @@ def tensordict_type() -> type[TensorDict]:
 
 
 @functools.cache
-def _is_collection_type(kind: type) -> bool:
+def _is_collection_type(kind: type[object]) -> bool:
     from tensordict import is_tensor_collection
 
     return bool(is_tensor_collection(kind))

@@ -51,7 +51,7 @@ def is_dataclass(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type) and not is_tensor_collection(data)
 
 
-def fields_of(cls: type) -> tuple[str, ...]:
+def fields_of(cls: type[object]) -> tuple[str, ...]:
     """The names of a dataclass's or a named tuple's fields."""
     if dataclasses.is_dataclass(cls):
         return tuple([field.name for field in dataclasses.fields(cls)])

@@ -222,7 +222,7 @@ def check_keys(state: object, names: Iterable[str], where: str, optional: Collec
         raise KeyError(f"{where}: expected {wanted}, got {sorted(map(str, state))}.")
 
 
-def typed(state: Mapping[str, object], name: str, kind: type | tuple[type, ...], where: str) -> Any:
+def typed(state: Mapping[str, object], name: str, kind: type[object] | tuple[type[object], ...], where: str) -> Any:
     """An entry of exactly that type, or of one of those. Raises ``TypeError``."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     value = state[name]

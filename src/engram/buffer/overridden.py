@@ -103,7 +103,7 @@ def _set(
             else map_leaves(data, lambda x: cast("Any", x)[kept] if has_dimensions(x) else x)
         )
 
-    def own(cursor: object, data: Any) -> None:
+    def own(cursor: object, data: object) -> None:
         if as_numbers("set: cursor", cursor).reshape(-1).tolist() != rows.tolist():
             Storage.set(storage, cursor, data)
             return

@@ -1418,11 +1418,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
         wiring.gate.close(None if storage.closed else storage.memory)
         if prefetching is not None:
             prefetching.close()
-        if storage.closed:
-            last = True
-        else:
+        if not storage.closed:
             storage.detach(self)
-            last = not storage.listeners
+        last = storage.closed or not storage.listeners
         wiring.moved()  # what was kept of the storage
         # The user's: ours are private.
         goes_on = {name: value for name, value in vars(self).items() if not name.startswith("_")}

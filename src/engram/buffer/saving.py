@@ -577,7 +577,7 @@ def saved_rng(wiring: Wiring) -> State:
     """The entries ``_rng`` and ``_default_rng`` of a state."""
     generator = None if wiring.generator is None else wiring.generator.get_state()
     rng = [] if generator is None else [generator, "cpu"]
-    if stream := wiring.own_stream():
+    if stream := wiring.own_stream() if wiring.stream is None else wiring.stream:
         rng = [generator, "cpu", stream]
     return {"_rng": rng or None, "_default_rng": torch.default_generator.get_state()}
 

@@ -98,7 +98,7 @@ def makes_clients(doc: str) -> Callable[[B, int], list[B]]:
     return clients
 
 
-def as_remote(cls: type, remote_config: Mapping[str, object] | None = None) -> Any:
+def as_remote(cls: type[object], remote_config: Mapping[str, object] | None = None) -> Any:
     """The class as an actor class of Ray, as TorchRL spells it: ``ReplayBuffer.as_remote(…).remote(storage=…)``.
 
     Every call of such an actor is a call of Ray, with pickled rows: :class:`RayReplayBuffer` is many times faster.

@@ -383,7 +383,7 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
         raise TypeError(
             f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made, kind)}"
         )
-    if isinstance(made, Declared):
+    if isinstance(made, Declared) and not type(made).__module__.startswith("engram."):
         inside = {"sample": "that of the sampler inside"} if isinstance(made, Expander) else {}
         refuse_others(made, **({"_empty": "empty"} if of_storage else inside))
     return made
@@ -407,7 +407,7 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     return sampler
 
 
-def _remedy(made: object, kind: type) -> str:
+def _remedy(made: object, kind: type[object]) -> str:
     """What to do about a component that is another library's, or has some methods of its kind only."""
     theirs = next((cls.__name__ for cls in type(made).__mro__ if cls.__module__.partition(".")[0] == "torchrl"), None)
     if theirs is None:

@@ -201,14 +201,12 @@ def _without_tails(state: object) -> object:
 
 
 def _check_entries(state: object, where: str) -> None:
-    if isinstance(state, dict):
-        for key, value in state.items():
+    if isinstance(state, dict | list):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             if isinstance(key, str) and key.startswith("$"):
                 raise TypeError(f"{where}[{key!r}]: expected a key that does not begin with '$'. Rename it.")
-            _check_entries(value, f"{where}[{key!r}]")
-    elif isinstance(state, list):
-        for i, value in enumerate(state):
-            _check_entries(value, f"{where}[{i}]")
+            if isinstance(value, dict | list | torch.Tensor):
+                _check_entries(value, f"{where}[{key!r}]")
     elif isinstance(state, torch.Tensor) and state.dtype not in DTYPE_NAMES:
         raise TypeError(f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got one of {state.dtype}.")
 
@@ -219,16 +217,16 @@ def read_state(reader: PartReader) -> dict[str, object]:
     Raises:
         CorruptCheckpoint: a block has another sum; names file and byte.
     """
-    return {name: _read(value, reader) for name, value in reader.state.items()}
+    return {key: _read(it, reader) if isinstance(it, dict | list) else it for key, it in reader.state.items()}
 
 
 def _read(value: object, reader: PartReader) -> object:
     if isinstance(value, dict):
         if "$array" in value:
             return _array(reader, value["$array"])
-        return {key: _read(entry, reader) for key, entry in value.items()}
+        return {key: _read(it, reader) if isinstance(it, dict | list) else it for key, it in value.items()}
     if isinstance(value, list):
-        return [_read(entry, reader) for entry in value]
+        return [_read(it, reader) if isinstance(it, dict | list) else it for it in value]
     return value
 
 

@@ -230,7 +230,7 @@ class OneStore:
 class _Awaited:
     """``memory`` of a storage whose store is looked for, until it is there and lies before this in the instance."""
 
-    def __get__(self, storage: AwaitedStorage | None, _: type) -> Store | None:
+    def __get__(self, storage: AwaitedStorage | None, _: type[object]) -> Store | None:
         return None if storage is None else storage.look()
 
 

@@ -416,7 +416,9 @@ def _with_generation(theirs: Callable[..., None]) -> Callable[..., None]:
         return theirs
 
     @functools.wraps(theirs)
-    def update_priority(self: Any, index: Any, priority: Any, *, generation: Any = None, **storage: Any) -> None:
+    def update_priority(
+        self: Any, index: Any, priority: object, *, generation: object = None, **storage: object
+    ) -> None:
         if generation is not None:
             rows = as_numbers("update_priority: index", index[0] if isinstance(index, tuple) else index).to("cpu")
             index = rows.where(

@@ -82,6 +82,15 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         self._needed = 1
 
     def bind(self, storage: SampledStorage) -> None:
+        """As of every sampler; with another storage the epoch begins again.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend({"episode": torch.arange(20) // 5})
+        >>> sampler.bind(rb.storage)  # a buffer has done so already
+        """
         if self._storage is not None and storage is not self._storage:
             with self._lock:
                 self._begin(_NO_EPOCH)

@@ -174,10 +174,10 @@ class WindowSettings:
 class Setting(Generic[_T]):
     """An attribute of a slice sampler: an entry of its :class:`WindowSettings`. It can be set at any time."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __set_name__(self, owner: type[object], name: str) -> None:
         self._name = name
 
-    def __get__(self, sampler: WindowSampler | None, owner: type) -> _T:
+    def __get__(self, sampler: WindowSampler | None, owner: type[object]) -> _T:
         value: _T = self if sampler is None else getattr(sampler.settings, self._name)  # type: ignore[assignment] # of a class
         return value
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from engram.format.schema import Node
 
 
-def type_name(cls: type) -> str:
+def type_name(cls: type[object]) -> str:
     """What a structure calls a class."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def find_types(node: Node, types: dict[str, type]) -> None:
+def find_types(node: Node, types: dict[str, type[object]]) -> None:
     """Add the classes that a structure names to ``types``. A named tuple of the same fields stands for a dataclass or named tuple that this
     program has not defined.
 
@@ -35,7 +35,7 @@ def find_types(node: Node, types: dict[str, type]) -> None:
         find_types(child, types)
 
 
-def _find_type(node: Node) -> type:
+def _find_type(node: Node) -> type[object]:
     """A class that the program has defined already. A name found in a file never makes us import anything."""
     module_name, _, qualname = node.type.partition(":")
     found = _found(node.type)
@@ -57,7 +57,7 @@ def _find_type(node: Node) -> type:
             f"{list(fields_of(found))}. Define it as it was; rows whose fields are numbers come from before engram kept the names: write "
             "them again."
         )
-    cls: type = found
+    cls: type[object] = found
     return cls
 
 
@@ -80,7 +80,7 @@ def _stand_in(name: str, fields: tuple[str, ...]) -> type[object]:
     return class_of(fields)
 
 
-def stands_in(cls: type) -> bool:
+def stands_in(cls: type[object]) -> bool:
     """Whether a class stands for one that the program has not defined."""
     return cls.__module__ == class_of.__module__
 
@@ -90,12 +90,14 @@ def of_users(types: Mapping[str, type[object]]) -> dict[str, type[object]]:
     return {name: cls for name, cls in types.items() if not stands_in(cls) and is_named(cls, name)}
 
 
-def is_named(cls: type, name: str) -> bool:
+def is_named(cls: type[object], name: str) -> bool:
     """Whether a class is what a structure calls by that name. Those that functions make are not, nor are those that were made again."""
     return _found(name) is cls
 
 
-def takes_rows_of(cls: type, node: Node, types: dict[str, type], kept: MutableMapping[str, object]) -> bool:
+def takes_rows_of(
+    cls: type[object], node: Node, types: dict[str, type[object]], kept: MutableMapping[str, object]
+) -> bool:
     """Whether data may be of a class. Where the first row's is not found under its name, the fields count: the caller compares them.
 
     The user's own class takes the place of one that stands in for it: batches are of it from then on, and the ``intake`` is made again.

@@ -59,7 +59,7 @@ class Structure:
         self,
         fields: Sequence[Field],
         root: Node,
-        types: Mapping[str, type] | None = None,
+        types: Mapping[str, type[object]] | None = None,
         dtypes: Dtypes = NO_DTYPES,
         added: Added = NOTHING_ADDED,
         names: Mapping[tuple[str, ...], tuple[str | None, ...]] | None = None,
@@ -79,18 +79,12 @@ class Structure:
         self._types = dict(types or {})
         self._specs = tuple((DTYPE_OF[f.dtype], torch.Size(f.shape), DTYPE_OF[f.dtype] in _FLOATS) for f in self.fields)
         self._layout = _native.Layout(dlpack_specs(self.fields))
-        leaves = list(root.children.values())
-        #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
-        self._flat = (
-            tuple(root.children)
-            if root.kind in ("tensordict", "dict")
-            and not root.integers
-            and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
-            else None
-        )
-        self._flat_type = tensordict_type() if self.is_tensordict else dict
         #: Whether it is TensorDicts and dicts in each other, their leaves in the order of the fields.
         self._plain = root.kind in _PLAIN and _leaves_of_plain(root) == list(range(len(self.fields)))
+        #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
+        flat = self._plain and not root.integers and all(child.kind == "leaf" for child in root.children.values())
+        self._flat = tuple(root.children) if flat else None
+        self._flat_type = tensordict_type() if self.is_tensordict else dict
 
     @property
     def is_described(self) -> bool:
@@ -156,7 +150,7 @@ class Structure:
             TypeError: as :func:`find_types`.
             IncompatibleStore: other ``dtypes`` than it has.
         """
-        types: dict[str, type] = {}
+        types: dict[str, type[object]] = {}
         find_types(schema.structure, types)
         if dtypes:
             check_stored(schema.fields, dtypes)
@@ -274,8 +268,7 @@ class Structure:
             f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in the first row, "
             f"got {list(value.shape)} {str(value.dtype).removeprefix('torch.')}."
         )
-        row = torch.Size(field.shape)
-        dtype, _, is_float = self._specs[i]
+        row, (dtype, _, is_float) = torch.Size(field.shape), self._specs[i]
         if value.dtype is not dtype and value.dtype.is_floating_point and not is_float:
             return message + " Write a float from the first row on, 0.0 and not 0, or convert it."
         if value.dtype is not dtype:
@@ -288,10 +281,8 @@ class Structure:
         if value.numel() == expected.numel():
             return message + f" Use .reshape({list(expected)})."
         if call == "extend" and value.dim() > 1 and value.shape[2:] == row:
-            return (
-                message
-                + f" If these are {value.shape[0]} x {value.shape[1]} rows, flatten them: TensorDicts by .reshape(-1)."
-            )
+            n, m = value.shape[:2]
+            return message + f" If these are {n} x {m} rows, flatten them: TensorDicts by .reshape(-1)."
         return message
 
     def _walk(
@@ -358,15 +349,10 @@ class Structure:
         else:
             batch = self._batch_of(columns) if batch is None else batch
             made = self._build(self.root, columns, batch, device, extra)
-        if self.names:
-            self._name(made, len(self._batch_of(columns)))
-        return made
-
-    def _name(self, data: object, lead: int) -> None:
-        """Give the dims of TensorDicts that have ``lead`` dims before those of rows their names."""
         for path, names in self.names.items():
-            found: Any = find_field(data, path)
-            found.names = [*[None] * lead, *names]
+            found: Any = find_field(made, path)
+            found.names = [*[None] * len(self._batch_of(columns)), *names]  # dims before those of rows have none
+        return made
 
     def _batch_of(self, columns: Sequence[Tensor]) -> torch.Size:
         return columns[0].shape[: columns[0].ndim - len(self._specs[0][1])]
@@ -420,7 +406,7 @@ class _Builder:
         self.batched = batched
         self.call = call
         self.fields: list[Field] = []
-        self.types: dict[str, type] = {}
+        self.types: dict[str, type[object]] = {}
         self.names: dict[tuple[str, ...], tuple[str | None, ...]] = {}
 
     def node(self, value: object, path: tuple[str, ...]) -> Node:

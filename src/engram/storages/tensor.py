@@ -78,7 +78,7 @@ def take_later(storage: TensorStorage, arguments: LaterArguments) -> None:
 class _Unwritten:
     """``memory`` of a storage until it has a store, which then lies before this in the instance."""
 
-    def __get__(self, storage: TensorStorage | None, _: type) -> Store | None:
+    def __get__(self, storage: TensorStorage | None, _: type[object]) -> Store | None:
         return None if storage is None else storage._look()
 
 
@@ -324,9 +324,7 @@ class TensorStorage(Storage):
 
     @property
     def write_count(self) -> int:
-        if self.memory is None:
-            return 0
-        return int(self.memory.core.write_count) // math.prod(self.columns)
+        return 0 if self.memory is None else int(self.memory.core.write_count) // math.prod(self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -587,8 +585,7 @@ class TensorStorage(Storage):
         """
         if where.span is None:
             return self.grid(where.view, extra)
-        rows = slice(*where.span)
-        return self._formed([tensor[rows] for tensor in self.store.views()], where.rows.shape, extra)
+        return self._formed([tensor[slice(*where.span)] for tensor in self.store.views()], where.rows.shape, extra)
 
     def locate(self, index: Any) -> Rows:
         if self.ndim == 1:
@@ -628,9 +625,7 @@ class TensorStorage(Storage):
         return rows_of_coordinates(coordinates, (self._capacity // math.prod(self.columns), *self.columns))
 
     def tickets_of(self, rows: Tensor) -> Tensor:
-        if self.memory is None:
-            return torch.full_like(rows, -1)
-        return self.memory.tickets_of(rows)
+        return torch.full_like(rows, -1) if self.memory is None else self.memory.tickets_of(rows)
 
     def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
         return tickets if self.memory is None else self.memory.writes_of(rows, tickets)
@@ -649,8 +644,7 @@ class TensorStorage(Storage):
         return number if core.in_flight == 0 else None
 
     def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Tensor, list[int]]:
-        number = self.written().field_of(key)
-        columns, moved = self.store.read(rows, expected=expected, which=(number,))
+        columns, moved = self.store.read(rows, expected=expected, which=(self.written().field_of(key),))
         return columns[0], moved
 
     def flatten(self) -> TensorStorage:
@@ -752,9 +746,8 @@ class TensorStorage(Storage):
         where = type(self).__name__
         check_keys(state, ENTRIES, where, optional=OPTIONAL)
         if typed(state, "schema", (str, type(None)), where) is None:
-            if (
-                any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows"))
-                or "writes" in state
+            if any(
+                len(state.get(name, ())) for name in ("lanes", "numbers", "writes", "priorities", "passes", "windows")
             ):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
             return RowsLoad(self, source)

@@ -496,8 +496,7 @@ class Store:
         first, every = len(self.tensors), (*self.tensors, *tensors)
         new, addresses = schema.fields[first:], [tensor.data_ptr() for tensor in every]
         fills = [schema.fill(number) or b"" for number in range(first, len(every))]
-        sizes = [field.row_bytes for field in new]
-        fields = list(zip(addresses[first:], sizes, fills, dlpack_specs(new), strict=True))
+        fields = list(zip(addresses[first:], [it.row_bytes for it in new], fills, dlpack_specs(new), strict=True))
         with self._viewing:
             mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
             mine |= {"_addresses": addresses, "_views": []}
