@@ -44,3 +44,12 @@ class ImmutableDatasetWriter(NativeWriter):
         raise RuntimeError(
             "write: the buffer is read-only (ImmutableDatasetWriter). Use set_writer(RoundRobinWriter()) to write."
         )
+
+
+class FollowingWriter(ImmutableDatasetWriter):
+    """Rejects every write, edit and ``empty`` of a buffer that ``ReplayBuffer.follow`` has made."""
+
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> NoReturn:
+        raise RuntimeError(
+            "write: the buffer follows checkpoints, and is read-only (FollowingWriter). Write to the buffer that is saved there."
+        )
