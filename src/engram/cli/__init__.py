@@ -454,7 +454,7 @@ def stats(path: Path, prometheus: bool, as_json: bool) -> None:
     """
     _ours(path)
     with refusing("metrics"):
-        from engram.cli.stats import stats as found
+        from engram.cli.top import stats as found
 
         click.echo(found(path, "prometheus" if prometheus else "json" if as_json else "text"))
 
