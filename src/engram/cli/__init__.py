@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 import click
 
 from engram._version import __version__
-from engram.cli.ending import Commands, Misuse, Refusal, print_json, problem, refusing
+from engram.cli.show import Commands, Misuse, Refusal, print_json, problem, refusing
 from engram.demo import MOST_ACTORS, SAMPLERS
 
 if TYPE_CHECKING:
