@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
+    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.limits import Rules
     from engram.persist.roles import Roles
     from engram.remote.commands import Served, State
