@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from typing import Self
 
-    from engram.format.listing import Listing
-    from engram.format.part_writer import PartInfo
+    from engram.format.part_writer import Listing, PartInfo
     from engram.format.sums import Sums
 
 
