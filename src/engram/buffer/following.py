@@ -19,8 +19,8 @@ from engram._words import warn
 from engram.buffer.recipe import kind_of
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, series
-from engram.format.checkpoints import Mirror, open_shards
 from engram.format.leases import Lease
+from engram.format.mirror import Mirror, open_shards
 from engram.persist import parts
 from engram.reshard.driver import Policy, checked_incomplete, reshard
 from engram.reshard.plan import Target
