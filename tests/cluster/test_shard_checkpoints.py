@@ -180,7 +180,7 @@ def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monke
             raise error
         return [RestoreReport("name", 1, None, 5, {}, [], 0.0, (), None, 0, "")]
 
-    kind, dropped = pytest.importorskip("engram.remote.shards").ShardSavers, []
+    kind, dropped = pytest.importorskip("engram.remote.savers").ShardSavers, []
     monkeypatch.setattr(kind, "_ready", lambda self: None)
     monkeypatch.setattr(kind, "_timeout", 1.0)
     monkeypatch.setattr(kind, "_answers", answers)

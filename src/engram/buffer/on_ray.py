@@ -62,7 +62,7 @@ class OnRay:
     def savers(self, buffer: ReplayBuffer) -> Savers | None:
         if self.transport == "shared":
             return None
-        from engram.remote.shards import ShardSavers
+        from engram.remote.savers import ShardSavers
 
         return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
 
