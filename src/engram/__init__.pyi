@@ -23,7 +23,7 @@ from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
 from engram.checkpoint.checkpointer import RestoreReport as RestoreReport
 from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
 from engram.checkpoint.checkpointer import SaveReport as SaveReport
-from engram.checkpoint.stateful import StatefulReplay as StatefulReplay
+from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
 from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble

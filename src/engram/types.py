@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from engram._progress import Progress
-    from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
+    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.consumption import ConsumptionIndex
     from engram.field_paths import FieldPath
     from engram.format.checkpoints import Checkpoint

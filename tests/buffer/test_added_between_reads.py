@@ -22,7 +22,7 @@ from engram import (
     TensorStorage,
 )
 from engram.expanders.expansion import Expansion
-from engram.units.windows import WindowTable
+from engram.units.anchor_priorities import WindowTable
 
 CAPACITY = 40
 

@@ -345,9 +345,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied(tmp_path, monkeypatch):
     rb.extend(steps(0, 10))
     ck.save(1)
     monkeypatch.setattr(leases, "leased", lambda _: set())  # as if it had come too late
-    from engram.format import checkpoints
+    from engram.format import mirror
 
-    copy_part, removed = checkpoints.Mirror._copy_part, []
+    copy_part, removed = mirror.Mirror._copy_part, []
 
     def amid(self, part, *more):
         if not removed:
@@ -355,7 +355,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied(tmp_path, monkeypatch):
             ck.prune()
         copy_part(self, part, *more)
 
-    monkeypatch.setattr(checkpoints.Mirror, "_copy_part", amid)
+    monkeypatch.setattr(mirror.Mirror, "_copy_part", amid)
     with follow(tmp_path) as reader:
         assert reader.followed.step == 2
         assert reader.followed.passed_over == ()

@@ -24,7 +24,7 @@ from engram import (
     ReplayBuffer,
     SamplesPerInsert,
 )
-from engram.plotting import rows
+from engram.plotting import plots
 from tests.fresh import run
 
 mpl.use("Agg")
@@ -121,7 +121,7 @@ def test_ages(priority, ax):
 
 
 def test_large_buffers_are_looked_at_in_part(ax, monkeypatch):
-    monkeypatch.setattr(rows.Scan.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(plots.Scan.__init__, "__defaults__", (100,))
     rb = ReplayBuffer(storage=LazyTensorStorage(10_000))
     rb.extend(steps(10_000))
     rb.plot.age(ax=ax)

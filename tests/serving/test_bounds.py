@@ -13,7 +13,7 @@ from pyarrow import flight
 from engram import FrameStack, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from engram.remote import wire
 from engram.remote.commands import MAX_MESSAGE
-from engram.serving import bounds
+from engram.serving import service
 from engram.serving.service import Answers, Dumps, TooMany, drawn_bytes
 from tests import fresh
 from tests.serving.servers import SERVER, Served, serving
@@ -22,9 +22,9 @@ from tests.waiting import until
 #: A server that has room for two answers of 8 MiB and for one dump, and waits for neither. It says which it keeps, and has sent.
 SMALL = """
 import contextlib
-from engram.serving import bounds
-bounds.ANSWER_BYTES, bounds._WAIT_S, bounds.MAX_DUMPS = 17 << 20, 0.0, 1
-counted, numbers = bounds.Answers.counted, iter(range(1000))
+from engram.serving import service
+service.ANSWER_BYTES, service._WAIT_S, service.MAX_DUMPS = 17 << 20, 0.0, 1
+counted, numbers = service.Answers.counted, iter(range(1000))
 
 @contextlib.contextmanager
 def told(answers, nbytes):
@@ -34,7 +34,7 @@ def told(answers, nbytes):
         yield
     print("sent", number, flush=True)
 
-bounds.Answers.counted = told
+service.Answers.counted = told
 """
 CLIENTS = 60
 
@@ -141,7 +141,7 @@ def test_rows_count_as_wide_as_they_are_drawn():
 
 
 def test_answers_wait_for_those_before_them(monkeypatch):
-    monkeypatch.setattr(bounds, "ANSWER_BYTES", 10 << 20)
+    monkeypatch.setattr(service, "ANSWER_BYTES", 10 << 20)
     answers, entered = Answers(), threading.Event()
 
     def other():
@@ -156,7 +156,7 @@ def test_answers_wait_for_those_before_them(monkeypatch):
     assert entered.wait(60)
     waiting.join(60)
     with answers.counted(11 << 20):  # alone, anything goes
-        monkeypatch.setattr(bounds, "_WAIT_S", 0.0)
+        monkeypatch.setattr(service, "_WAIT_S", 0.0)
         with pytest.raises(RuntimeError, match="got 11534336 before these 1048576"), answers.counted(1 << 20):
             pass
     with pytest.raises(KeyError), answers.counted(1 << 20):
@@ -177,15 +177,15 @@ def write(folder):
 def test_dumps_are_few_and_one_that_nobody_reads_makes_room(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dumps = Dumps()
-    begun = [dumps.files(write, SCHEMA) for _ in range(bounds.MAX_DUMPS)]
+    begun = [dumps.files(write, SCHEMA) for _ in range(service.MAX_DUMPS)]
     first = [next(one)["name"].to_pylist() for one in begun]
-    assert first == [["one"]] * bounds.MAX_DUMPS
-    assert len(list(tmp_path.iterdir())) == bounds.MAX_DUMPS
+    assert first == [["one"]] * service.MAX_DUMPS
+    assert len(list(tmp_path.iterdir())) == service.MAX_DUMPS
     with pytest.raises(TooMany):
         next(dumps.files(write, SCHEMA))
-    monkeypatch.setattr(bounds, "_UNREAD_S", 0.0)
+    monkeypatch.setattr(service, "_UNREAD_S", 0.0)
     assert [it["name"][0].as_py() for it in dumps.files(write, SCHEMA)] == ["one", "two"]
-    assert len(list(tmp_path.iterdir())) == bounds.MAX_DUMPS - 1
+    assert len(list(tmp_path.iterdir())) == service.MAX_DUMPS - 1
     with pytest.raises(RuntimeError, match="read nothing"):
         list(begun[0])
     assert [it["name"][0].as_py() for it in begun[1]] == ["two"]

@@ -19,15 +19,15 @@ from engram._words import warn
 from engram.buffer.recipe import kind_of
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, series
-from engram.format.checkpoints import Mirror, open_shards
 from engram.format.leases import Lease
+from engram.format.mirror import Mirror, open_shards
 from engram.persist import parts
 from engram.reshard.driver import Policy, checked_incomplete, reshard
 from engram.reshard.plan import Target
 from engram.reshard.shards import open_shards as open_saved
 from engram.state import real
 from engram.types import Sampler
-from engram.writers.following import FollowingWriter
+from engram.writers.round_robin import FollowingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

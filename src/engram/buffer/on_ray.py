@@ -127,7 +127,7 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Re
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
-    from engram.fleet.awaited import AwaitedFleet
+    from engram.fleet.finding import AwaitedFleet
     from engram.fleet.members import SKIP_S
     from engram.remote.shards import AwaitedStorage, OneStore, Shard
 

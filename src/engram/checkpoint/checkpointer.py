@@ -19,17 +19,22 @@ from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.job import Job, Schedule
-from engram.checkpoint.options import (
+from engram.checkpoint.reports import (
     Asked,
+    Entry,
     Heard,
     Options,
     RestoreArguments,
     RestoreOptions,
+    RestoreReport,
+    SaveReport,
     SeldomArguments,
+    Wanted,
     checked_step,
     checked_user,
+    forget_reports,
+    note_restore,
 )
-from engram.checkpoint.reports import Entry, RestoreReport, SaveReport, Wanted, forget_reports, note_restore
 from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import SaveAttempt, SaveHandle
 from engram.checkpoint.watchdog import Watchdog

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engram._progress import Work
 from engram._words import warn
-from engram.checkpoint.options import Heard
+from engram.checkpoint.reports import Heard
 from engram.errors import RankFailed
 from engram.format import disk, series
 from engram.format.checkpoints import rank_folder
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from engram._progress import OnProgress
-    from engram.checkpoint.options import Options
+    from engram.checkpoint.reports import Options
     from engram.checkpoint.save import SaveHandle
     from engram.format.checkpoints import Manifest
     from engram.format.parts import PartField, PartInfo, PartReader

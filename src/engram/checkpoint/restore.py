@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from engram._words import warn
 from engram.checkpoint.job import Parent
-from engram.checkpoint.options import Heard
-from engram.checkpoint.reports import RestoreReport, lost_with
+from engram.checkpoint.reports import Heard, RestoreReport, lost_with
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
     from engram._progress import Work
     from engram.checkpoint.job import Job
-    from engram.checkpoint.options import RestoreOptions
-    from engram.checkpoint.reports import Wanted
+    from engram.checkpoint.reports import RestoreOptions, Wanted
     from engram.reshard.driver import Reshard
     from engram.types import BufferLoad
 

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engram._words import count
-from engram.checkpoint.options import Asked
-from engram.checkpoint.reports import SaveReport, episodes_of, forget_reports
+from engram.checkpoint.reports import Asked, SaveReport, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
 from engram.format.checkpoints import added

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 import click
 
 from engram._version import __version__
-from engram.cli.ending import Commands, Misuse, Refusal, print_json, problem, refusing
+from engram.cli.show import Commands, Misuse, Refusal, print_json, problem, refusing
 from engram.demo import MOST_ACTORS, SAMPLERS
 
 if TYPE_CHECKING:
@@ -454,7 +454,7 @@ def stats(path: Path, prometheus: bool, as_json: bool) -> None:
     """
     _ours(path)
     with refusing("metrics"):
-        from engram.cli.stats import stats as found
+        from engram.cli.top import stats as found
 
         click.echo(found(path, "prometheus" if prometheus else "json" if as_json else "text"))
 

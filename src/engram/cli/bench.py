@@ -22,7 +22,7 @@ from engram import (
     __version__,
     num_threads,
 )
-from engram.cli.ending import problem, table
+from engram.cli.show import problem, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

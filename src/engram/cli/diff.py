@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from engram._progress import Work
-from engram.cli.ending import table
-from engram.cli.show import plain
+from engram.cli.show import plain, table
 from engram.format import control, disk, files, layout, series
 from engram.format.checkpoints import Checkpoint
 from engram.format.description import segment_layout, segment_name

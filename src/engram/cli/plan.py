@@ -22,8 +22,7 @@ from engram._memory import available_memory, missing_share
 from engram._sizes import priority_bytes, resident_bytes
 from engram._words import said_bytes
 from engram.cli.doctor import Finding
-from engram.cli.ending import Misuse, Refusal, table
-from engram.cli.show import plain, said_size, told
+from engram.cli.show import Misuse, Refusal, plain, said_size, table, told
 from engram.format import control, files, layout, schema
 from engram.format.describe import describe
 from engram.format.schema import DTYPES, Field

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from engram._progress import Work
-from engram.cli.ending import print_json, problem, table
+from engram.cli.show import print_json, problem, table
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.persist import parts

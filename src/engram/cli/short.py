@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from engram.cli.ending import table
-from engram.cli.show import checkpoint_lines, plain, said_age, said_size, show_description, show_problems
+from engram.cli.show import checkpoint_lines, plain, said_age, said_size, show_description, show_problems, table
 from engram.format.histograms import Histogram
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engram.buffer import ReplayBuffer
-    from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
+    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.checkpoint.save import SaveHandle
     from engram.remote.shards import Handle
     from engram.types import Sampler, Writer

@@ -25,8 +25,7 @@ from engram.ensembles.refusing import asks_a_member, naming
 from engram.ensembles.routing import RoutedWrites, Routing
 from engram.ensembles.samplers import SamplerEnsemble
 from engram.ensembles.saving import EnsembleSaving
-from engram.ensembles.selection import members_named, split_index
-from engram.ensembles.storages import StorageEnsemble
+from engram.ensembles.storages import StorageEnsemble, members_named, split_index
 from engram.ensembles.streams import Keys, end_streams
 from engram.ensembles.writers import WriterEnsemble
 from engram.limits import WAIT_S, checked_timeout

@@ -13,7 +13,7 @@ from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.ensembles.refusing import naming
-from engram.ensembles.selection import check_ids, routed
+from engram.ensembles.storages import check_ids, routed
 from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path, public
 from engram.nested import find, has_entries, map_leaves

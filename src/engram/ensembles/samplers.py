@@ -13,8 +13,7 @@ from engram import _native, samplers
 from engram._checks import as_numbers, check_count
 from engram._tensordict import tensordict_type
 from engram.ensembles.refusing import naming
-from engram.ensembles.selection import members_named, split_index
-from engram.ensembles.storages import StorageEnsemble
+from engram.ensembles.storages import StorageEnsemble, members_named, split_index
 from engram.errors import NoSampleable
 from engram.fleet import plans
 from engram.samplers._base import DeclaredSampler, declared, key_for

@@ -8,8 +8,7 @@ import torch
 
 from engram.ensembles.refusing import naming
 from engram.ensembles.samplers import OnePerMember
-from engram.ensembles.selection import routed
-from engram.ensembles.storages import StorageEnsemble
+from engram.ensembles.storages import StorageEnsemble, routed
 from engram.types import Traits, Writer
 from engram.writers._base import NativeWriter, declared
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from engram.errors import CorruptCheckpoint
 from engram.format import beside, description, disk, files, layout, sums, tables
 from engram.format.description import PART, Geometry
-from engram.format.listing import Listing, read_listing
+from engram.format.part_writer import Listing, read_listing
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, wrong_block
 from engram.format.schema import PartField
 

@@ -1,6 +1,15 @@
 """What a buffer does, in numbers, with advice, and row by row."""
 
-from engram.inspect.advice import Explanation, Finding, Health, Place, count_usage, explain, health
-from engram.inspect.estimates import effective_size, gauges
+from engram.inspect.advice import (
+    Explanation,
+    Finding,
+    Health,
+    Place,
+    count_usage,
+    effective_size,
+    explain,
+    gauges,
+    health,
+)
 
 __all__ = ["Explanation", "Finding", "Health", "Place", "count_usage", "effective_size", "explain", "gauges", "health"]

@@ -15,9 +15,8 @@ from engram.format.part_reader import is_part
 from engram.format.parts import PartReader
 from engram.layouts.hooked import HookedSnapshot, check_hook, is_hooked, prepare_hooked
 from engram.layouts.hooks import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
-from engram.layouts.keys import Keys
 from engram.layouts.parts import Layout, LayoutSnapshot, fields_of, is_layout, prepare_layout, ring_of, written_store
-from engram.layouts.reading import RowsWriter
+from engram.layouts.reading import Keys, RowsWriter
 from engram.persist.components import Dumpable
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, layout
 from engram.format.folder import Folder, convert
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS, validate_key
-from engram.layouts.keys import FULL, SHAPE, SHIFT
-from engram.layouts.reading import Leaf, Ring
+from engram.layouts.reading import FULL, SHAPE, SHIFT, Leaf, Ring
 from engram.persist.rows import bytes_of
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.layouts.keys import Key, Keys
-    from engram.layouts.reading import Steps
+    from engram.layouts.reading import Key, Keys, Steps
 
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"

@@ -15,8 +15,7 @@ import torch
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DEPTH, validate_key
-from engram.layouts.keys import FULL, SHAPE, SHIFT
-from engram.layouts.reading import Leaf, Ring
+from engram.layouts.reading import FULL, SHAPE, SHIFT, Leaf, Ring
 
 if TYPE_CHECKING:
     import os
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.layouts.keys import Key, Keys
-    from engram.layouts.reading import Steps
+    from engram.layouts.reading import Key, Keys, Steps
 
 _LENGTH = "_len"
 _TRAJECTORY = "traj"

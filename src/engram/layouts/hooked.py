@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.parts import PartReader
-    from engram.layouts.keys import Key
     from engram.layouts.parts import LaidOut
+    from engram.layouts.reading import Key
     from engram.types import RowsTarget, StorageLoad
 
 

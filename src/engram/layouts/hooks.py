@@ -11,8 +11,7 @@ import torch
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.layouts.keys import FULL, SHAPE, SHIFT, Keys, as_key
-from engram.layouts.reading import LayoutDump, Leaf, Ring, RowsWriter
+from engram.layouts.reading import FULL, SHAPE, SHIFT, Keys, LayoutDump, Leaf, Ring, RowsWriter, as_key
 from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from engram.layouts.keys import Key
-    from engram.layouts.reading import Steps
+    from engram.layouts.reading import Key, Steps
 
 
 class _Hook:

@@ -18,8 +18,7 @@ from engram.format.parts import NO_SCHEMA, PartWriter
 from engram.format.problems import corrupt
 from engram.layouts.folders import FolderLeaves, FolderSink
 from engram.layouts.hdf5 import HDF5Leaves, HDF5Sink
-from engram.layouts.keys import Keys
-from engram.layouts.reading import LayoutDump, Ring, RowsWriter
+from engram.layouts.reading import Keys, LayoutDump, Ring, RowsWriter
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
 from engram.state import typed
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.parts import PartReader
-    from engram.layouts.keys import Key
+    from engram.layouts.reading import Key
     from engram.store import Store
     from engram.types import RowsSource, StorageLoad, Traits
 

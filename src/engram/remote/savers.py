@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from engram.checkpoint.options import Options, RestoreOptions
-    from engram.checkpoint.reports import RestoreReport, SaveReport, Wanted
+    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.remote.shards import Handle, Shard
 
     Lost: TypeAlias = Callable[[int, str], bool]

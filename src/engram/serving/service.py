@@ -28,7 +28,7 @@ from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
-from engram.inspect.estimates import drawing_by, is_over_batch
+from engram.inspect.advice import drawing_by, is_over_batch
 from engram.limits import Rules
 from engram.remote import wire
 from engram.remote.commands import (

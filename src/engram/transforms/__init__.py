@@ -5,7 +5,7 @@ arguments and results. They take TensorDicts, nested dicts and, where keys do no
 argument.
 """
 
-from engram.transforms._base import Transform
+from engram.transforms._base import Compose, Transform
 from engram.transforms.casts import (
     DeviceCastTransform,
     DoubleToFloat,
@@ -14,7 +14,6 @@ from engram.transforms.casts import (
     RenameTransform,
     SelectTransform,
 )
-from engram.transforms.compose import Compose
 from engram.transforms.vecnorm import ObservationNorm, RewardScaling, VecNorm
 from engram.transforms.windows import ActionChunkTransform
 

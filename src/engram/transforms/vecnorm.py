@@ -11,8 +11,7 @@ from torch import Tensor
 
 from engram.nested import is_tensordict
 from engram.state import Change, Stateful, check_keys, tensor_in
-from engram.transforms._base import KeyedTransform, entry, find, is_tensor, put, shallow
-from engram.transforms.compose import Compose
+from engram.transforms._base import Compose, KeyedTransform, entry, find, is_tensor, put, shallow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

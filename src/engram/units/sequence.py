@@ -16,8 +16,7 @@ from engram.samplers.redraw import Redraw
 from engram.storages import TensorStorage, coordinates
 from engram.types import Draw
 from engram.units._base import SampleUnit, UnitReader, as_rows
-from engram.units.anchor_priorities import AnchorPriorities, Entries, checked_eta, of_anchors
-from engram.units.windows import Windows, WindowTable
+from engram.units.anchor_priorities import AnchorPriorities, Entries, Windows, WindowTable, checked_eta, of_anchors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -13,8 +13,8 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import convert
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
-from engram.layouts.keys import Keys
 from engram.layouts.parts import open_layout
+from engram.layouts.reading import Keys
 from engram.migrate.torchrl.components import Count, Leaf, Parts, Shape, check_key
 
 if TYPE_CHECKING:
