@@ -27,6 +27,10 @@ using Indices = std::vector<std::int64_t>;
 
 enum Fields : std::uint64_t { kStep, kEpisode, kWide };
 
+struct alignas(64) Line {
+  std::byte bytes[64];
+};
+
 struct World {
   explicit World(Geometry g)
       : heap(g, {8, 8, 40}),
@@ -35,14 +39,14 @@ struct World {
         table_memory(Trajectories::bytes(g.lanes, g.lane_length, 1) / 8),
         table(heap.view(), {true, {heap.fields[kEpisode]}, {kEpisode}}, 1, 3,
               {reinterpret_cast<std::byte*>(table_memory.data()), table_memory.size() * 8}),
-        tree_memory(Priorities::bytes(g.capacity, false) / 8),
+        tree_memory(Priorities::bytes(g.capacity, false) / sizeof(Line) + 1),
         priorities(formatted(g.capacity), &control) {
     store.attach(table);
     store.attach(priorities);
   }
 
   std::span<std::byte> formatted(std::uint64_t rows) {
-    const std::span<std::byte> block{reinterpret_cast<std::byte*>(tree_memory.data()), tree_memory.size() * 8};
+    const std::span<std::byte> block{tree_memory.front().bytes, Priorities::bytes(rows, false)};
     Priorities::format(block, rows, {1.0, 1.0, 0.0, false});
     return block;
   }
@@ -66,7 +70,7 @@ struct World {
   Control control;
   std::vector<std::uint64_t> table_memory;
   Trajectories table;
-  std::vector<std::uint64_t> tree_memory;
+  std::vector<Line> tree_memory;
   Priorities priorities;
 };
 
