@@ -103,7 +103,7 @@ def test_a_truncated_trajectory_is_counted_with_its_shard(tmp_path):
 def test_what_a_restore_leaves_out_is_warned_of_once(tmp_path):
     """By rank 0, with the counts of all ranks."""
     done(job(2, write, tmp_path))
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="left out") as said:
         done(job(3, lambda ranks, _: checkpointer(tmp_path, buffer(2, 64), ranks).restore()))
     (left,) = (str(one.message) for one in said if "left out" in str(one.message))
     assert "9 steps of 27 were left out: 9 of open episodes." in left
