@@ -3,10 +3,20 @@
 #pragma once
 
 #include <Python.h>
+#include <unistd.h>
 
 #include "../core/wait.h"
 
 namespace engram {
+
+/// Whether the interpreter ends. Then only the thread that ends it gets its lock.
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
 
 class WithoutInterpreter final : Kept {
  public:
@@ -16,10 +26,13 @@ class WithoutInterpreter final : Kept {
     if (briefly) {
       kept = this;
     } else {
-      state_ = PyEval_SaveThread();
+      give_up();
     }
   }
+  // Python ends a daemon thread that comes back too late by unwinding its stack. Destructors do not let that through, and the process
+  // would abort: such a thread sleeps until the process is gone.
   ~WithoutInterpreter() {
+    while (state_ != nullptr && !ends_ && interpreter_ends()) pause();
     if (state_ != nullptr) PyEval_RestoreThread(state_);
     kept = outer_;
   }
@@ -29,11 +42,17 @@ class WithoutInterpreter final : Kept {
  private:
   void let_go() override {
     kept = nullptr;
+    give_up();
+  }
+
+  void give_up() {
+    ends_ = interpreter_ends();
     state_ = PyEval_SaveThread();
   }
 
   Kept* outer_;  // of a call that this one is made from, by way of Python
   PyThreadState* state_ = nullptr;
+  bool ends_ = false;  // it ended before: this is the thread that ends it
 };
 
 }  // namespace engram

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../core/store.h"
+#include "interpreter.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -99,7 +100,7 @@ void bind_limits(nb::class_<Store>& type) {
       .def(
           "await_limit",
           [](const Store& self, bool samples, std::uint64_t n, std::uint32_t event, double seconds) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter without(false);
             const Limits::Side side = samples ? Limits::kSample : Limits::kInsert;
             if (self.limits().wait(side, n, event, seconds)) return true;
             self.waits_in_vain();
@@ -110,7 +111,7 @@ void bind_limits(nb::class_<Store>& type) {
       .def(
           "await_insert",
           [](const Store& self, std::uint64_t written, double seconds) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter without(false);
             self.limits().wait_for_insert(written, seconds);
           },
           "written"_a, "seconds"_a, "Sleeps as await_limit, until rows are inserted, if the write count still is `written`.")

@@ -32,6 +32,21 @@ def waiting(rb, side, n=1):
     wait_for(lambda: rb.stats().get(f"{side}s_waiting") == n)
 
 
+ENDS = """
+import threading, torch
+from engram import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
+rb = ReplayBuffer(storage=LazyTensorStorage(100)).limit(SamplesPerInsert(1, min_size=20, tolerance=0))
+rb.extend(torch.arange(20))
+threading.Thread(target=rb.extend, args=(torch.arange(5),), kwargs={"timeout": 120}, daemon=True).start()
+while not rb.stats()["inserts_waiting"]:
+    pass
+"""
+
+
+def test_a_program_ends_although_a_daemon_thread_waits():
+    assert start(ENDS).wait() == 0
+
+
 def test_processes_wait_for_each_other(rb):
     rb.limit(SamplesPerInsert(1, min_size=20, tolerance=0))
     program = start(SAMPLE, folder=str(rb.storage.scratch_dir))

@@ -100,6 +100,16 @@ def test_a_truncated_trajectory_is_counted_with_its_shard(tmp_path):
     assert dealt["kept"] == dealt["saved"]
 
 
+def test_what_a_restore_leaves_out_is_warned_of_once(tmp_path):
+    """By rank 0, with the counts of all ranks."""
+    done(job(2, write, tmp_path))
+    with pytest.warns(UserWarning, match="left out") as said:
+        done(job(3, lambda ranks, _: checkpointer(tmp_path, buffer(2, 64), ranks).restore()))
+    (left,) = (str(one.message) for one in said if "left out" in str(one.message))
+    assert "9 steps of 27 were left out: 9 of open episodes." in left
+    assert 'restore(incomplete={"open": "keep", "headless": "keep"})' in left
+
+
 def test_a_save_says_what_other_ranks_would_drop(tmp_path, caplog):
     with caplog.at_level("INFO", logger="engram"):
         reports = [report for _, report in done(job(2, write, tmp_path))]

@@ -284,7 +284,7 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         return
     left = {reason: it["steps"] for reason, it in report.dealt["dropped"].items() if it["steps"]}
     if left:
-        warn(_said_left(report, left))
+        warn(_said_left(report, report.dealt["saved"]["steps"], left))
     folder = root / _FOLDER
     try:
         if not folder.is_dir():
@@ -296,9 +296,9 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         warn(f"restore: the report could not be written: {error}")
 
 
-def _said_left(report: RestoreReport, left: dict[str, int]) -> str:
-    """What is said of steps that were dropped, by reason."""
-    said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {report.steps + sum(left.values())} were left out"
+def _said_left(report: RestoreReport, saved: int, left: dict[str, int]) -> str:
+    """What is said of steps that were dropped, by reason, of all that were saved."""
+    said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {saved} were left out"
     over, more = left.pop("overflow", 0), ""
     counts = [f"{steps} of {reason} episodes" for reason, steps in left.items()]
     if over:
