@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from engram import (
     StalenessAwareSampler,
     _fork,
 )
-from tests import forkserver
+from tests import forkserver, interpreter
 
 ROWS = 2_000
 
@@ -170,13 +169,12 @@ def _stacked(items):
 
 
 def test_spawned_workers_with_a_pickled_generator():
-    """Of every sampler: one process that takes seconds to start, and one from a server, which is given as much and no more."""
+    """Of every sampler. They come from a server: what they are given is pickled, as for a process that is spawned."""
     buffers = {name: _buffer(name, shared=True) for name in SAMPLERS} | {
         "ahead": _buffer("uniform", shared=True, prefetch=2)
     }
     buffers["ahead"].sample()
-    contexts = [multiprocessing.get_context("spawn"), forkserver.CONTEXT]
-    _all_apart([*_in_processes(contexts, _of_all, buffers), _of_all(buffers)])
+    _all_apart([*_in_processes([forkserver.CONTEXT] * 2, _of_all, buffers), _of_all(buffers)])
 
 
 def _raw_forks(rb):
@@ -257,11 +255,9 @@ def test_programs_that_open_one_store(tmp_path):
     folder = str(tmp_path / "store")
     _buffer("uniform", storage=LazyMemmapStorage(ROWS, scratch_dir=folder)).close()
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    start = [sys.executable, "-c", _OPENED, folder]
+    start = [interpreter.executable(), "-c", _OPENED, folder]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    programs = [
-        subprocess.Popen(start, env=environment, **pipes) for _ in range(2)
-    ]  # which load torch beside each other
+    programs = [subprocess.Popen(start, env=environment, **pipes) for _ in range(2)]
     torch.manual_seed(42)
     with ReplayBuffer.open(folder, batch_size=64) as rb:
         alone = rb.sample()["i"].tolist()

@@ -143,7 +143,9 @@ def test_several_clients_share_an_epoch(fleets):
 
 
 @pytest.mark.parametrize("name", ["uniform", "priority"])
-def test_draws_follow_from_the_generator(fleets, name):
+def test_draws_follow_from_the_generator(fleets, name, monkeypatch):
+    monkeypatch.setenv("RANK", "0")  # else of the client's number, too
+
     def drawn(seed, prefetch):
         with ReplayBuffer.connect(fleets[name], generator=seeded(seed), prefetch=prefetch) as rb:
             return [rb.sample()["index"].tolist() for _ in range(12)]

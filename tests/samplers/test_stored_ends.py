@@ -151,7 +151,13 @@ def test_goals_and_next_observations_stop_there():
     data = rows("done")
     data["achieved_goal"] = data["frame"].clone()
     data["desired_goal"] = torch.full((N, 1), -1.0)
-    sampler = Hindsight(RandomSampler(), lambda batch: batch["next", "reward"], her_ratio=1.0, strategy="final")
+    sampler = Hindsight(
+        RandomSampler(),
+        lambda batch: batch["next", "reward"],
+        her_ratio=1.0,
+        strategy="final",
+        achieved_goal_key="achieved_goal",
+    )
     batch = buffer(sampler, data).sample(100)
     assert torch.equal(batch["desired_goal"].flatten().long(), LAST[NUMBER[batch["i"]]])
     data["next", "frame"] = data["frame"] + 0.5
