@@ -33,13 +33,13 @@ def waiting(rb, side, n=1):
 
 
 ENDS = """
-import threading, torch
-from engram import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
-rb = ReplayBuffer(storage=LazyTensorStorage(100)).limit(SamplesPerInsert(1, min_size=20, tolerance=0))
-rb.extend(torch.arange(20))
-threading.Thread(target=rb.extend, args=(torch.arange(5),), kwargs={"timeout": 120}, daemon=True).start()
-while not rb.stats()["inserts_waiting"]:
-    pass
+import threading, time, torch
+from engram import LazyTensorStorage, MinSize, ReplayBuffer
+rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8).limit(MinSize(20))
+rb.extend(torch.arange(3))
+threading.Thread(target=rb.sample, kwargs={"timeout": 120}, daemon=True).start()
+while not rb.stats()["samples_waiting"]:
+    time.sleep(0.01)
 """
 
 
