@@ -105,7 +105,13 @@ def test_they_are_made_in_their_order():
         )
         for value in range(5)
     ]
-    assert [future.result(60).updated_count for future in several] == [8, 8, 8, 8, 8]  # a patch leaves the generation as it is
+    assert [future.result(60).updated_count for future in several] == [
+        8,
+        8,
+        8,
+        8,
+        8,
+    ]  # a patch leaves the generation as it is
 
 
 def test_what_one_raises_its_future_has_and_the_next_sample_raises_it_once():

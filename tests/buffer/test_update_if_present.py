@@ -133,7 +133,9 @@ def test_a_directory_counts_for_all(tmp_path):
     other = pickle.loads(pickle.dumps(rb))
     patch = {("next", "h"): torch.ones(8, 3)}
     assert other.update_if_present(index=index, generation=generation, patch=patch).updated_count == 8
-    assert rb.update_if_present(index=index, generation=generation, patch={"next": {"h": torch.full((8, 3), 2.0)}}).updated.all()
+    assert rb.update_if_present(
+        index=index, generation=generation, patch={"next": {"h": torch.full((8, 3), 2.0)}}
+    ).updated.all()
     rb.extend({"a": torch.zeros(8), "next": {"h": torch.zeros(8, 3)}})
     assert other.update_if_present(index=index, generation=generation, patch=patch).stale_count == 8
     assert (rb["next", "h"] == 0).all()

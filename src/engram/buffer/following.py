@@ -354,7 +354,9 @@ class Following(Nothing):
                 plan = reshard(open_saved(checkpoint, stack), targets, Policy(_KEPT))
                 load = rb.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
             wished = self._wish.arguments.get("batch_size")
-            load._replace(rng=load.rng._replace(own=None, default=None), iterating=False, batch_size=wished or load.batch_size).commit()
+            load._replace(
+                rng=load.rng._replace(own=None, default=None), iterating=False, batch_size=wished or load.batch_size
+            ).commit()
         return rb
 
 
