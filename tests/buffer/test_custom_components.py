@@ -90,8 +90,10 @@ class TestListening:
         rb.add(torch.tensor(0))
         rb.extend(torch.arange(1, 4))
         rb[1] = torch.tensor(10)
-        for rows, numbers in (tickets[0], tickets[2]):
-            assert torch.equal(rb.writer.generations_of(rows), numbers)
+        assert torch.equal(rb.writer.generations_of(tickets[0][0]), tickets[0][1])
+        edited, number = tickets[2]  # of an edit, which leaves the generation
+        assert torch.equal(rb.storage.tickets_of(edited), number)
+        assert torch.equal(rb.writer.generations_of(edited), tickets[1][1][:1])
         assert (torch.cat([numbers for _, numbers in tickets]).diff() > 0).all()
 
     def test_rows_that_a_large_batch_overwrote(self, storage):

@@ -115,7 +115,7 @@ UNSTORABLE = {
     "reserved": (lambda: buffer(sampler=Counting({"$array": 0}), n=2), r"sampler\['deep'\]\[0\]\['held'\].*'\$'"),
     "sparse": (lambda: buffer(sampler=Counting(torch.eye(2).to_sparse()), n=2), r"_sampler\['deep'\]\[0\]\['held'\]"),
     "dtype": (
-        lambda: buffer(sampler=Counting(torch.zeros(2).to(torch.float8_e5m2)), n=2),
+        lambda: buffer(sampler=Counting(torch.zeros(2).to(torch.float8_e8m0fnu)), n=2),
         r"sampler\['deep'\]\[0\]\['held'\]: expected a dense tensor of .*float8",
     ),
     "transform": (lambda: buffer(transform=Odd(), n=2), r"transform 0\['_extra_state'\]"),

@@ -127,7 +127,8 @@ def test_stores_states_and_dumps_keep_them(tree):
         state = rb.state_dict()
         rb.close()
         text = json.loads((there / "store" / ".engram" / "store.json").read_bytes())
-        assert (text["version"] == [2, 3]) == has_integers(tree)
+        assert text["version"] == [2, 4]
+        assert ('"integers"' in json.dumps(text)) == has_integers(tree)
         with ReplayBuffer.open(there / "store", batch_size=3) as again:
             assert said(again[:]) == said(batch)
             again.extend(filled(tree, 2, first=N))
@@ -287,7 +288,7 @@ def test_descriptions_say_so_in_a_version_of_their_own():
     text = json.loads(encode(schema))
     assert text["version"] == [2, 3]
     assert encode(decode(encode(schema), "x")) == encode(schema)
-    with pytest.raises(CorruptStore, match="version 2.3"):
+    with pytest.raises(CorruptStore, match="versions? 2.3"):
         decode(json.dumps({**text, "version": [2, 0]}).encode(), "x")
     with pytest.raises(IncompatibleStore, match="newer"):
         decode(json.dumps({**text, "version": [2, 4]}).encode(), "x")

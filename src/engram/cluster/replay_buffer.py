@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import ray
-
 from engram._checks import check_count
 from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.on_ray import NAMESPACE, OnRay, Shards, Transport, attached, name_of
@@ -42,6 +40,8 @@ def resources_of(shards: int, placement: Placement) -> list[dict[str, float]]:
 
     ``"learners"``: the node of this program. ``"actors"``: the others, where there are some. ``"spread"``: all in turn.
     """
+    import ray
+
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes.sort(
@@ -181,7 +181,6 @@ class RayReplayBuffer(metaclass=_Checked):
         _check(transport, transport_options, check_count("RayReplayBuffer: shards", shards))
         check_missing(missing, "RayReplayBuffer")
         ray = _ray()
-        from engram.cluster.replay_buffer import checked_placement, options_of
         from engram.remote.shards import Shard
 
         checked_placement(placement)

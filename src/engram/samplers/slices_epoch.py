@@ -169,7 +169,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
 
     def state_dict(self) -> dict[str, object]:
         """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values. ``known``,
-        where there were writes since it began: its trajectories, int64 ``[count, 2]``.
+        as long as it goes on: its trajectories, int64 ``[count, 2]``.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
@@ -184,8 +184,8 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         with self._lock:
             (key, version, visited, count), known = self._epoch, self._known
         clock, base = self._clock()
-        changed = known and version != clock and visited < count
-        more = {"known": torch.frombuffer(bytearray(known), dtype=torch.int64).reshape(-1, 2)} if changed else {}
+        goes_on = known and visited < count
+        more = {"known": torch.frombuffer(bytearray(known), dtype=torch.int64).reshape(-1, 2)} if goes_on else {}
         return {
             "key": key,
             "version": max(0, version - base),
