@@ -4,6 +4,7 @@ Where the order of the rows is fixed, every loss is the same. Where it is drawn,
 written. The buffers draw from generators of their own, so what is collected depends on the losses alone.
 """
 
+import itertools
 import warnings
 
 import pytest
@@ -57,8 +58,13 @@ def made(library, storage, *, sampler, batch_size=8, more=None, **arguments):
     )
 
 
+EPOCHS = itertools.count()
+
+
 def begin_epoch(rb, **more):
     """Of all rows that are there. By itself a sampler of ours goes on with those of its epoch, TorchRL's with those of the storage."""
+    if isinstance(rb, engram.ReplayBuffer):  # a store keeps the epoch of each name
+        more["index"] = f"epoch{next(EPOCHS)}"
     rb.set_sampler(type(rb.sampler)(**more))
 
 

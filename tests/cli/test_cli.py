@@ -185,7 +185,7 @@ def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypat
     alone = float(found[2])
     assert alone > 0
     expected = re.fullmatch(
-        r"0.112 MB beside what is in use; tickets and priorities need 0.012 MB: expect ([\d.]+) batches of 256 rows per second",
+        r"0.112 MB beside what is in use; tickets and priorities need 0.020 MB: expect ([\d.]+) batches of 256 rows per second",
         memory[1],
     )
     assert float(expected[1]) == pytest.approx(alone / (1 - 0.025), abs=0.2)
