@@ -237,9 +237,9 @@ def test_rank_0_never_comes(tmp_path):
 
 def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
     """Another rank commits; and where all died, the next job does so before it loads."""
-    from engram.checkpoint import job
+    from engram.checkpoint import job as between_ranks
 
-    monkeypatch.setattr(job, "_TRY_S", 0.1)
+    monkeypatch.setattr(between_ranks, "_TRY_S", 0.1)
 
     def act(ranks, rank, everybody):
         rb = buffer()

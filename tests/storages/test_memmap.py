@@ -382,7 +382,7 @@ def test_other_forms_are_tensordicts_on_disk(tmp_path):
 def test_the_description_says_what_is_there(tmp_path):
     filled(tmp_path, lanes=2).close()
     told = json.loads((tmp_path / ".engram" / "store.json").read_text())
-    assert (told["format"], told["version"], told["capacity"], told["lanes"]) == ("engram.store", [2, 0], 4, 2)
+    assert (told["format"], told["version"], told["capacity"], told["lanes"]) == ("engram.store", [2, 4], 4, 2)
     assert told["fields"] == [
         {"key": ["a"], "dtype": "int64", "shape": []},
         {"key": ["next", "b"], "dtype": "float32", "shape": [1]},

@@ -416,7 +416,7 @@ def test_data_that_cannot_be_stored(data, error, says):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32],
+    [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2],
     ids=str,
 )
 def test_other_dtypes_are_refused_by_name(dtype):

@@ -122,7 +122,9 @@ FIRST = {
         TensorDict({"a": torch.zeros(2), "b": NonTensorData("text", batch_size=[2])}, [2]), TypeError, "field 'b'"
     ),
     "text": rejected({"a": "text"}, TypeError, "field 'a': .*got str", call="add"),
-    "float8": rejected({"a": torch.zeros(2, dtype=torch.float8_e8m0fnu)}, TypeError, "dtype torch.float8_e8m0fnu cannot"),
+    "float8": rejected(
+        {"a": torch.zeros(2, dtype=torch.float8_e8m0fnu)}, TypeError, "dtype torch.float8_e8m0fnu cannot"
+    ),
     ".engram": rejected({".engram": torch.zeros(2)}, ValueError, r"'\.engram' is reserved"),
     ".engram below": rejected({"a": {".engram": torch.zeros(2)}}, ValueError, r"'\.engram' is reserved"),
     "surrogate": rejected({"a\udc80": torch.zeros(2)}, ValueError, "not valid Unicode"),

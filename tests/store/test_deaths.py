@@ -244,7 +244,7 @@ def test_the_first_opener_dies_as_soon_as_others_can_see_him(ram, monkeypatch):
     pid = os.fork()
     if pid == 0:
         join = engram.store.Store.join
-        monkeypatch.setattr(engram.store.Store, "join", lambda *arguments: (join(*arguments), die()))
+        monkeypatch.setattr(engram.store.Store, "join", lambda *a, **k: (join(*a, **k), die()))
         ReplayBuffer.open(ram / "store")
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     rb = ReplayBuffer.open(ram / "store")
