@@ -126,7 +126,7 @@ def test_it_shows_what_is_stored(operations, lanes):
             patch = {("next", "reward"): torch.tensor([[5.0]])}
             rb.update_if_present(index=[row], generation=rb.writer.generations_of([row]), patch=patch)
         rb.sample()
-        seen, numbers = rb.sampler, rb.writer.generations_of(torch.arange(12)).tolist()
+        seen, numbers = rb.sampler, rb.storage.tickets_of(torch.arange(12)).tolist()
         live = [row for row in range(12) if numbers[row] >= 0]
         assert seen.rows.tolist() == live
         assert seen.tickets.tolist() == numbers

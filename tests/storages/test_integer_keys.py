@@ -286,9 +286,9 @@ def test_descriptions_say_so_in_a_version_of_their_own():
     rb.extend(filled(TREE))
     schema = rb.storage.store.schema
     text = json.loads(encode(schema))
-    assert text["version"] == [2, 4]
+    assert text["version"] == [2, 3]
     assert encode(decode(encode(schema), "x")) == encode(schema)
-    with pytest.raises(CorruptStore, match="versions? 2.[34]"):
+    with pytest.raises(CorruptStore, match="versions? 2.3"):
         decode(json.dumps({**text, "version": [2, 0]}).encode(), "x")
     with pytest.raises(IncompatibleStore, match="newer"):
         decode(json.dumps({**text, "version": [2, 4]}).encode(), "x")

@@ -137,7 +137,11 @@ def test_a_layout_refuses_what_no_store_has(fields):
 def _rows(n=40, length=10):
     step = torch.arange(n)
     return TensorDict(
-        {"obs": torch.stack([step, -step, step + 0.5], 1), "done": step % length == length - 1, "episode": step // length},
+        {
+            "obs": torch.stack([step, -step, step + 0.5], 1),
+            "done": step % length == length - 1,
+            "episode": step // length,
+        },
         batch_size=[n],
     )
 
