@@ -192,8 +192,8 @@ class SamplerWithoutReplacement(NativeSampler):
     def _listed(self, storage: SampledStorage, n: int, key: int) -> Tensor:
         """Rows of a storage that is no store: as ``core.take``."""
         core, rows = self._own.core, _native.empty_rows(0)
-        ranks, clock = sum(storage.extent().filled), _next_number(storage)
         while True:
+            ranks, clock = sum(storage.extent().filled), _next_number(storage)  # an epoch that begins has rows of now
             whole = self.drop_last and not len(rows)
             order, of, begun, start, count, last = core.next(key, ranks, n - len(rows), whole, clock)
             rows = torch.cat((rows, self._still(storage, begun, self._ranks(order, of, start, count))))
