@@ -420,7 +420,8 @@ class WindowSampler(NativeSampler):
         """Rows and tickets of the windows that :meth:`sample_natively` draws with the same key."""
         storage = self._storage
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
-        assert storage is not None and storage.memory is not None
+        assert storage is not None
+        assert storage.memory is not None
         _, drawn, tickets = self._draw_with_tickets(storage, storage.memory, DrawKey.of(key), batch_size)
         return Draw(drawn[0], tickets)
 
