@@ -328,7 +328,8 @@ class TrajectoryPasses(TrajectoryMachine):
     def wrote(self, rows):
         self.writes += 1
 
-    edited = wrote
+    def edited(self, row, before):
+        self.wrote([row])
 
     def emptied(self):
         self.wrote([])
