@@ -24,7 +24,9 @@ STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, object]] = {"prefetch": {"batches": None}, "transforms": {}}
 #: In a sampler's state: where its epoch is.
-_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock", "begun")
+_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock")
+#: In a sampler's state, as long as an epoch goes on beside writes: what it is over.
+WHILE_IT_GOES_ON = frozenset({"begun", "known"})
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 
@@ -143,6 +145,7 @@ def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
     if not none and "visited" not in state:
         return state
     begin = {name: 0 for name in _OF_AN_EPOCH if name in state}
+    state = {name: entry for name, entry in state.items() if name not in WHILE_IT_GOES_ON}
     if none:
         return {**state, **none, **begin, **({"ran_out": False} if "ran_out" in state else {})}
     return {**state, **begin, "key": seed, "ran_out": False}
