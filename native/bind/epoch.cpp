@@ -83,9 +83,8 @@ class Walk {
   bool alive(std::int64_t row) const {
     const auto r = static_cast<std::uint64_t>(row);
     if (r >= store_.control().capacity() || !store_.control().inside(r)) return false;
-    const std::uint64_t word = store_.control().held_word(r);
-    const State state = state_of(word);
-    return (state == State::committed || state == State::writing) && has(static_cast<std::int64_t>(store_.control().write_of(r, word)));
+    const auto write = static_cast<std::int64_t>(store_.control().held_write(r));
+    return write != 0 && has(write);
   }
 
   /// The rows of the ranks taken that are in the epoch, and of the following ones until there are n. Fewer at its end.
