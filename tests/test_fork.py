@@ -69,3 +69,30 @@ def test_closed_buffers_keep_no_child_from_going_on():
         """
     )
     assert out.splitlines() == ["1 True"]
+
+
+def test_what_cannot_go_on_in_a_child_keeps_no_other_thing_from_it():
+    """Python says what was raised, such as by a store whose files are damaged."""
+    program = fresh.start(
+        """
+        import os
+        from engram import _fork
+
+        class Thing:
+            def __init__(self, fails):
+                self.fails, self.told = fails, False
+
+            def after_fork(self):
+                self.told = True
+                if self.fails:
+                    raise RuntimeError("no going on")
+
+        things = [_fork.registered(Thing(number % 2 == 1), uses_others=number > 9) for number in range(20)]
+        pid = os.fork()
+        if pid == 0:
+            os._exit(sum(not thing.told for thing in things))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        """
+    )
+    assert program.wait() == 0, program.err
+    assert "no going on" in program.err
