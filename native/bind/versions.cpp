@@ -109,7 +109,8 @@ void bind_versions(nb::module_& m) {
       .def_prop_rw("version", &ConsumerVersion::version, &ConsumerVersion::set)
       .def("raise_to", &ConsumerVersion::raise_to, "version"_a, "Never lowers it.")
       .def("increment", &ConsumerVersion::increment)
-      .def("scan", [](const ConsumerVersion&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "It does not depend on what rows hold.");
+      .def("scan", [](const ConsumerVersion&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "It does not depend on what rows hold.")
+      .def("after_fork", [](const ConsumerVersion&) {});
   bind_table(m);
 }
 

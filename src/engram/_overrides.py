@@ -46,7 +46,7 @@ def refuse_others(component: object, **more: str) -> None:
 class _Meanwhile(threading.local):
     """What methods do in this thread, of which the user's override is running: by component."""
 
-    of: Mapping[int, Callable[..., object]] = MappingProxyType({})
+    of: Mapping[int, Callable[..., object] | None] = MappingProxyType({})
 
 
 _meanwhile = _Meanwhile()
@@ -58,8 +58,8 @@ def meanwhile(component: object) -> Callable[..., Any] | None:
 
 
 @contextmanager
-def doing(component: object, what: Callable[..., object]) -> Iterator[None]:
-    """Around a call of an override: meanwhile the component's own method does this."""
+def doing(component: object, what: Callable[..., object] | None) -> Iterator[None]:
+    """Around a call of an override: meanwhile the component's own method does this; None: as always."""
     before = _meanwhile.of
     _meanwhile.of = {**before, id(component): what}
     try:

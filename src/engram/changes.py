@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engram.store import Block, Host, Store
+    from engram.store import Block, Store
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "changes"
@@ -29,8 +29,7 @@ class ChangesIndex(LockedIndex[_native.Changes]):
     #: Looks of before mean nothing to those that come.
     reset_mutex = staticmethod(_native.reset_changes)
 
-    def made_around(self, block: Block, host: Host | None) -> _native.Changes:  # noqa: ARG002 - it looks at no ticket
-        return _native.Changes(block.address, block.nbytes, (block.tensor,))
+    make_core = _native.Changes
 
     @classmethod
     def of_store(cls, store: Store, *, samples: bool = False) -> ChangesIndex:

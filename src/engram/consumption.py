@@ -11,45 +11,27 @@ import torch
 
 from engram import _native
 from engram.errors import IncompatibleStore
-from engram.store import INDEX_KINDS, LockedIndex, Store, check_index_name, private_block, wrong_memory
+from engram.store import INDEX_KINDS, Store, TicketIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.store import Block, Host
+    from engram.store import Block
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "draws"
 
 
-class ConsumptionIndex(LockedIndex[_native.Consumption]):
+class ConsumptionIndex(TicketIndex[_native.Consumption]):
     """How often each row of one store, or of a list, was drawn. Made by :meth:`of_store` and :meth:`of_list`."""
 
+    make_core = _native.Consumption
     reset_mutex = staticmethod(_native.reset_consumption_mutex)
-
-    def made_around(self, block: Block, host: Host | None) -> _native.Consumption:
-        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
-        return _native.Consumption(block.address, block.nbytes, None if host is None else host.core, keep)
-
-    @staticmethod
-    def copied(memory: Tensor) -> Block:
-        """As :meth:`LockedIndex.copied`."""
-        block = private_block(memory.numel())
-        try:
-            _native.copy_consumption(memory.data_ptr(), block.address, block.nbytes)
-        except ValueError as error:
-            raise wrong_memory(error) from error
-        return block
+    copy_memory = staticmethod(_native.copy_consumption)
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: rows that are not used up."""
         stats["drawable_rows"] = stats.get("drawable_rows", 0) + self.core.drawable
-
-    def put_in_order(self) -> None:
-        """After a recovery of the rows: rows that hold nothing lose their count. O(rows)."""
-        self.core.put_in_order()
 
     @classmethod
     def of_store(cls, store: Store, name: str, most: int) -> ConsumptionIndex:
@@ -83,13 +65,6 @@ class ConsumptionIndex(LockedIndex[_native.Consumption]):
                 "it another name: index=…."
             )
         return self
-
-    def __getstate__(self) -> NDArray[np.uint8]:
-        """The memory of a list's counts, copied. (Those of a store are copied with the store.)"""
-        return self.block.tensor.numpy().copy()  # by value: a tensor would be gone before a spawned process looks
-
-    def __setstate__(self, memory: NDArray[np.uint8]) -> None:
-        self.__init__(self.copied(torch.from_numpy(memory)), None)  # type: ignore[misc]
 
     def claim(self, key: int, n: int) -> tuple[Tensor, Tensor]:
         """Draw up to ``n`` rows, each once, and count them: int64 rows, and the tickets that they must still have. Perhaps none."""

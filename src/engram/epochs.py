@@ -9,7 +9,7 @@ from engram.state import check_keys, integer
 from engram.store import INDEX_KINDS, LockedIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
-    from engram.store import Block, Host, Store
+    from engram.store import Block, Store
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "pass"
@@ -26,8 +26,7 @@ class EpochIndex(LockedIndex[_native.Epoch]):
 
     reset_mutex = staticmethod(_native.reset_epoch_mutex)
 
-    def made_around(self, block: Block, host: Host | None) -> _native.Epoch:  # noqa: ARG002 - it depends on no row
-        return _native.Epoch(block.address, block.nbytes, block.tensor)
+    make_core = _native.Epoch
 
     @classmethod
     def own(cls) -> EpochIndex:

@@ -11,14 +11,14 @@ from engram import _native
 from engram.errors import IncompatibleStore
 from engram.field_paths import public
 from engram.format.schema import DTYPES
-from engram.store import INDEX_KINDS, LockedIndex, check_index_name, dlpack_specs, private_block, wrong_memory
+from engram.store import INDEX_KINDS, TicketIndex, check_index_name, dlpack_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
-    from engram.store import Block, Host, Store
+    from engram.store import Block, Store
 
     #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
     #: None: there is no group.
@@ -30,28 +30,12 @@ KIND = "groups"
 MOST_BYTES = 1024
 
 
-class GroupIndex(LockedIndex[_native.Groups]):
+class GroupIndex(TicketIndex[_native.Groups]):
     """The rows of one store by the content of a field. Made by :meth:`of_store`."""
 
+    make_core = _native.Groups
     reset_mutex = staticmethod(_native.reset_groups_mutex)
-
-    def made_around(self, block: Block, host: Host | None) -> _native.Groups:
-        assert host is not None  # lists have no fields
-        return _native.Groups(block.address, block.nbytes, host.core, (block.tensor, host.control, host.tickets))
-
-    @staticmethod
-    def copied(memory: Tensor) -> Block:
-        """As :meth:`LockedIndex.copied`: its rows are found by a scan."""
-        block = private_block(memory.numel())
-        try:
-            _native.copy_groups(memory.data_ptr(), block.address, block.nbytes)
-        except ValueError as error:
-            raise wrong_memory(error) from error
-        return block
-
-    def put_in_order(self) -> None:
-        """After a recovery of the rows: looks at all of them. O(rows)."""
-        self.core.put_in_order()
+    copy_memory = staticmethod(_native.copy_groups)
 
     @classmethod
     def of_store(cls, store: Store, name: str, key: FieldPath) -> GroupIndex:

@@ -15,13 +15,13 @@ import torch
 from engram import _native
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
 from engram.state import real, tensor_in, typed
-from engram.store import INDEX_KINDS, DrawingPart, LockedIndex, Store, check_index_name, private_block, wrong_memory
+from engram.store import INDEX_KINDS, DrawingPart, Store, TicketIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.store import Block, Host, Key, Masses
+    from engram.store import Block, Key, Masses
 
     Numbers: TypeAlias = NDArray[np.generic]
 
@@ -104,33 +104,17 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
     return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
 
 
-class PriorityIndex(LockedIndex[_native.Priorities]):
+class PriorityIndex(TicketIndex[_native.Priorities]):
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
+    make_core = _native.Priorities
     reset_mutex = staticmethod(_native.reset_priorities_mutex)
-
-    def made_around(self, block: Block, host: Host | None) -> _native.Priorities:
-        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
-        return _native.Priorities(block.address, block.nbytes, None if host is None else host.core, keep)
-
-    @staticmethod
-    def copied(memory: Tensor) -> Block:
-        """As :meth:`LockedIndex.copied`."""
-        block = private_block(memory.numel())
-        try:
-            _native.copy_priorities(memory.data_ptr(), block.address, block.nbytes)
-        except ValueError as error:
-            raise wrong_memory(error) from error
-        return block
+    copy_memory = staticmethod(_native.copy_priorities)
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: updates that came too late, and the sum of what rows are drawn by."""
         stats["priority_updates_dropped"] += self.core.dropped
         stats["priority_mass"] = stats.get("priority_mass", 0.0) + self.core.total
-
-    def put_in_order(self) -> None:
-        """After a recovery of the rows: rows that hold nothing lose their priority, and all sums are computed again. O(rows)."""
-        self.core.put_in_order()
 
     @classmethod
     def of_store(cls, store: Store, name: str, config: PriorityConfig) -> tuple[PriorityIndex, bool]:
@@ -162,16 +146,6 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
         block = private_block(_native.priority_bytes(rows, config.within_buffer))
         _native.format_priorities(block.address, block.nbytes, rows, *config)
         return cls(block, None)
-
-    def __getstate__(self) -> NDArray[np.uint8]:
-        """The memory of a list's priorities, copied. (Those of a store are copied with the store.)"""
-        return self.block.tensor.numpy().copy()  # by value: a tensor would be gone before a spawned process looks
-
-    def __setstate__(self, memory: NDArray[np.uint8]) -> None:
-        block = private_block(memory.size)
-        block.tensor.copy_(torch.from_numpy(memory))
-        self.free_lock(block)  # it may have been held while the memory was copied
-        self.__init__(block, None)  # type: ignore[misc]
 
     def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights, or ``leaves`` in place of these.

@@ -8,12 +8,12 @@ import torch
 
 from engram import _native
 from engram.format import layout
-from engram.store import INDEX_KINDS, LockedIndex, private_block, read_block
+from engram.store import INDEX_KINDS, LockedIndex, read_block
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.store import Block, Host, Store
+    from engram.store import Block, Store
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "usage"
@@ -24,19 +24,11 @@ NAME = "main"
 class UsageIndex(LockedIndex[_native.Usage]):
     """Counts of samples of the rows of one store. It has no lock: each count is an atomic word."""
 
-    def made_around(self, block: Block, host: Host | None) -> _native.Usage:  # noqa: ARG002 - it looks at no ticket
-        return _native.Usage(block.address, block.nbytes, (block.tensor,))
+    make_core = _native.Usage
 
     @classmethod
     def free_lock(cls, block: Block) -> None:
         """There is none."""
-
-    @staticmethod
-    def copied(memory: Tensor) -> Block:
-        """As :meth:`LockedIndex.copied`."""
-        block = private_block(memory.numel())
-        block.tensor.copy_(memory)
-        return block
 
     @classmethod
     def of_store(cls, store: Store) -> UsageIndex:

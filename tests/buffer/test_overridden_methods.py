@@ -121,6 +121,20 @@ def best_rows_set(lib, storage):
     return said, [plain(rb.add(rows(at, at + 1)[0])) for at in (1, 9)], sorted(rb[:]["a"].tolist())
 
 
+def rows_set_one_by_one(lib, storage):
+    said = []
+
+    class Slow(getattr(lib, storage)):
+        def set(self, cursor, data, *, set_cursor=True):
+            said.append(plain(cursor))
+            for at, row in [(cursor, data)] if isinstance(cursor, int) else zip(plain(cursor), data, strict=True):
+                super().set(at, row.clone().set("a", row["a"] * 2), set_cursor=set_cursor)
+
+    rb = lib.TensorDictReplayBuffer(storage=Slow(5), batch_size=2)
+    written = [plain(rb.extend(rows(*span))) for span in ((0, 3), (3, 6))] + [rb.add(rows(6, 7)[0])]
+    return said, written, rb[:]["a"].tolist()
+
+
 def windows(lib, storage):
     class Counted(lib.SliceSampler):
         def sample(self, storage, batch_size):
@@ -157,7 +171,7 @@ def matrices(lib, storage):
     return batch.shape, batch["a"].tolist(), batch["index"].tolist(), batch["weight"].tolist()
 
 
-PROGRAMS = [every_hook, best_rows, best_rows_set, windows, epochs, matrices]
+PROGRAMS = [every_hook, best_rows, best_rows_set, rows_set_one_by_one, windows, epochs, matrices]
 
 
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "LazyMemmapStorage"])
@@ -231,6 +245,38 @@ def test_lanes_stay_as_they_were_named():
     assert rb.writer.calls == 4
     assert rb.sampler.told == [[0, 4], [5, 6], [1, 7, 2, 4]]
     assert rb[:]["a"].tolist() == [0.5, 8.5, 12.5, 14.5, 16.5, 6.5, 10.5]
+
+
+class Pieces(LazyTensorStorage):
+    """Sets two rows at a time, and then the first of all again."""
+
+    def set(self, cursor, data, *, set_cursor=True):
+        for at in range(0, len(cursor), 2):
+            super().set(cursor[at : at + 2], data[at : at + 2])
+        super().set(cursor[:1], data[:1].clone().set("a", data["a"][:1] + 50))
+
+
+def test_pieces_go_where_all_rows_would():
+    rb = buffer(storage=Pieces(8, lanes=2), sampler=RandomSampler())
+    assert rb.extend(rows(0, 5), lane=[0, 1, 0, 1, 0]).tolist() == [0, 4, 1, 5, 2]
+    assert rb.extend(rows(5, 8), lane=1).tolist() == [6, 7, 4]
+    assert rb.storage[[0, 4, 1, 5, 2, 6, 7]]["a"].tolist() == [50, 7, 2, 3, 4, 55, 6]
+
+
+def test_items_of_a_list_are_set_as_one_likes():
+    class Counting(ListStorage):
+        calls = 0
+
+        def set(self, cursor, data, *, set_cursor=True):
+            self.calls += 1
+            for at, item in zip(cursor.tolist(), data, strict=True):
+                super().set(at, item + 1)
+
+    rb = ReplayBuffer(storage=Counting(4), batch_size=2)
+    for span in ((0, 3), (3, 5)):
+        rb.extend(list(torch.arange(*span)))
+    assert rb[:].tolist() == [5, 2, 3, 4]
+    assert rb.storage.calls == 2  # not once for each item
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ DIFFERS = {
     "`state_dict()` of lists": "tests/migrate/test_torchrl_list_states.py::test_items_and_cursor_go_on",
     "`StreamingSliceSampler.load_state_dict`": "tests/samplers/test_streaming.py::test_a_state_of_other_rows_begins_again",
     "`checkpointer=`, `TED2Flat` and the like": "tests/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
+    "`trajectory_key` of `rb.query`": "tests/query/test_query.py::test_another_field_tells_trajectories_apart",
+    "transforms of batches of windows": "tests/buffer/test_window_marks.py::test_of_every_sampler",
+    "`end_streams` where ids differ": "tests/ensembles/test_writing.py::test_streams_whose_rows_have_ids_are_ended_too",
+    "`SamplerWithoutReplacement` beside writes": (
+        "tests/samplers/test_epoch_beside_writes.py::test_an_epoch_ends_while_rows_arrive"
+    ),
+    "`SliceSamplerWithoutReplacement` beside writes": (
+        "tests/samplers/test_slices_epoch_beside_writes.py::test_an_epoch_ends_while_trajectories_arrive"
+    ),
+    "forked or spawned samplers with one seed": "tests/test_processes_draw_apart.py::test_forked_samplers",
+    "names of dims, after a folder is opened again": (
+        "tests/buffer/test_names_of_dims.py::test_a_folder_does_not_record_them"
+    ),
     "an argument that is not supported": (
         "tests/test_unsupported.py::test_unknown_arguments_are_refused_whatever_they_are"
     ),

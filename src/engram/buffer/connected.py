@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram._progress import OnProgress
-    from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.recipe import Recipe
     from engram.buffer.saving import Saving
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
@@ -172,16 +170,9 @@ class ConnectedRowAccess(RowAccess):
 class ConnectedSaving:
     """Saves what a server sends. Everything else about states is refused."""
 
-    def __init__(
-        self,
-        wiring: Wiring,
-        settings: Settings,
-        lanes: Lanes,
-        reading: ReadPath,
-        prefetching: Prefetching | None,
-        recipe: Recipe,
-    ) -> None:
-        del settings, lanes, reading, prefetching, recipe
+    def __init__(self, wiring: Wiring, *others: object) -> None:
+        """``others``: what :class:`Saving` takes besides, and a server needs none of."""
+        del others
         self._wiring = wiring
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from types import new_class
-from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engram import _fork, samplers
-from engram.buffer.tracing import empty_of
+from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.pinning import pinning_for
@@ -174,18 +173,4 @@ def _unmade(cls: type[object]) -> type[object]:
 
     Descriptors in that class would slow down every use of a part.
     """
-    own = {
-        "__slots__": (),
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduced,
-        **{name: _Part(name) for name in _PARTS},
-    }
-    return new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
-
-
-def _reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
-    cls: type[object] = type(buffer)
-    of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
-    return of_service or (*empty_of(cls.__bases__[0]), buffer.__getstate__())
+    return like(cls, {name: _Part(name) for name in _PARTS}, lambda: empty_of(cls))

@@ -88,13 +88,15 @@ def _set(
 ) -> Write:
     """Write by a ``set`` of the user's, which is told the places that come next: rows, with ``ndim > 1`` slots.
 
-    Its ``super().set()`` writes as if there were no other. ``lanes``: as it was named, and as it is.
+    Its ``super().set()`` of these, or of the first of them and then of the next ones, writes as if there were no override; of others it
+    writes by number. ``lanes``: as it was named, and as it is.
     """
     storage, made, extent = wiring.storage, list[Write](), wiring.storage.extent()
+    width = math.prod(storage.columns)
     n, plan = _steps(data, storage.ndim, call) if batched else 1, WritePlan(lane=lanes[1])
     if not wiring.appends:
         plan = wiring.placer.place(extent, n, lanes[1], data)
-    rows = _following(extent, plan.lane, n, math.prod(storage.columns)) if plan.rows is None else plan.rows
+    rows = _following(extent, plan.lane, n, width) if plan.rows is None else plan.rows
     kept = plan.kept
     if kept is not None and batched:  # the others are rejected
         data = (
@@ -104,15 +106,25 @@ def _set(
         )
 
     def own(cursor: object, data: object) -> None:
-        if as_numbers("set: cursor", cursor).reshape(-1).tolist() != rows.tolist():
-            Storage.set(storage, cursor, data)
+        named, begin = as_numbers("set: cursor", cursor), sum(len(it.rows) for it in made) // width
+        end = begin + named.numel()
+        whole = end - begin == len(rows)
+        if named.reshape(-1).tolist() != rows[begin:end].tolist() or not (whole or plan.rows is None):
+            with doing(storage, None):
+                Storage.set(storage, cursor, data)
             return
-        made.append(here(data, lanes[0], call, batched=batched))
+        lane = lanes[0]
+        if not whole:
+            each = torch.as_tensor(plan.lane, device="cpu").expand(len(rows))[begin:end].tolist()
+            lane = each if named.ndim else each[0]
+        made.append(here(data, lane, call, batched=named.ndim > 0))
 
     if len(rows):
         with doing(storage, own):
             storage.set(rows if batched else int(rows[0]), data)
-    done = made[-1] if made else Write(rows, 0, storage.tickets_of(rows))
+    if not made:
+        made.append(Write(rows, 0, storage.tickets_of(rows)))
+    done = Write(torch.cat([it.rows for it in made]), 0, torch.cat([it.tickets for it in made]))
     return done if kept is None else Write(plan.reported(done.rows, n), 0, plan.reported(done.tickets, n))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from types import new_class
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engram.buffer.replay_buffer import ReplayBuffer
+
+    #: A function and its arguments.
+    Empty: TypeAlias = tuple[Callable[..., object], tuple[type[object]]]
 
 #: What a compiled function calls of a buffer.
 _CALLS = ("add", "extend", "sample", "update_if_present", "update_priority", "update_tensordict_priority")
@@ -31,28 +34,34 @@ def _untraced(cls: type[object]) -> type[object]:
     import torch.compiler
 
     disable: Callable[[object], object] = torch.compiler.disable
+    calls: dict[str, object] = {name: disable(getattr(cls, name)) for name in _CALLS if name in dir(cls)}
+    made = like(cls, calls, lambda: (_new_untraced, (cls,)))
+    _TRACED[made] = cls
+    return made
+
+
+def like(cls: type[object], attributes: Mapping[str, object], empty: Callable[[], Empty]) -> type[object]:
+    """A class of a buffer's class, with other attributes, that looks like it. ``empty``: as :func:`empty_of`, for pickles."""
+
+    def reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
+        of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
+        return of_service or (*empty(), buffer.__getstate__())
+
     own = {
         "__slots__": (),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduced,
-        **{name: disable(getattr(cls, name)) for name in _CALLS if name in dir(cls)},
+        "__reduce_ex__": reduced,
+        **attributes,
     }
-    made = new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
-    _TRACED[made] = cls
-    return made
+    return new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
 
 
-def empty_of(cls: type[object]) -> tuple[Callable[..., object], tuple[type[object]]]:
+def empty_of(cls: type[object]) -> Empty:
     """What makes an object of a buffer's class that has no attributes yet, for pickles: a function, and its arguments."""
     return (_new_untraced, (_TRACED[cls],)) if cls in _TRACED else (object.__new__, (cls,))
 
 
 def _new_untraced(cls: object) -> object:
     return object.__new__(_untraced(cls))
-
-
-def _reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
-    of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
-    return of_service or (*empty_of(type(buffer)), buffer.__getstate__())

@@ -114,10 +114,8 @@ def _ends_in(info: Mapping[Entry, object], shape: tuple[int, ...], last: FieldPa
     place = torch.arange(1, shape[-1] + 1, device=next((of.device for of in (marked, mask) if of is not None), None))
     if number is not None:
         ends: Tensor = number.reshape(shape) != number.reshape(shape).roll(-1, -1)
-    elif marked is not None:
-        ends = marked.reshape(*shape, -1)[
-            ..., 0
-        ].clone()  # one in each window, before its padding; all are of one length
+    elif marked is not None:  # one in each window, before its padding; all are of one length
+        ends = marked.reshape(*shape, -1)[..., 0].clone()
         ends |= place % (shape[-1] // ends.sum(-1, keepdim=True).clamp_min(1)) == 0
     elif even:
         ends = (place % even == 0).expand(shape).clone()

@@ -143,11 +143,6 @@ def print_json(found: object) -> None:
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
-def print_json_line(found: object) -> None:
-    """Print one JSON object on one line, at once: more come later."""
-    click.echo(json.dumps(found, ensure_ascii=False))
-
-
 def table(rows: Sequence[Sequence[object]], *, right: Sequence[int] = (), between: str = "  ") -> Iterator[str]:
     """Lines of columns, each as wide as its widest cell. ``right``: numbers of the columns that stand to the right."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram import _fork
 from engram.limits import Rules
 from engram.remote.commands import Limit
-from engram.remote.served import Limits
+from engram.remote.served import ASK_AGAIN_S, Limits
 
 if TYPE_CHECKING:
     from engram.fleet.members import Members, Shard
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _LEASE_S = 1.0
 #: Of a lease, as many calls as the one that it is taken for; and which part of the rows that are left until the edge of the band.
 _CALLS, _PART = 64, 4
-#: Between two looks of a call that waits.
-_ASK_AGAIN_S = 0.02
 #: What a store that is gone had counted is known where it was read so shortly before it was missed.
 _KNOWN_S = 30.0
 #: Looks at limits that other clients are changing, and the longest pause between two.
@@ -317,31 +315,19 @@ class Ledger(Limits):
             }
         return counts
 
-    def admit_samples(self, rows: int) -> bool:  # noqa: ARG002 - the storage asks when it draws
-        return True
-
     def admits_samples(self, rows: int) -> bool:
         """Whether so many rows could be sampled now."""
         now = self._look()
         return not now.unknown and room(now, rows, samples=True) > 0
 
-    def give_back_samples(self, rows: int) -> None:
-        """The stores have counted what they drew."""
-
-    def limit_event(self, samples: bool) -> int:  # noqa: ARG002 - as of a store that is here
-        return 0
-
     def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
         """Sleep until the stores are to be asked again."""
-        waits, seconds = self._waits[samples], min(seconds, _ASK_AGAIN_S)
+        waits, seconds = self._waits[samples], min(seconds, ASK_AGAIN_S)
         waits.waiting += 1
         time.sleep(seconds)
         waits.waiting -= 1
         waits.seconds += seconds
         return True
-
-    def await_insert(self, written: int, seconds: float) -> None:  # noqa: ARG002
-        time.sleep(min(seconds, _ASK_AGAIN_S))
 
     def count_limit_wait(self, samples: bool) -> None:
         """One more call has had to wait."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class _Hook:
     def __init__(
         self,
-        done_key: str | tuple[str, ...],
+        done_key: str | tuple[str, ...] = "done",
         shift_key: str = SHIFT,
         is_full_key: str = FULL,
         done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
@@ -127,16 +127,6 @@ class Flat2TED(_Hook):
     >>> Flat2TED().keys.done
     ('done',)
     """
-
-    def __init__(
-        self,
-        done_key: str | tuple[str, ...] = "done",
-        shift_key: str = SHIFT,
-        is_full_key: str = FULL,
-        done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
-        reward_keys: Iterable[object] = ("reward",),
-    ) -> None:
-        super().__init__(done_key, shift_key, is_full_key, done_keys, reward_keys)
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
         _check(data, type(self).__name__)

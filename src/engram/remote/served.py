@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -33,10 +34,15 @@ class OfServer:
     """A component that asks a server."""
 
 
+#: Between two requests that the limits of a store refused.
+ASK_AGAIN_S = 0.02
+
+
 class Limits:
     """Limits of a store, as far as readers of one ask for them, that is elsewhere: there are none."""
 
     limited = False
+    #: Of what is written to the store nothing is heard: it is waited for without it.
     write_count = next_ticket = 0
 
     @property
@@ -49,8 +55,20 @@ class Limits:
         """As of a store: of several stores these are not a part."""
         return (0, 0)
 
+    def admit_samples(self, rows: int) -> bool:  # noqa: ARG002 - it is asked by the draw
+        return True
+
+    def give_back_samples(self, rows: int) -> None:
+        """It has counted what was drawn."""
+
+    def limit_event(self, samples: bool) -> int:  # noqa: ARG002 - as of a store that is here
+        return 0
+
+    def await_insert(self, written: int, seconds: float) -> None:  # noqa: ARG002
+        time.sleep(min(seconds, ASK_AGAIN_S))
+
     def wake_limits(self) -> None:
-        """Nothing waits here."""
+        """What waits here asks again by itself."""
 
     def begin_wait(self) -> int:
         """Of a call that is not timed here."""

@@ -40,7 +40,7 @@ from engram.remote.commands import (
 )
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
-from engram.remote.served import Drawn, Limits, ServedStorage
+from engram.remote.served import ASK_AGAIN_S, Drawn, Limits, ServedStorage
 from engram.remote.streaming import WritesUnderWay
 from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
@@ -68,8 +68,6 @@ _EDIT_BYTES = 16
 
 #: So many bytes fit into the buffers of a connection whose server does not read.
 _UNREAD = 32 << 10
-#: Between two requests that the limits of the store refused.
-_ASK_AGAIN_S = 0.02
 
 
 class ServedLimits(Limits):
@@ -77,8 +75,6 @@ class ServedLimits(Limits):
 
     #: It may be: only the server knows.
     limited = True
-    #: Of what is written to the store nothing is heard: it is waited for without it.
-    write_count = next_ticket = 0
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -101,31 +97,16 @@ class ServedLimits(Limits):
     def size(self) -> int:
         return self.state().size
 
-    def admit_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server is asked by the draw
-        return True
-
     def admits_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server has said that the rows can be sampled
         return True
 
-    def give_back_samples(self, rows: int) -> None:
-        """The server has done it."""
-
-    def limit_event(self, samples: bool) -> int:  # noqa: ARG002 - as of a store that is here
-        return 0
-
     def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
         """Sleep until the server is to be asked again."""
-        time.sleep(min(seconds, _ASK_AGAIN_S))
+        time.sleep(min(seconds, ASK_AGAIN_S))
         return True
-
-    def await_insert(self, written: int, seconds: float) -> None:  # noqa: ARG002
-        time.sleep(min(seconds, _ASK_AGAIN_S))
 
     def count_limit_wait(self, samples: bool) -> None:
         """The server counts none of these."""
-
-    def wake_limits(self) -> None:
-        """What waits here asks again by itself."""
 
 
 class RemoteStorage(ServedStorage):

@@ -52,6 +52,9 @@ class DeclaredSampler(Component):
     reads: object = None
     #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too, and whether ``[B, 1]`` is ``[B]`` there.
     computed_keys: Mapping[Entry, bool] = {}
+    #: The kind of the store's index :attr:`index_name`, whose content the state has; None: there is none.
+    _index_kind: str | None = None
+    index_name: str
 
     @property
     def max_size(self) -> int:
@@ -312,7 +315,7 @@ class DeclaredSampler(Component):
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the store's indexes whose content the state has: a buffer's state has it there only."""
-        return ()
+        return () if self._index_kind is None else ((self.index_name, self._index_kind),)
 
 
 def key_for(*storages: SampledStorage, generator: torch.Generator | None = None) -> Key:

@@ -63,6 +63,7 @@ class ConsumingSampler(NativeSampler):
 
     traits = NativeSampler.traits._replace(has_epochs=True, consumes=True)
     noted = ("max_sample_count",)
+    _index_kind = KIND
 
     def __init__(self, max_sample_count: int = 1, *, index: str = "main") -> None:
         check_index_name(index, "ConsumingSampler: index")
@@ -187,11 +188,6 @@ class ConsumingSampler(NativeSampler):
             own.reset(rows_of(index, "mark_update"))
 
     # ---- state ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Name and kind of the counts."""
-        return ((self.index_name, KIND),)
 
     def state_dict(self) -> dict[str, object]:
         """``max_sample_count``, ``ran_out`` and ``counts``, int32 ``[n]``: how often each row was drawn, up to the last that was.

@@ -61,6 +61,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     traits = NativeSampler.traits._replace(reads_natively=True, draws_once=True, has_epochs=True, can_rewind=True)
     noted = ("drop_last", "shuffle")
+    _index_kind = KIND
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"
@@ -296,11 +297,6 @@ class SamplerWithoutReplacement(NativeSampler):
     def _go_on(self, progress: Progress, ran_out: bool) -> None:
         self._epoch.go_on(progress, self._clock())
         self._ran_out, self._drawn_from = ran_out, None if ran_out or not progress[2] else progress[0]
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Name and kind of the epoch's index."""
-        return ((self.index_name, KIND),)
 
     def config(self) -> dict[str, object]:
         return {**super().config(), "index": self.index_name}

@@ -81,6 +81,7 @@ class PrioritizedSampler(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
+    _index_kind = KIND
     normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
 
     def __init__(
@@ -447,11 +448,6 @@ class PrioritizedSampler(NativeSampler):
             own.reset(rows_of(index, "mark_update"))
 
     # ---- state ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Names and kinds of the indexes whose content the state has."""
-        return ((self.index_name, KIND),)
 
     def state_dict(self) -> dict[str, object]:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``: copies.

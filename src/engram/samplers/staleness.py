@@ -68,6 +68,8 @@ class StalenessAwareSampler(NativeSampler):
     [2, 3, 4, 5]
     """
 
+    _index_kind = KIND
+
     def __init__(
         self,
         max_staleness: int = -1,
@@ -257,11 +259,6 @@ class StalenessAwareSampler(NativeSampler):
         return values.to("cpu", torch.float64).reshape(-1).contiguous(), moved
 
     # ---- state ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Name and kind of the consumer's version."""
-        return ((self.index_name, KIND),)
 
     def state_dict(self) -> dict[str, object]:
         """``consumer_version`` and ``max_staleness``: ints.

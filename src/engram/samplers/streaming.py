@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import xxhash
@@ -11,11 +11,11 @@ import xxhash
 from engram import _native
 from engram._unsupported import reject_unsupported
 from engram.samplers.slices import SliceSampler
+from engram.samplers.window_settings import StreamingArguments
 from engram.state import Change, check_keys, integer, tensor_in
 from engram.store import origin_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Self, Unpack
 
     from torch import Tensor
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
 
 #: State of a queue of which nothing was drawn: no entry for any track.
 _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
-
-
-class StreamingArguments(TypedDict, total=False):
-    """The keywords of a :class:`StreamingSliceSampler` that all slice samplers take."""
-
-    end_key: object
-    end_keys: Sequence[object] | None
-    traj_key: object
-    truncated_key: object
-    init_key: object
-    strict_length: bool
-    index: str
-    end_when: str | None
-    compile: object
-    use_gpu: object
 
 
 class StreamingSliceSampler(SliceSampler):

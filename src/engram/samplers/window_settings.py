@@ -23,18 +23,12 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class WindowArguments(TypedDict, total=False):
-    """The keywords that all slice samplers take, as TorchRL names them."""
+class StreamingArguments(TypedDict, total=False):
+    """The keywords that all slice samplers and a :class:`StreamingSliceSampler` take, as TorchRL names them."""
 
-    num_slices: int | None
-    slice_len: int | None
-    window: WindowSpec | None
-    flat: bool
     end_key: object
     end_keys: Sequence[object] | None
     traj_key: object
-    ends: object
-    trajectories: object
     truncated_key: object
     init_key: object
     strict_length: bool
@@ -42,6 +36,17 @@ class WindowArguments(TypedDict, total=False):
     end_when: str | None
     compile: object
     use_gpu: object
+
+
+class WindowArguments(StreamingArguments, total=False):
+    """The keywords that all other slice samplers take."""
+
+    num_slices: int | None
+    slice_len: int | None
+    window: WindowSpec | None
+    flat: bool
+    ends: object
+    trajectories: object
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from engram.store.adding import add_field, fill_rows
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
 from engram.store.device import DeviceStore
 from engram.store.elsewhere import ForeignStore
-from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, check_index_name, wrong_memory
+from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, TicketIndex, check_index_name
 from engram.store.keys import Key, ThreadKey
 from engram.store.lifetime import (
     Process,
@@ -56,6 +56,7 @@ __all__ = [
     "Store",
     "StoreState",
     "ThreadKey",
+    "TicketIndex",
     "Written",
     "add_field",
     "as_rows",
@@ -79,5 +80,4 @@ __all__ = [
     "skip_numbers",
     "sweep_shared_memory",
     "torch_dtype",
-    "wrong_memory",
 ]

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import torch
+
 from engram import _fork, _progress
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram import _native
 
 C = TypeVar("C", bound=_fork.Forked)
+K = TypeVar("K", bound="Ordered")
 
 #: Name and kind of an index.
 IndexKey: TypeAlias = tuple[str, str]
@@ -63,28 +68,34 @@ class IndexKind(Protocol):
         """The memory of an index that others may be changing, copied, its lock free."""
 
 
+class Ordered(_fork.Forked, Protocol):
+    """The core of an index that knows which rows hold something."""
+
+    def put_in_order(self) -> None: ...
+
+
 class LockedIndex(Generic[C]):
     """What indexes with a lock in their memory have in common. Each says how its core is made and its lock is freed."""
 
     core: C
+    #: Makes the core around memory of an address and a size; the last argument keeps it alive. Raises ``ValueError``: it is no such memory.
+    make_core: Callable[..., C]
     #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory.
     reset_mutex: Callable[[int, int], None]
 
     def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        try:
+        with _of_memory():
             self.core = self.made_around(block, host)
-        except ValueError as error:
-            raise wrong_memory(error) from error
         self.block = block
         """Its memory."""
         if host is None or host.directory is None:
             # The lock of a shared index is held by a process that still exists after a fork.
             _fork.registered(self.core)
 
-    def made_around(self, block: Block, host: Host | None) -> C:
+    def made_around(self, block: Block, host: Host | None) -> C:  # noqa: ARG002 - it depends on no row
         """The core. Raises ``ValueError``: it is no such memory."""
-        raise NotImplementedError
+        return self.make_core(block.address, block.nbytes, block.tensor)
 
     @classmethod
     def free_lock(cls, block: Block) -> None:
@@ -92,10 +103,8 @@ class LockedIndex(Generic[C]):
 
         Raises ``IncompatibleStore``: no such memory.
         """
-        try:
+        with _of_memory():
             cls.reset_mutex(block.address, block.nbytes)
-        except ValueError as error:
-            raise wrong_memory(error) from error
 
     @classmethod
     def copied(cls, memory: Tensor) -> Block:
@@ -112,9 +121,42 @@ class LockedIndex(Generic[C]):
         """Add what it has to say to the numbers of the store: nothing here."""
 
 
-def wrong_memory(error: ValueError) -> IncompatibleStore:
-    """For what the core finds wrong in memory that is to be an index."""
-    return IncompatibleStore(f"index: {error}.")
+class TicketIndex(LockedIndex[K]):
+    """What indexes have in common that compare the tickets of rows. Each says how memory that others may be changing is copied."""
+
+    #: Copies memory from an address to another, of a size, its lock free. Raises ``ValueError``: it is no such memory.
+    copy_memory: Callable[[int, int, int], None]
+
+    def made_around(self, block: Block, host: Host | None) -> K:
+        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
+        return self.make_core(block.address, block.nbytes, None if host is None else host.core, keep)
+
+    @classmethod
+    def copied(cls, memory: Tensor) -> Block:
+        block = private_block(memory.numel())
+        with _of_memory():
+            cls.copy_memory(memory.data_ptr(), block.address, block.nbytes)
+        return block
+
+    def put_in_order(self) -> None:
+        """After a recovery of the rows: rows that hold nothing lose what it has of them. O(rows)."""
+        self.core.put_in_order()
+
+    def __getstate__(self) -> NDArray[np.uint8]:
+        """The memory of a list's index, copied. (That of a store is copied with the store.)"""
+        return self.block.tensor.numpy().copy()  # by value: a tensor would be gone before a spawned process looks
+
+    def __setstate__(self, memory: NDArray[np.uint8]) -> None:
+        self.__init__(self.copied(torch.from_numpy(memory)), None)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _of_memory() -> Iterator[None]:
+    """Raises ``IncompatibleStore`` for what a core finds wrong in memory that is to be an index."""
+    try:
+        yield
+    except ValueError as error:
+        raise IncompatibleStore(f"index: {error}.") from error
 
 
 #: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.

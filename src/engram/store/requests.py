@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.store.indexes import Host
     from engram.store.memory import Block
     from engram.store.store import Store
 
@@ -52,8 +51,7 @@ class WritersIndex(LockedIndex[_native.Writers]):
 
     reset_mutex = staticmethod(_native.reset_writers_mutex)
 
-    def made_around(self, block: Block, host: Host | None) -> _native.Writers:  # noqa: ARG002 - it depends on no row
-        return _native.Writers(block.address, block.nbytes, block.tensor)
+    make_core = _native.Writers
 
 
 INDEX_KINDS[KIND] = WritersIndex
