@@ -16,7 +16,7 @@ from torch import Tensor, multiprocessing
 
 from engram import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
-CELLS, ACTORS, ROWS = 8, 2, 4_000
+CELLS, ACTORS, ROWS, BATCH = 8, 2, 4_000, 32
 KILL_AT, MOST_UPDATES = 1_000, 20_000
 RATE, GAMMA, EXPLORE = 0.25, 0.9, 0.5
 LEADS_ON = torch.arange(CELLS) % 2  # the right action of each cell
@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     replay = TensorDictPrioritizedReplayBuffer(
-        alpha=0.7, beta=0.5, storage=LazyTensorStorage(ROWS, lanes=ACTORS), batch_size=32, shared=True
+        alpha=0.7, beta=0.5, storage=LazyTensorStorage(ROWS, lanes=ACTORS), batch_size=BATCH, shared=True
     )
     values = torch.zeros(CELLS, 2).share_memory_()
     context = multiprocessing.get_context("fork")  # starts at once; "spawn" works, too
@@ -69,7 +69,7 @@ def main() -> None:
         return actor
 
     actors = [start(lane, lane) for lane in range(ACTORS)]
-    while not wrote(replay, range(ACTORS)):
+    while len(replay) < BATCH or not wrote(replay, range(ACTORS)):
         time.sleep(0.01)
     for update in itertools.count(1):
         while replay.write_count < update:  # one update per row, however fast the learner is

@@ -123,6 +123,7 @@ class Training:
 
 def work(folder: Path, said: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ["RANK"] = "0"  # draws follow from the seed and the rank; without one each process draws its own
     said.send(Training(folder).run(said))
 
 

@@ -22,7 +22,7 @@ from torch import distributed, nn
 
 from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, TensorDictReplayBuffer
 
-PLACES, LONGEST, LANES, CAPACITY = 24, 20, 8, 8 * 4000
+PLACES, LONGEST, LANES, CAPACITY, BATCH = 24, 20, 8, 8 * 4000, 64
 
 
 class Ring:
@@ -73,7 +73,7 @@ def train(folder, steps):
     replay = TensorDictReplayBuffer(
         storage=LazyTensorStorage(CAPACITY, lanes=LANES),
         sampler=PrioritizedSampler(CAPACITY, alpha=0.6, beta=0.4),
-        batch_size=64,
+        batch_size=BATCH,
         generator=generator,
     )
     checkpoints = Checkpointer(folder / "replay", replay, ranks=Ranks.from_torch(), timeout=120)
@@ -103,7 +103,7 @@ def train(folder, steps):
             rows, ended = ring.step(torch.where(torch.rand(LANES, generator=generator) < chance, guess, best))
             replay.extend(rows, lane=lanes)
             returns += ended
-            for _ in range(2):
+            for _ in range(2 if step * LANES >= BATCH else 0):
                 batch = replay.sample()
                 with torch.no_grad():
                     later = target(batch["next", "obs"]).max(1).values * ~batch["next", "terminated"]

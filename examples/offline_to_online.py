@@ -113,7 +113,8 @@ def main() -> None:
         for update in range(arguments.updates):
             rb.extend(rooms.step(act(learner.values, rooms.place, 0.2)))
             rb.anneal(update, arguments.updates // 2)
-            learner.update(rb.sample())
+            if len(rb.online_buffer) >= BATCH:
+                learner.update(rb.sample())
         said = f"{len(rb.online_buffer)} rows more, a share of {rb.offline_fraction:.0f} recordings in the end"
         print(f"{said}: {100 * share_that_arrives(learner.values):.0f}% arrive")
         rb.online_buffer.close()

@@ -34,6 +34,8 @@ def train(folder: Path, kill_at: int) -> None:
     for step in range(begun, STEPS):
         x = torch.randn(2)
         replay.add(TensorDict({"x": x, "y": 3 * x[0] - 2 * x[1]}))
+        if len(replay) < BATCH:
+            continue
         batch = replay.sample()
         error = batch["y"] - batch["x"] @ weights
         weights += 0.05 * (batch["x"] * (error * batch["priority_weight"])[:, None]).mean(0)

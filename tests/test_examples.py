@@ -135,6 +135,7 @@ CHECKS = {
 #: Arguments of those that take longer to show all they can.
 QUICKLY = {
     **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
+    **{f"{agent}.py": ["--steps", "290", "--warmup", "260"] for agent in ("sac", "td3")},  # of larger batches
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
     "her.py": ["--bits", "10", "--steps", "1600"],
     "grpo_data_path.py": ["--rounds", "150"],

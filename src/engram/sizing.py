@@ -73,7 +73,7 @@ class StoragePlan(NamedTuple):
         >>> import torch, engram
         >>> found = engram.plan({"a": torch.zeros(10)}, 1_000_000, memory=50_000_000)
         >>> round(found.from_disk(256))
-        356092
+        567446
         """
         if not self.memory:
             raise ValueError(

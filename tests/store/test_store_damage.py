@@ -97,11 +97,11 @@ def test_descriptions_of_another_store_are_noticed(folder, tmp_path):
     other.extend(rows(0, 3).exclude("next"))
     other.close()
     path = folder / ".engram" / "store.json"
-    schema = schemas.decode(path.read_bytes(), "")
+    schema = schemas.decode_store(path.read_bytes(), "")
     for raw in (
         (tmp_path / "other" / ".engram" / "store.json").read_bytes(),  # fewer fields: every file it names is there
         json.dumps(json.loads(path.read_bytes())).encode(),  # the same with other spaces
-        schemas.encode(type(schema)(10, 1, (), schema.fields[::-1], node_turned(schema.structure))),
+        schemas.encode_store(type(schema)(10, 1, (), schema.fields[::-1], node_turned(schema.structure))),
     ):
         path.write_bytes(raw)
         with pytest.raises(CorruptStore, match=r"store\.json: expected the description this store was made with"):
@@ -180,7 +180,7 @@ def test_control_blocks_of_a_newer_minor_format_are_fine(folder):
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 4], "upgrade to read it"), ([3, 0], "upgrade")],
+    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 5], "upgrade to read it"), ([3, 0], "upgrade")],
 )
 def test_descriptions_of_another_format_are_incompatible(folder, version, advice):
     path = folder / ".engram" / "store.json"
@@ -188,7 +188,7 @@ def test_descriptions_of_another_format_are_incompatible(folder, version, advice
     path.write_bytes(raw)
     rewrite_header(folder, sum=schemas.fingerprint(raw))
     before = snapshot(folder)
-    says = rf"store\.json: expected format 2\.3, got {version[0]}\.{version[1]}\. .*{advice}"
+    says = rf"store\.json: expected format 2\.4, got {version[0]}\.{version[1]}\. .*{advice}"
     with pytest.raises(IncompatibleStore, match=says):
         ReplayBuffer.open(folder)
     assert snapshot(folder) == before
