@@ -130,6 +130,15 @@ def test_a_loaded_epoch_ends_where_its_rest_is_overwritten(kind, how, tmp_path):
         assert one.sampler.state_dict()["ran_out"]
 
 
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_state_is_the_same_when_it_is_asked_for_again(kind, tmp_path):
+    rb = _buffer(STORAGES[kind](40, tmp_path), 40, shuffle=False)
+    rb.sample()
+    rb.extend(torch.arange(40, 60))  # over those whose turn it was
+    state = rb.sampler.state_dict()
+    assert rb.sampler.state_dict() == state
+
+
 def test_an_epoch_without_writes_says_what_it_said():
     rb = _buffer(LazyTensorStorage(100), 40)
     rb.sample()
