@@ -66,6 +66,8 @@ def begin_epoch(rb, **more):
     if isinstance(rb, engram.ReplayBuffer):  # a store keeps the epoch of each name
         more["index"] = f"epoch{next(EPOCHS)}"
     rb.set_sampler(type(rb.sampler)(**more))
+    if not isinstance(rb, engram.ReplayBuffer):
+        rb.set_rng(rb._rng)  # else a new sampler of TorchRL's takes numbers from the actor's generator
 
 
 class Learner:

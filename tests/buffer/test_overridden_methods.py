@@ -388,6 +388,12 @@ def test_priorities_in_torchrls_form():
     rb.extend(rows(4, 5))  # over row 0
     rb.update_priority(torch.arange(4), torch.full((4,), 3.0), generation=tickets[1])
     assert rb.sampler.priorities().leaves(4).tolist() == [1.0, 6.0, 6.0, 6.0]
+    rb[1] = rows(9, 10)[0]  # an edit leaves the handle good, and so does a load
+    rb.update_priority(torch.arange(4), torch.full((4,), 4.0), generation=tickets[1])
+    assert rb.sampler.priorities().leaves(4).tolist() == [1.0, 8.0, 8.0, 8.0]
+    rb.load_state_dict(rb.state_dict())
+    rb.update_priority(torch.arange(4), torch.full((4,), 5.0), generation=tickets[1])
+    assert rb.sampler.priorities().leaves(4).tolist() == [1.0, 10.0, 10.0, 10.0]
 
 
 def test_a_sampler_whose_only_method_is_sample():

@@ -11,7 +11,6 @@ from engram import (
     ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
-    RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -19,9 +18,10 @@ from engram import (
     TensorStorage,
 )
 from engram.state import mapped
+from tests.buffer.dumped import Through
 from tests.buffer.states import STORAGES, L, best, buffer, items, kinds, twins
 from tests.components import Newest
-from tests.twins import bits, contents, rows, through_a_file
+from tests.twins import bits, by_state, contents, rows, through_a_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample. batch_size", "ignore:.* has no priorities")
 
@@ -197,26 +197,52 @@ def test_shared_buffers(tmp_path):
     rb.close()
 
 
-def test_draws_of_before_match_no_more():
+def test_draws_of_before_match_the_rows_that_the_state_has_still():
     for storage in ("ram", "list"):
-        rb = buffer(STORAGES[storage](), PrioritizedSampler(L, 1.0, 0.5, eps=0.0), n=L)
-        state = rb.state_dict()
-        batch = rb.sample(4)
+        rb = buffer(STORAGES[storage](), PrioritizedSampler(L, 1.0, 0.5, eps=0.0), n=L - 2)
+        state, handles = rb.state_dict(), rb.sample(50)["index_generation"]
+        rb.extend(rows(2, 70))
+        later = rb.storage.tickets_of(torch.tensor([L - 2, L - 1]))
         rb.load_state_dict(state)
-        batch["td_error"] = torch.full((4,), 9.0)
-        rb.update_tensordict_priority(batch)
+        rb.extend(rows(2, 80))  # where those were
+        rb.update_priority([L - 2, L - 1], 9.0, generation=later)
         assert rb.sampler.state_dict()["highest"] == 0.0
-        assert rb.stats()["priority_updates_dropped"] == 4
-        assert not set(rb.sample(50)["index_generation"].tolist()) & set(batch["index_generation"].tolist())
+        assert rb.stats()["priority_updates_dropped"] == 2
+        again = rb.sample(200)["index_generation"]
+        assert set(handles.tolist()) <= set(again.tolist())
+        assert not set(later.tolist()) & set(again.tolist())
 
 
-def test_tickets_keep_their_order():
-    rb = buffer(writer=RoundRobinWriter(track_generations=True), n=L + 5)
-    rb.set_at_("score", torch.zeros(1, dtype=torch.float64), [3])
-    order = rb.writer.generations_of(torch.arange(L)).argsort()
-    other = buffer(writer=RoundRobinWriter(track_generations=True))
-    other.load_state_dict(rb.state_dict())
-    assert other.writer.generations_of(torch.arange(L)).argsort().tolist() == order.tolist()
+@pytest.mark.parametrize("storage", ["ram", "list"])
+@pytest.mark.parametrize("way", ["by_state", "dumps", "series"])
+def test_tickets_and_writes_keep_their_order(storage, way, ram):
+    def orders(rb):
+        tickets = rb.storage.tickets_of(torch.arange(L))
+        return tickets.argsort().tolist(), rb.storage.writes_of(torch.arange(L), tickets)
+
+    through = by_state if way == "by_state" else getattr(Through(ram), way)
+    rb = buffer(STORAGES[storage](), n=L + 5)
+    rb[3] = rows(1, 90)[0]
+    order, writes = orders(rb)
+    assert order[-1] == 3 == writes.argsort()[-2]
+    for _ in range(2):
+        other = buffer(STORAGES[storage]())
+        through(rb, other)
+        assert orders(other)[0] == order
+        assert torch.equal(orders(other)[1], writes)
+        rb = other
+
+
+def test_states_of_lists_with_writes_that_no_list_has():
+    rb = buffer(ListStorage(L), n=4)
+    rb[1] = rows(1, 90)[0]
+    state = rb.storage.state_dict()
+    assert state["writes"].tolist() == [1, 2, 3, 4]
+    assert state["numbers"].tolist() == [1, 5, 3, 4]
+    for writes in ([1, 6, 3, 4], [1, 0, 3, 4], [1, -1, 3, 4], [1, 2, 3]):
+        with pytest.raises(ValueError, match="writes"):
+            rb.storage.load_state_dict({**state, "writes": torch.tensor(writes)})
+    assert torch.equal(rb.storage.state_dict()["numbers"], state["numbers"])
 
 
 def test_another_sampler_on_the_storage_hears_of_it():

@@ -400,7 +400,10 @@ class Passes(StoreMachine):
     @precondition(lambda self: self.left)
     @rule()
     def save(self):
-        self.saved = self.rb.sampler.state_dict(), (self.left.copy(), self.ran_out)
+        state = self.rb.sampler.state_dict()
+        if self.drop_last and state["ran_out"]:  # too few are left for a batch as large as the last one
+            self.left = set()
+        self.saved = state, (self.left.copy(), self.ran_out)
 
     @precondition(lambda self: self.saved)
     @rule(ns=sizes)

@@ -112,6 +112,33 @@ def test_a_saved_epoch_goes_on_without_later_rows(kind, tmp_path):
         assert again == Counter(range(40))
 
 
+@pytest.mark.parametrize("how", ["state", "dump"])
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_loaded_epoch_ends_where_its_rest_is_overwritten(kind, how, tmp_path):
+    """Before its first draw, too."""
+    rb, other = (_buffer(STORAGES[kind](40, tmp_path / name), n) for name, n in (("one", 40), ("other", 0)))
+    rb.sample()
+    if how == "state":
+        other.load_state_dict(rb.state_dict())
+    else:
+        rb.dumps(tmp_path / "dump")
+        other.loads(tmp_path / "dump")
+    for one in (rb, other):
+        assert not one.sampler.ran_out
+        one.extend(torch.arange(40, 80))
+        assert one.sampler.ran_out
+        assert one.sampler.state_dict()["ran_out"]
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_state_is_the_same_when_it_is_asked_for_again(kind, tmp_path):
+    rb = _buffer(STORAGES[kind](40, tmp_path), 40, shuffle=False)
+    rb.sample()
+    rb.extend(torch.arange(40, 60))  # over those whose turn it was
+    state = rb.sampler.state_dict()
+    assert rb.sampler.state_dict() == state
+
+
 def test_an_epoch_without_writes_says_what_it_said():
     rb = _buffer(LazyTensorStorage(100), 40)
     rb.sample()

@@ -152,14 +152,16 @@ def test_updates_of_rows_rewritten_since_are_dropped_and_counted(storage):
     assert leaves(rb)[:4].tolist() == [2.0] * 4
 
 
-def test_an_edit_keeps_the_priority_and_makes_updates_of_what_was_drawn_stale():
-    rb = made(alpha=1.0, eps=0.0)
+@kinds
+def test_an_edit_keeps_the_priority_and_lets_updates_of_what_was_drawn_arrive(storage):
+    rb = made(storage, alpha=1.0, eps=0.0)
     rb.update_priority(3, 5.0)
     info = rb.sample(return_info=True)[1]
     rb[3] = torch.tensor(33)
     assert leaves(rb)[3] == 5.0
     rb.update_priority(info["index"], 2.0, generation=info["index_generation"])
-    assert leaves(rb)[3] == 5.0
+    assert leaves(rb)[3] == 2.0
+    assert rb.stats()["priority_updates_dropped"] == 0
 
 
 def test_the_td_buffer_takes_generations_from_the_batch():

@@ -353,8 +353,12 @@ class TrajectoryPasses(TrajectoryMachine):
                     self.rb.sample(n * self.length)
             else:
                 self.draw_from(there if begins else None, n, needed)
-            assert self.rb.sampler.ran_out == self.ran_out()
+            self.says_whether_it_is_over()
             assert self.rb.can_sample(n * self.length) == bool(self.starts())
+
+    @invariant()
+    def says_whether_it_is_over(self):
+        assert self.rb.sampler.ran_out == self.ran_out()
 
     def draw_from(self, there, n, needed):
         """``there``: what a pass that begins is over; None: it goes on."""

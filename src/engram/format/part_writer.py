@@ -473,7 +473,7 @@ class PartWriter:
         raw_sums = b"".join([sums.pack(file.sums) for file in written])
         part, type_, name = self._names
         document = Part(
-            version=Part.VERSION if geometry is not None and not _LATER.isdisjoint(state) else (1, 0),
+            version=Part.VERSION if part == "storage" and not _LATER.isdisjoint(state) else (1, 0),
             part=part,
             type=type_,
             name=name,

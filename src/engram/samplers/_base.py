@@ -424,9 +424,8 @@ def _with_generation(theirs: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if generation is not None:
             rows = as_numbers("update_priority: index", index[0] if isinstance(index, tuple) else index).to("cpu")
-            index = rows.where(
-                self._storage.tickets_of(rows) == as_numbers("update_priority: generation", generation).to("cpu"), -1
-            )
+            held = self._storage.writes_of(rows, self._storage.tickets_of(rows))
+            index = rows.where(held == as_numbers("update_priority: generation", generation).to("cpu"), -1)
         theirs(self, index, priority, **storage)
 
     return update_priority

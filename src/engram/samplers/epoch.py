@@ -287,7 +287,7 @@ class SamplerWithoutReplacement(NativeSampler):
         >>> state["rows"], state["visited"]
         (10, 4)
         """
-        return {**self._epoch.state(self._clock()), "ran_out": self.ran_out}
+        return {"ran_out": self.ran_out, **self._epoch.state(self._clock())}  # in this order: the former moves on
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "SamplerWithoutReplacement"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -99,15 +99,20 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     @property
     def ran_out(self) -> bool:
         """Whether the epoch of the last batch has ended. What was left of it may have been overwritten."""
-        table = self._table
         with self._lock:
-            if not self._ran_out and self._known and isinstance(table, _native.Trajectories):
-                return table.left(self._epoch, self._known, self.shuffle, self._needed) < self._needed
-        return self._ran_out
+            return self._ran_out or self._over()
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
         self._ran_out = bool(value)
+
+    def _over(self) -> bool:
+        """Whether too few trajectories are left of the epoch, also of a loaded one before the first draw."""
+        storage = self._storage
+        if not self._known or storage is None or storage.memory is None:
+            return False
+        table = cast("_native.Trajectories", self._bound_to(storage, self.settings.length).table)
+        return table.left(self._epoch, self._known, self.shuffle, self._needed) < self._needed
 
     def observe(self, write: Write | None, data: object) -> None:
         """Ends the epoch when the buffer was emptied.
@@ -132,8 +137,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         assert isinstance(table, _native.Trajectories)  # it takes no other argument
         with self._lock:
             state, known, drawn = table.sample_epoch(*arguments, self._epoch, self._known, self.shuffle, self.drop_last)
-            _, _, visited, found = state
-            count = arguments[3]
+            (_, _, visited, found), count = state, arguments[3]
             if self.drop_last and 0 < found < count:
                 raise ValueError(
                     f"sample: drop_last: expected at least {count} trajectories, got {found}. Add data first, or use "
@@ -146,7 +150,6 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         return drawn
 
     def masses(self, storage: SampledStorage) -> Masses:
-        self.bind(storage)
         left = self.epoch(storage)[1]
         trajectories = left or self._bound_to(storage, self.settings.length).table.census()[0]
         return Masses(trajectories, 1.0, len(storage))
@@ -155,7 +158,8 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         self.bind(storage)
         with self._lock:
             key, version, visited, count = self._epoch
-            return key, count - visited if self._known or version == self._clock()[0] else 0
+            goes_on = (self._known or version == self._clock()[0]) and not self._over()
+            return key, count - visited if goes_on else 0
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
         trajectories, longest = table.census()
@@ -215,10 +219,8 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         key, version, visited, count = epoch
         with self._lock:
             now, base = self._clock()
-            if known:
-                self._begin((key, version + base, visited, count), known)
-            else:
-                self._begin((key, now, visited, count) if now - base == clock else _NO_EPOCH)
+            began = (key, version + base if known else now, visited, count)
+            self._begin(began if known or now - base == clock else _NO_EPOCH, known)
             self._ran_out = ran_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:

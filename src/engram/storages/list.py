@@ -15,6 +15,7 @@ from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.nested import find, map_with_paths
 from engram.packing import pack, unpack
+from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
@@ -384,8 +385,9 @@ class ListStorage(Storage):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, those of the items' writes, 0 for
-        rows that were removed; ``items``, of the other rows, as a few tensors; and ``priorities`` by name.
+        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, the items' tickets, 0 for rows
+        that were removed; ``items``, of the other rows, as a few tensors; and ``priorities`` by name. ``writes``, where numbers of
+        writes are others: these, 0 for rows that were removed.
 
         Raises:
             TypeError: an item that is not made of tensors, TensorDicts, dicts, lists and tuples; names it.
@@ -398,19 +400,15 @@ class ListStorage(Storage):
         2
         """
         with self._lock:
+            there = np.array([item is not Void for item in self._items], bool)
+            numbers, writes = (np.array(of, np.int64)[: len(there)] * there for of in (self._numbers, self._writes))
             return {
                 "max_size": self._max_size,
                 "cursor": self._cursor,
                 "write_count": self._write_count,
                 "clock": self._next,
-                "numbers": torch.tensor(
-                    [
-                        number if item is not Void else 0
-                        for number, item in zip(self._writes, self._items, strict=False)
-                    ],
-                    dtype=torch.int64,
-                    device="cpu",
-                ),
+                "numbers": torch.from_numpy(numbers),
+                **named_writes(numbers, writes),
                 "items": pack(self._items_to_save()),
                 "priorities": saved_priorities(self._priorities, without),
             }
@@ -428,7 +426,7 @@ class ListStorage(Storage):
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = "ListStorage"
         names = ("max_size", "cursor", "write_count", "clock", "numbers", "items", "priorities")
-        check_keys(state_dict, names, where)
+        check_keys(state_dict, names, where, optional=("writes",))
         max_size = typed(state_dict, "max_size", (int, type(None)), where)
         if max_size != self._max_size and None not in (max_size, self._max_size):
             raise IncompatibleCheckpoint(f"{where}: max_size: expected {self._max_size} as here, got {max_size}.")
@@ -448,6 +446,9 @@ class ListStorage(Storage):
             raise ValueError(
                 f"{where}: numbers: expected each ticket once, in [1, {clock}), or 0 of a row that was removed."
             )
+        writes = tensor_in(state_dict, "writes", torch.int64, (n,), where) if "writes" in state_dict else numbers
+        if bool(((writes > numbers) | (writes < numbers.clamp(max=1))).any()):
+            raise ValueError(f"{where}: writes: expected a number of at most its ticket, 0 of a row that was removed.")
         items = unpack(state_dict["items"], self._device, f"{where}: items")
         items = self._items_of(items, f"{where}: items")
         if len(items) != len(tickets):
@@ -562,7 +563,7 @@ class _ItemsLoad(NamedTuple):
             storage.empty(keep_write_count=False)
             shift = storage._next
             numbers, items = (state["numbers"] + shift).tolist(), iter(self.items)
-            storage._writes = state["numbers"].tolist()
+            storage._writes = state.get("writes", state["numbers"]).tolist()
             storage._removed = {row for row, number in enumerate(numbers) if number == shift}
             storage._numbers = numbers
             storage._items = [Void if number == shift else next(items) for number in numbers]
