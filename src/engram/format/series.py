@@ -636,13 +636,17 @@ def look(folder: Path, known: Known | None = None) -> Problem | None:
 
 
 def is_unfinished(root: Path, problem: Problem) -> bool:
-    """Whether a problem that :func:`latest` names is one of a save that was killed or given up, and so never was a checkpoint."""
-    name = problem.path.relative_to(root).parts[0]
+    """Whether a problem that :func:`latest` names is one of a save that was killed or given up, and so never was a checkpoint.
+
+    What the living ranks of a crashed job saved is not one: it is all that the job left.
+    """
+    folder = root / problem.path.relative_to(root).parts[0]
     try:
-        made = decision(root / name)
+        made = decision(folder)
     except (CorruptCheckpoint, IncompatibleCheckpoint):
         return False
-    return Name.parse(name) is not None and (made is None or made.status == "aborted")
+    name, given_up = Name.parse(folder.name), made is None or made.status == "aborted"
+    return name is not None and given_up and not (name.attempt.startswith("crash") and is_partial(folder))
 
 
 def is_partial(folder: Path) -> bool:
