@@ -392,7 +392,7 @@ class Wanted(NamedTuple):
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
         if not self.partial and any(series.is_partial(problem.path) for problem in passed_over):
             why += " allow_partial=True loads what some of the ranks saved."
-        if all(series.is_unfinished(self.root, problem) for problem in passed_over):
+        if series.is_unfinished(self.root):
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 

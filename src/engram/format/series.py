@@ -635,18 +635,18 @@ def look(folder: Path, known: Known | None = None) -> Problem | None:
         return Problem(folder, str(error).removesuffix("."))
 
 
-def is_unfinished(root: Path, problem: Problem) -> bool:
-    """Whether a problem that :func:`latest` names is one of a save that was killed or given up, and so never was a checkpoint.
+def is_unfinished(root: Path) -> bool:
+    """Whether a series holds nothing but saves that were killed or given up, which never were checkpoints.
 
-    What the living ranks of a crashed job saved is not one: it is all that the job left.
+    What the living ranks of a crashed job saved is none of those: it is all that the job left.
     """
-    folder = root / problem.path.relative_to(root).parts[0]
     try:
-        made = decision(folder)
+        every = [(name, decision(root / str(name))) for name in names(root)]
     except (CorruptCheckpoint, IncompatibleCheckpoint):
         return False
-    name, given_up = Name.parse(folder.name), made is None or made.status == "aborted"
-    return name is not None and given_up and not (name.attempt.startswith("crash") and is_partial(folder))
+    left = any(name.attempt.startswith("crash") and is_partial(root / str(name)) for name, _ in every)
+    ended = left or os.path.lexists(root / LATEST) or any(made and made.status != "aborted" for _, made in every)
+    return not ended
 
 
 def is_partial(folder: Path) -> bool:
