@@ -234,10 +234,10 @@ class RowsState(NamedTuple):
         numbers = _of_all_rows(state, "numbers", schema, where)
         name = "writes" if "writes" in state else "numbers"
         writes = None if state[name] is None else _of_all_rows(state, name, schema, where)
-        length = schema.capacity // schema.lanes
+        kept = numbers if writes is None else writes
         try:
-            said = numbers.data_ptr(), (numbers if writes is None else writes).data_ptr()
-            _native.check_state(length, clock, lanes.data_ptr(), schema.lanes, *said)
+            said = numbers.data_ptr(), kept.data_ptr()
+            _native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
