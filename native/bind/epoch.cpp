@@ -59,6 +59,11 @@ class Walk {
     const std::uint64_t size = control.size(), ranks = longest * control.lanes();
     if (size < (whole ? n : 1) || ranks < size) return false;
     taken_ = epoch_.next(key, ranks, n, whole, begun, false);
+    if (!plausible(taken_.rows)) {  // damaged: another one begins
+      epoch_.set({});
+      taken_ = epoch_.next(key, ranks, n, whole, begun, false);
+      intact(plausible(taken_.rows), "an epoch: expected no more rows than the store has");
+    }
     plain_ = ranks == size && taken_.rows == ranks && (taken_.begun == begun || taken_.begun == 0);
     end_ = taken_.start + taken_.count;
     if (plain_ && whole && taken_.rows - end_ < n) skip_rest();
@@ -78,9 +83,8 @@ class Walk {
   bool alive(std::int64_t row) const {
     const auto r = static_cast<std::uint64_t>(row);
     if (r >= store_.control().capacity() || !store_.control().inside(r)) return false;
-    const std::uint64_t word = store_.control().held_word(r);
-    const State state = state_of(word);
-    return (state == State::committed || state == State::writing) && has(static_cast<std::int64_t>(store_.control().write_of(r, word)));
+    const auto write = static_cast<std::int64_t>(store_.control().held_write(r));
+    return write != 0 && has(write);
   }
 
   /// The rows of the ranks taken that are in the epoch, and of the following ones until there are n. Fewer at its end.
@@ -88,6 +92,7 @@ class Walk {
     add(rows, taken_);
     while (rows.size() < n && !taken_.last) {
       RowEpoch::Stretch more = epoch_.more(taken_.key, n - rows.size());
+      if (more.rows != taken_.rows) more.count = 0, more.last = true;  // of another epoch
       add(rows, more);
       taken_.last = more.last;
       end_ = more.start + more.count;
@@ -123,13 +128,16 @@ class Walk {
   /// As over(), of the epoch of that key, whatever was taken of it. True: another one has begun.
   bool over(std::uint64_t key, std::uint64_t needed) {
     const EpochState state = epoch_.state();
-    if (state.key != key || state.visited >= state.rows) return true;
+    if (state.key != key || state.visited >= state.rows || !plausible(state.rows)) return true;
     taken_ = {key, state.rows, state.visited, 0, false, state.begun};
     end_ = state.visited;
     return over(needed);
   }
 
  private:
+  // What a page says of its ranks decides how many are looked at.
+  bool plausible(std::uint64_t ranks) const { return ranks <= store_.control().capacity(); }
+
   void skip_rest() {
     if (!taken_.last) epoch_.pass_over(taken_.key, end_, taken_.rows);
     taken_.last = true;

@@ -58,10 +58,11 @@ struct Marks {
 struct Batched {
   bool padded;    // short windows have all steps of the spec
   bool shown;     // with rows
-  bool numbered;  // with tickets
+  bool numbered;  // with the numbers of the writes
   bool flat;      // [n * length, ...]; else [n, length, ...]
   std::span<std::int64_t> taken;  // by the queue, for each track; empty: there is none
   bool streaming = false;         // the queue is that of completed windows, else the online one
+  bool tickets = false;           // numbered with the tickets, which the caller compares when it reads the rows
 };
 
 // Windows in new tensors: one per field of the layout, which are those of the store or none; the rows, then marks, weights and
@@ -143,11 +144,11 @@ class Sampled {
     }
   }
 
-  /// The numbers of the writes of all steps.
-  void add_numbers() {
+  /// The numbers of the writes of all steps, or their tickets.
+  void add_numbers(bool tickets) {
     auto* const to = output<std::int64_t>(kNumbers);
     std::copy_n(numbers_.begin(), total_, to);
-    store_.control().name_writes(rows(), total_, to);
+    if (!tickets) store_.control().name_writes(rows(), total_, to);
   }
 
   nb::list tensors() && {
@@ -268,7 +269,7 @@ nb::list sample(Trajectories& table, const Store& store, const Layout& layout, A
       return table.draw(key_of(key, attempt), count, spec);
     }), n, spec, batched);
     sampled->add(marks);
-    if (batched.numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers(batched.tickets);
     if (OutputBlock* part = OutputBlock::current(); part != nullptr && part->is_part()) {
       part->masses = {static_cast<double>(table.choices(spec)), 1.0, store.control().size()};
     }
@@ -287,7 +288,7 @@ nb::list sample_fragments(Fragments& table, const Store& store, const Layout& la
       return table.draw(key_of(key, attempt), count, spec);
     }, n, spec, batched);
     sampled->add(marks);
-    if (batched.numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers(batched.tickets);
     if (OutputBlock* part = OutputBlock::current(); part != nullptr && part->is_part()) {
       part->masses = {static_cast<double>(table.choices(spec)), 1.0, store.control().size()};
     }
@@ -429,7 +430,7 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
     };
     sampled.emplace(store, layout, choose, n, spec, batched);
     sampled->add(marks);
-    if (batched.numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers(batched.tickets);
     if (Masses* masses = masses_of_block(); masses != nullptr) {
       *masses = {static_cast<double>(epoch.count - epoch.visited), 1.0, store.control().size()};
     }
@@ -460,7 +461,7 @@ nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& 
     }), n, spec, batched);
     sampled->add(marks);
     sampled->add_weights(priorities, single_precision, over_batch ? Priorities::Over::batch : Priorities::Over::store);
-    if (batched.numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers(batched.tickets);
   }
   return std::move(*sampled).tensors();
 }
@@ -491,13 +492,16 @@ void bind_windows(nb::module_& m) {
   nb::class_<Batched>(m, "Batched", "How a batch of windows is drawn and laid out.")
       .def(
           "__init__",
-          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Column<std::int64_t> taken, bool streaming) {
-            new (self) Batched{padded, shown, numbered, flat, taken.span(), streaming};
+          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Column<std::int64_t> taken, bool streaming,
+             bool tickets) {
+            new (self) Batched{padded, shown, numbered, flat, taken.span(), streaming, tickets};
           },
-          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a.none() = nb::none(), "streaming"_a = false, nb::keep_alive<1, 6>(),
-          "Whether short windows have all steps; whether there are rows, and tickets; [n * length, ...] or [n, length, ...]. Ticket numbers of the "
-          "steps that the online queue took last, int64 [tracks], which the draw changes; None: there is no queue. `streaming`: the queue is "
-          "that of completed windows instead, and these are the places at which the next ones begin.");
+          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a.none() = nb::none(), "streaming"_a = false, "tickets"_a = false,
+          nb::keep_alive<1, 6>(),
+          "Whether short windows have all steps; whether there are rows, and the numbers of their writes; [n * length, ...] or [n, length, ...]. "
+          "Ticket numbers of the steps that the online queue took last, int64 [tracks], which the draw changes; None: there is no queue. "
+          "`streaming`: the queue is that of completed windows instead, and these are the places at which the next ones begin. `tickets`: "
+          "these take the place of the numbers of the writes.");
   nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
       .def(
           "__init__",

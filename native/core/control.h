@@ -293,6 +293,11 @@ class Control {
     }
     return word;
   }
+  /// The number of the write that the row holds, or that is just being written to it; 0: none, or one that was left behind.
+  std::uint64_t held_write(std::uint64_t row) const {
+    const std::uint64_t word = held_word(row);
+    return is_committed(word) || (state_of(word) == State::writing && !left_behind(row, word)) ? write_of(row, word) : 0;
+  }
   /// Whether the row holds a write: it is whole, or is being edited.
   static bool holds_write(std::uint64_t word) { return is_committed(word) || is_being_edited(word); }
   /// Of tickets that rows were read with, the numbers of the writes that they held; of a row that was written since, the ticket. -1 stays.

@@ -407,9 +407,7 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const WindowSpec& s
 bool Trajectories::still(std::int64_t row, std::int64_t number) const {
   const auto r = static_cast<std::uint64_t>(row);
   if (row < 0 || r >= control_.capacity() || !control_.inside(r)) return false;
-  const std::uint64_t word = control_.held_word(r);
-  const State state = state_of(word);
-  return (state == State::committed || state == State::writing) && static_cast<std::int64_t>(control_.write_of(r, word)) == number;
+  return static_cast<std::int64_t>(control_.held_write(r)) == number;
 }
 
 // Of each trajectory the row of its last step, and the number of its write.
@@ -421,8 +419,8 @@ std::vector<std::int64_t> Trajectories::ends_of(const Views& tracks, std::uint64
       if (v.length(i) == 0) continue;
       const std::int64_t last = row(v.track, v.end(i) - 1);
       const auto r = static_cast<std::uint64_t>(last);
-      const std::uint64_t number = control_.write_of(r, control_.held_word(r));
-      if (number >= version) continue;  // it is being written over
+      const std::uint64_t number = control_.held_write(r);
+      if (number == 0 || number >= version) continue;  // it is being written over
       ends.push_back(last);
       ends.push_back(static_cast<std::int64_t>(number));
     }

@@ -85,6 +85,9 @@ inline void expect_sound(const Blocks& blocks, std::uint64_t too_many = 0) {
   }
 }
 
+/// Stands for a row that an edit passed over.
+constexpr std::int64_t kPassedOver = -1;
+
 /// What a writer promises to have written, in memory that survives it.
 struct Log {
   static constexpr std::uint64_t kKept = 64, kMost = 8;
@@ -93,6 +96,7 @@ struct Log {
     std::int64_t rows[kMost];
     std::uint64_t from;  // of rows of a ring: their positions are not below; else kByNumber
     std::uint32_t laps[kMost];  // of rows by number: before they were written
+    std::uint64_t lowest = kNoted;  // of an edit: number of another one that may come to its rows later, but not of an earlier one
   };
   static constexpr std::uint64_t kByNumber = ~std::uint64_t{0};
   Word begun, acknowledged;
@@ -109,6 +113,37 @@ inline bool lapped(const Blocks& blocks, std::uint64_t row, std::uint64_t from, 
   const std::uint64_t length = control.lane_length(), step = row % length;
   const std::uint64_t first = from + (step + length - from % length) % length;
   return control.lane(row / length).cursor.load() > first + length;
+}
+
+/// The smallest number of the writes that are under way, and of all that begin later. To be asked before the caller's own.
+inline std::uint64_t lowest_under_way(const Control& control) {
+  std::uint64_t lowest = control.counters().next_ticket.load();
+  for (std::uint64_t p = 0; p < control.participants(); ++p) {
+    for (const Claim& claim : control.participant(p).claims) {
+      const std::uint64_t t0 = claim.t0.load();
+      if (t0 != 0) lowest = std::min(lowest, t0 == kNoted ? 0 : t0);
+    }
+  }
+  return lowest;
+}
+
+/// Acknowledged rows are there, whole, or were displaced: by one of a larger number, by one of a ring that is a lap ahead, whose
+/// number may be smaller, or an edit by another edit that was under way with it.
+inline void check_log(const Blocks& blocks, const Log& log) {
+  const Control control = blocks.view();
+  const std::uint64_t last = log.acknowledged, first = last < Log::kKept ? 0 : last - (Log::kKept - 1);
+  for (std::uint64_t b = first; b < last; ++b) {
+    const Log::Batch& done = log.batches[b % Log::kKept];
+    for (std::uint64_t i = 0; i < done.n; ++i) {
+      if (done.rows[i] == kPassedOver) continue;
+      const auto row = static_cast<std::uint64_t>(done.rows[i]);
+      const std::uint64_t word = control.word(row).load(), number = number_of(word);
+      EXPECT(number >= std::min(done.t0 + i, done.lowest) || lapped(blocks, row, done.from, done.laps[i]));
+      if (number != done.t0 + i) continue;
+      EXPECT(is_committed(word));
+      EXPECT_EQ(id_in(blocks, row).value_or(0), done.first_id + i);
+    }
+  }
 }
 
 /// Before the recovery: whoever is in the middle of a write has said so, and has written a prefix of it.

@@ -70,6 +70,7 @@ class Batched:
         flat: bool,
         taken: Tensor | None = None,
         streaming: bool = False,
+        tickets: bool = False,
     ) -> None: ...
 
 class Marks:

@@ -168,6 +168,21 @@ def test_an_epoch_begins(ram, how, sampler):
         assert sorted(drawn.tolist()) == list(range(STEPS))
 
 
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, lambda: SliceSamplerWithoutReplacement(slice_len=2)])
+def test_an_epoch_of_the_same_sampler_goes_on(ram, sampler):
+    there = buffer(sampler(), batch_size=4)
+    drawn = [there.sample()["step"]]
+    there.extend(steps(12, first=STEPS))  # which the epoch is not over
+    rb = buffer(sampler(), batch_size=4)
+    saved(there, "restore", ram)(rb, convert=True)
+    while not rb.sampler.ran_out:
+        drawn.append(rb.sample()["step"])
+    trajectories = 24 if rb.sampler.traits.draws_once else 4
+    seen = torch.cat(drawn)
+    assert int(seen.max()) < STEPS
+    assert len(set(seen.tolist())) == len(seen) == (trajectories if rb.sampler.traits.draws_once else 2 * trajectories)
+
+
 def test_an_epoch_in_a_directory_begins(ram):
     rb = buffer(SamplerWithoutReplacement(), storage=LazyMemmapStorage(40, scratch_dir=ram / "store"), batch_size=8)
     rb.sample()

@@ -202,7 +202,7 @@ def test_a_shared_handle_takes_no_batches_along(who):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_forked_child(shared, who):
-    """An independent copy goes on with the same batches; a process that shares the buffer leaves them to its parent."""
+    """It leaves what was drawn ahead to its parent, and draws other batches: of the same epoch, if they share it, else of its own."""
     rb = buffer(2, SamplerWithoutReplacement, batch=4)
     rb.share(shared)
     done = [rows_of(rb, 3)]
@@ -220,11 +220,12 @@ def test_a_forked_child(shared, who):
     os.close(reader)
     os.close(writer)
     ours = rows_of(rb, 4)
-    if shared:
-        rows = [row for batches in (*done, theirs, ours) for batch in batches for row in batch]
-        assert len(set(rows)) == len(rows) == 44
-    else:
-        assert ours == theirs
+    for batches, n in [((*done, theirs, ours), 11)] if shared else [((*done, ours), 7), ((theirs,), 4)]:
+        rows = [row for some in batches for batch in some for row in batch]
+        assert len(set(rows)) == len(rows) == 4 * n
+    if not shared:
+        assert not set(map(tuple, ours)) & set(map(tuple, theirs))
+        assert [*done[0], *ours] == rows_of(buffer(0, SamplerWithoutReplacement, batch=4), 7)
     rb.close()
 
 

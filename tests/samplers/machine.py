@@ -93,8 +93,8 @@ class StoreMachine(RuleBasedStateMachine):
     def wrote(self, rows):
         """These rows are new."""
 
-    def edited(self, row):
-        """This row holds something else."""
+    def edited(self, row, before):
+        """This row holds something else than it held before, by the same write."""
 
     def emptied(self):
         """No row is live."""
@@ -165,8 +165,9 @@ class StoreMachine(RuleBasedStateMachine):
         unique = -self.new_episode()
         step = Step(lane, data.draw(st.sampled_from(of_lane)) if beside else unique, unique, done)
         self.rb[[row]] = self.data([step])
+        before = self.rings.live()[row]
         self.rings.edit(row, step)
-        self.edited(row)
+        self.edited(row, before)
 
     @precondition(lambda self: len(self.rings.live()) > len(self.rings.lanes) * self.rings.length // 2)
     @rule(keep=st.booleans(), refill=st.booleans())

@@ -367,7 +367,7 @@ class Passes(StoreMachine):
         if self.saved is not None and "begun" not in self.saved[0]:
             self.saved = None  # it says nothing of later writes
 
-    def edited(self, row):
+    def edited(self, row, before):
         """It stays."""
 
     sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)

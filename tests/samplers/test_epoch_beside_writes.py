@@ -139,3 +139,13 @@ def test_processes_that_share_an_epoch(tmp_path):
     child.join()
     assert rb.sampler.ran_out
     assert sorted(seen) == list(range(60))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("ranks", [11, 1 << 61])
+def test_a_damaged_epoch_of_more_rows_than_the_store_has_ends(tmp_path, shuffle, ranks):
+    rb = _buffer(LazyMemmapStorage(10, scratch_dir=tmp_path), 10, shuffle=shuffle)
+    rb.sample()
+    rb.sampler._epoch.progress = (5, ranks, 4, 0)
+    assert rb.sampler.ran_out
+    assert sorted(rb.sample().tolist()) == list(range(10))

@@ -275,6 +275,11 @@ class Windows(TrajectoryMachine):
     def wrote(self, rows):
         self.leaves.update(dict.fromkeys(rows, self.new_leaf()))
 
+    def edited(self, row, before):
+        """What was drawn names the write that the row holds still."""
+        if self.late:
+            self.late[1][:] = [self.rings.live()[row] if held == before else held for held in self.late[1]]
+
     def emptied(self):
         self.leaves, self.highest = {}, 0.0
 

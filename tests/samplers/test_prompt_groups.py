@@ -245,7 +245,7 @@ class Groups(StoreMachine):
             row for i, row in enumerate(rows) if row not in rows[i + 1 :]
         ]
 
-    def edited(self, row):
+    def edited(self, row, before):
         self.wrote([row])
 
     def emptied(self):

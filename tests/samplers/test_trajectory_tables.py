@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import pickle
 import threading
@@ -22,6 +23,7 @@ from engram import (
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    _native,
     _progress,
 )
 from engram.store import Store
@@ -317,67 +319,92 @@ stressed(TestRuns)
 
 
 class TrajectoryPasses(TrajectoryMachine):
-    """Beside the sampler, the trajectories that a pass has left."""
+    """Beside the sampler, the trajectories that a pass has left: those that were there when it began, up to the steps of then."""
 
     def make_sampler(self, draw):
         self.drop_last, self.shuffle = draw(st.booleans()), draw(st.booleans())
-        self.writes, self.ran_out, self.saved = 0, False, None
-        self.of_writes, self.left = -1, []  # those of the pass, by number
+        self.count, self.written = itertools.count(), {}  # which write a row holds
+        self.left, self.key, self.needed, self.ended, self.saved = [], None, 1, False, None
         return SliceSamplerWithoutReplacement(**self.boundaries(draw), drop_last=self.drop_last, shuffle=self.shuffle)
 
     def wrote(self, rows):
-        self.writes += 1
-
-    edited = wrote
+        self.written.update(zip(rows, self.count, strict=False))
 
     def emptied(self):
-        self.wrote([])
+        self.written, self.left = {}, []
+
+    def alive(self):
+        """Last row of each trajectory that the pass has left, and the write that it held when the pass began."""
+        return [(row, write) for row, write in self.left if self.written.get(row) == write]
+
+    def ran_out(self):
+        return self.ended or (bool(self.left) and len(self.alive()) < self.needed)
 
     sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
     @rule(ns=sizes)
     def draw(self, ns):
-        there = self.trajectories()
+        there = [(run[-1], self.written[run[-1]]) for run in self.trajectories()]
         for n in ns:
-            if len(there) < (n if self.drop_last else 1):
+            needed = n if self.drop_last else 1
+            begins = len(self.alive()) < needed
+            if begins and len(there) < needed:
                 with pytest.raises(ValueError if there else NoSampleable):
                     self.rb.sample(n * self.length)
             else:
-                self.draw_from(there, n)
-            assert self.rb.sampler.ran_out == self.ran_out
+                self.draw_from(there if begins else None, n, needed)
+            assert self.rb.sampler.ran_out == self.ran_out()
             assert self.rb.can_sample(n * self.length) == bool(self.starts())
 
-    def draw_from(self, there, n):
-        if self.of_writes != self.writes or len(self.left) < (n if self.drop_last else 1):
-            self.of_writes, self.left = self.writes, list(range(len(there)))
-        number_at = {first: number for first, (_, number) in self.starts().items()}
+    def draw_from(self, there, n, needed):
+        """``there``: what a pass that begins is over; None: it goes on."""
         try:
-            drawn = [number_at[first] for first in self.windows(n)[0]]
+            drawn = self.drawn_windows(n)
         except NoSampleable:  # all that the batch is made of are too short, which does not keep the pass from going on
             drawn = []
-        taken = min(n, len(self.left))
-        if self.shuffle:  # which short ones were passed over is not known, but how many
-            short = [number for number in self.left if number not in number_at.values()]
-            gone = drawn + short[: taken - len(drawn)]
-        else:
-            gone = self.left[:taken]
-            assert drawn == [number for number in gone if number in number_at.values()]
-        assert len(gone) == len(set(gone)) == taken
-        assert set(gone) <= set(self.left)
-        self.left = [number for number in self.left if number not in gone]
-        if self.drop_last and len(self.left) < n:
+        key = self.rb.sampler.state_dict()["key"]
+        if there is not None:
+            order = torch.arange(len(there))
+            if self.shuffle:
+                _native.permute(key, len(there), 0, order)
+            self.left, self.key = [there[k] for k in order.tolist()], key
+        assert key == self.key
+        alive = self.alive()
+        possible = [windows for row, _ in alive[:n] if (windows := self.windows_up_to(row))]
+        assert all(window in windows for window, windows in zip(drawn, possible, strict=True))
+        self.left, self.needed = alive[n:], needed
+        self.ended = len(self.left) < needed
+        if self.ended:
             self.left = []
-        self.ran_out = not self.left
+
+    def drawn_windows(self, n):
+        rows, info = self.drawn(n * self.length)
+        windows = [[]]
+        for row, last in zip(rows, info["next", "truncated"].flatten().tolist(), strict=True):
+            windows[-1].append(row)
+            if last:
+                windows.append([])
+        assert not windows.pop()
+        return windows
+
+    def windows_up_to(self, last):
+        """The windows of the trajectory that a row is of now, none of which has a later step."""
+        run = next(run for run in self.trajectories() if last in run)
+        run = run[: run.index(last) + 1]
+        if len(run) < self.length:
+            return [] if self.strict else [run]
+        return [run[i : i + self.length] for i in range(len(run) - self.length + 1)]
 
     @precondition(lambda self: self.left)
     @rule()
     def save(self):
-        self.saved = self.rb.sampler.state_dict(), (self.of_writes, self.left, self.ran_out)
+        self.saved = self.rb.sampler.state_dict(), (self.left, self.key, self.ran_out())
 
     @precondition(lambda self: self.saved)
     @rule(ns=sizes)
     def load(self, ns):
-        state, (self.of_writes, self.left, self.ran_out) = self.saved
+        state, (self.left, self.key, self.ended) = self.saved
+        self.needed = 1
         self.rb.sampler.load_state_dict(state)
         self.draw(ns)
 

@@ -330,14 +330,17 @@ def test_windows_are_those_of_native_memory(length, lanes, operations):
 
 def test_the_copies_on_the_host_are_those_that_were_asked_for():
     _, rb = Pair(20).both
-    rb.extend(steps_of(torch.Generator(), 15, 0))
+    data = steps_of(torch.Generator(), 15, 0)
+    data["episode"] = torch.arange(15) // 6
+    data["over"].zero_()
+    rb.extend(data)
     store = rb.storage.store
     assert isinstance(store, DeviceStore)
     assert not store._copies
     rb.set_sampler(SAMPLERS["by flags"]())
     rb.sample(4)
     names = [store.schema.fields[number].name for number in store._copies]
-    assert names == ["over", "('next', 'other')"]
+    assert names == ["episode", "over", "('next', 'other')"]
     for part in (7, 9):
         rb.extend(steps_of(torch.Generator(), part, 20))
         for number, column in store._copies.items():
@@ -367,6 +370,7 @@ def test_priorities_of_windows_on_a_device():
     _, rb = Pair(20).both
     data = steps_of(torch.Generator(), 12, 0)
     data["episode"] = torch.arange(12) // 6
+    data["next"].zero_()  # ids alone
     rb.extend(data)
     rb.set_sampler(PrioritizedSliceSampler(20, 1.0, 1.0, eps=0.0, slice_len=3))
     batch = rb.sample(30)

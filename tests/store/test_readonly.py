@@ -30,6 +30,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorStorage,
     UncleanStore,
+    _fork,
 )
 from tests import stress
 from tests.statistics_of import assert_proportional, assert_uniform
@@ -319,6 +320,9 @@ def test_rows_of_a_dead_writer_are_invisible(folder):
     starts = set(rb.sample()["step"].view(-1, 3)[:, 0].tolist())
     assert starts == {5, 6, 7, 12, 15, 16, 17, 20, 21, 22, 25, 26, 27} & starts
     assert {12, 25} & starts
+    epoch = SliceSamplerWithoutReplacement(slice_len=1, traj_key="step")
+    rb = ReplayBuffer.open(folder, readonly=True, sampler=epoch, batch_size=6)
+    assert sorted(torch.cat([batch["step"] for batch in rb]).tolist()) == rb["step"].tolist()
     assert snapshot(folder) == before
     assert ReplayBuffer.open(folder).storage.store.repair.voided == 4
 
@@ -394,7 +398,8 @@ def test_an_epoch_of_its_own(folder):
     assert sorted(first + rest) == list(range(30))
 
 
-def test_slices_are_those_of_the_writer(folder):
+def test_slices_are_those_of_the_writer(folder, monkeypatch):
+    monkeypatch.setattr(_fork, "stream", lambda *_: 0)  # of one process: of two, each draws its own
     writer = prioritized(folder)
     writer.set_sampler(SliceSampler(slice_len=4))
     reader = ReplayBuffer.open(folder, readonly=True)

@@ -205,7 +205,9 @@ class SharedMachine(RuleBasedStateMachine):
         leaves = {name: leaves[row] for name, leaves in self.leaves.items()}
         self.processes[who]("edit", row, value)
         self.rings.edit(row, value)
+        drawn = self.drawn
         self.wrote(row)
+        self.drawn = drawn  # marks name the write that the row holds still
         self.count -= 1
         for name, leaf in leaves.items():
             self.leaves[name][row] = leaf

@@ -87,7 +87,7 @@ def converted(
     if found["writer"].type != kinds["writer"]:
         states = {**states, "writer": saved(wiring.writer, "_writer")}
     same_class, users = found["sampler"].type == kinds["sampler"], wiring.source is not wiring.sampler
-    if same_class and (users or own.keys() == theirs.keys()):
+    if same_class and (users or own.keys() ^ theirs.keys() <= parts.WHILE_IT_GOES_ON):
         if "leaves" in own and not users:
             states = {**states, "sampler": _with_parameters_of(own, theirs, where)}
         return Conversion(states)

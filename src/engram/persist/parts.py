@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, object]] = {"prefetch": {"batches": None}, "transforms": {}}
-#: In a sampler's state: where its epoch is, and what that is over.
-_OF_AN_EPOCH, _ITS_ROWS = ("rows", "visited", "count", "version", "clock"), ("begun", "known")
+#: In a sampler's state: where its epoch is.
+_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock")
+#: In a sampler's state, as long as an epoch goes on beside writes: what it is over.
+WHILE_IT_GOES_ON = frozenset({"begun", "known"})
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 
@@ -142,10 +144,11 @@ def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
     none = {name: torch.zeros(0, dtype=dtype, device="cpu") for name, dtype in _DRAWN.items() if name in state}
     if not none and "visited" not in state:
         return state
-    rest = {name: 0 if name in _OF_AN_EPOCH else of for name, of in state.items() if name not in _ITS_ROWS}
+    begin = {name: 0 for name in _OF_AN_EPOCH if name in state}
+    state = {name: entry for name, entry in state.items() if name not in WHILE_IT_GOES_ON}
     if none:
-        return {**rest, **none, **({"ran_out": False} if "ran_out" in state else {})}
-    return {**rest, "key": seed, "ran_out": False}
+        return {**state, **none, **begin, **({"ran_out": False} if "ran_out" in state else {})}
+    return {**state, **begin, "key": seed, "ran_out": False}
 
 
 def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str, object]:

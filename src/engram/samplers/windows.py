@@ -211,6 +211,7 @@ class WindowSampler(NativeSampler):
                 settings.flat or shown == "apart",
                 taken,
                 self.streaming,
+                shown == "apart",
             )
             for shown in marks
             for numbered in (False, True)
@@ -386,8 +387,8 @@ class WindowSampler(NativeSampler):
         retries, bits = Retries(), key
         while True:
             schema = store.schema
-            marks, drawn, tickets = self._draw_with_tickets(storage, store, bits, n, finished)
-            rows, *marked = drawn
+            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
+            rows, *marked, tickets = drawn
             columns, moved = read(Draw(rows, tickets, self._ends(marks, drawn, n) if ended else {}))
             if store.schema is not schema:  # a field was added meanwhile
                 continue
@@ -395,7 +396,7 @@ class WindowSampler(NativeSampler):
                 break
             retries.again(rows, moved, ", of a window,")
             bits = DrawKey.of(retries.key_of(key.value))
-        there = [tensor.to(store.device) for tensor in marked]
+        there = [tensor.to(store.device) for tensor in (*marked, store.writes_of(rows, tickets))]
         numbered = numbered or self.anchors is not None
         stored = columns[: marks.fields]
         stored += [rows] * (marks.fields - len(stored))  # fields that were added since the columns were chosen
@@ -422,17 +423,8 @@ class WindowSampler(NativeSampler):
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         assert storage.memory is not None
-        _, drawn, tickets = self._draw_with_tickets(storage, storage.memory, DrawKey.of(key), batch_size)
-        return Draw(drawn[0], tickets)
-
-    def _draw_with_tickets(
-        self, storage: SampledStorage, store: Store, key: DrawKey, n: int, finished: tuple[int, int] | None = None
-    ) -> tuple[EndMarks, list[Tensor], Tensor]:
-        """Draw windows without their fields, and the tickets that the rows had; 0 of one that was written or edited meanwhile."""
-        clock = store.core.next_ticket
-        marks, drawn = self._draw(storage, _NO_FIELDS, key, n, numbered=True, shown="apart", finished=finished)
-        tickets = store.tickets_of_writes(drawn[0], drawn[-1])
-        return marks, drawn, tickets.masked_fill_((tickets < 0) | (tickets >= clock), 0)
+        _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, shown="apart")
+        return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
         """Raise ``NoSampleable``, and say why there was no window to draw."""
