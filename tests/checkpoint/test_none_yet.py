@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from engram import Checkpointer, CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
 from engram.cli import main
 from engram.format import series
+from tests.format import checkpoint_folders as made
 from tests.format.system_calls import counted, failing_at, killed_at
 from tests.ranks.jobs import done, job
 
@@ -93,6 +94,21 @@ def test_all_ranks_hear_of_it(killed):
             Checkpointer(killed, buffer(0), ranks=group).restore()
 
     done(job(2, restore))
+
+
+@pytest.mark.parametrize(("attempt", "error"), [(None, FileNotFoundError), ("crash1", CorruptCheckpoint)])
+@pytest.mark.parametrize("ranks_there", [(), (0, 2)])
+def test_what_a_crashed_job_left_is_more_than_none(tmp_path, attempt, error, ranks_there):
+    """A program that starts from nothing where there is no checkpoint would lose it; of a killed save it starts so."""
+    epoch = series.claim_epoch(tmp_path)
+    folder = series.begin(tmp_path, step=20, epoch=epoch, world=3, trigger="crash", attempt=attempt)
+    for rank in ranks_there:
+        made.vote(folder, rank, 3)
+    with pytest.raises(error if ranks_there else FileNotFoundError, match="undecided") as raised:
+        Checkpointer(tmp_path, buffer(0)).restore()
+    assert ("allow_partial=True loads what some of the ranks saved." in str(raised.value)) == bool(ranks_there)
+    whole = made.save(tmp_path, 10, epoch)
+    assert series.latest(tmp_path)[0] == whole
 
 
 def test_commands_say_so(killed):

@@ -153,3 +153,20 @@ def test_states_that_do_not_fit_are_refused():
             with pytest.raises(error, match=said):
                 ours.load_state_dict(given)
             assert len(ours) == 0
+
+
+@pytest.mark.parametrize("storage", ["LazyTensorStorage", "ListStorage"])
+def test_draws_from_before_a_load_match_nothing_any_more(storage):
+    """What writes of another library number themselves is nothing that a handle of here may be compared with."""
+    theirs = rl.ReplayBuffer(storage=getattr(rl, storage)(8))
+    theirs.extend(rows(0, 6) if storage == "LazyTensorStorage" else [{"a": torch.ones(())}] * 6)
+    writer = engram.RoundRobinWriter(track_generations=True)
+    with ReplayBuffer(storage=getattr(engram, storage)(8), writer=writer, batch_size=4) as ours:
+        ours.extend(rows(50, 7) if storage == "LazyTensorStorage" else [{"a": torch.ones(())}] * 7)
+        before = ours.writer.generations_of(torch.arange(7))
+        ours.load_state_dict(theirs.state_dict())
+        after = ours.writer.generations_of(torch.arange(6))
+        assert after.min() > before.max()
+        assert ours.remove(torch.arange(6), generation=before[:6]) == 0
+        new = ours.extend(rows(90, 2) if storage == "LazyTensorStorage" else [{"a": torch.ones(())}] * 2)
+        assert ours.writer.generations_of(torch.as_tensor(new)).min() > after.max()

@@ -236,7 +236,7 @@ def test_a_rank_is_killed_and_what_is_left_loads_on_request_only(tmp_path):
     assert codes[1] == -signal.SIGKILL
     assert codes[0] == codes[2] == 1  # their all-reduce failed, and that is what they end with
     root = folder / "root"
-    with pytest.raises(RuntimeError, match="undecided: 2 of 3 ranks voted for it"):
+    with pytest.raises(RuntimeError, match=r"undecided: 2 of 3 ranks voted for it\. allow_partial=True"):
         done(job(1, lambda ranks, rank: restored(ranks, root)))
     expected = set().union(*(whos(steps_of(filled(rank))) for rank in (0, 2)))
     assert done(job(1, lambda ranks, rank: restored(ranks, root, allow_partial=True))) == [expected]
@@ -388,10 +388,12 @@ def test_a_launcher_starts_fewer_after_a_failure(tmp_path):
 
 
 def what_is_loaded(ranks, root):
-    """The plan, and a digest of all that there is then."""
+    """The plan, and a digest of all that there is then; but for what a process mixes into keys, as threads have no rank of theirs."""
     rb = buffer(3, 60, seed=0)
     plan = checkpointer(root, rb, ranks).restore().dealt["plan"]
-    return plan, hashlib.sha256(repr(contents(rb)).encode()).hexdigest()
+    found = contents(rb)
+    found["_rng"] = found["_rng"][:2]
+    return plan, hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def loads_by_another_seed(rank, folder, root):

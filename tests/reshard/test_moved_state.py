@@ -236,10 +236,16 @@ def test_torchs_own_generator_is_seeded_on_request(tmp_path):
     assert torch.equal(*states)
 
 
-def test_a_pass_over_rows_begins_anew(tmp_path):
-    done(job(2, write, tmp_path, lambda rb, _: rb.sample(), seeded(1)))
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_pass_over_rows_begins_anew(tmp_path, written):
+    def change(rb, rank):
+        rb.sample()
+        for _ in range(written):
+            rb.extend(episode(rank, 1, 1, 4), lane=1)
+
+    done(job(2, write, tmp_path, change, seeded(1)))
     for _, rb in done(job(1, load, tmp_path, seeded(2))):
-        assert sorted(i for _ in range(4) for i in rb.sample()["who"].tolist()) == sorted(
+        assert sorted(i for _ in range(4 + 2 * written) for i in rb.sample()["who"].tolist()) == sorted(
             who for lane in layout_of(rb) for who in lane
         )
 

@@ -1105,8 +1105,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
     def load_state_dict(self, state_dict: dict[str, object], *, default_rng: bool = False) -> None:
         """Take over a saved state: every later operation gives what it would have given then.
 
-        Draws, too, if a generator was given, or with ``default_rng``. Rows get new tickets: draws of before do not match any more,
-        and priorities that come for them are dropped. Samplers of other buffers on the storage hear of an emptied one.
+        Draws, too, if a generator was given, or with ``default_rng``. Rows keep the numbers of their writes, by which handles name
+        them; those of TorchRL get new ones. What this buffer drew before may name other rows then: no priority of it should follow.
+        Samplers of other buffers on the storage hear of an emptied one.
 
         Args:
             state_dict: of a buffer with the same kinds of components, and fields, capacity and lanes as here, if anything was

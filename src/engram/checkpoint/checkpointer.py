@@ -581,7 +581,8 @@ class Checkpointer:
         Raises:
             ValueError: an argument is out of range, or ``step`` is given with ``at_most`` or ``name``.
             FileNotFoundError: there is no checkpoint, or none of that name or step.
-            CorruptCheckpoint: the one of ``step`` or ``name`` is damaged, or every one is. As ``loads``.
+            CorruptCheckpoint: the one of ``step`` or ``name`` is damaged, or every one is; or only ``allow_partial`` would load what
+                a crashed job left. As ``loads``.
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be dropped. Nothing is changed.
             RankFailed: one of several ranks raised one of these, or died. Raised on all of them. Buffers that had begun to load are
                 empty.

@@ -356,8 +356,7 @@ class Wanted(NamedTuple):
                 return self._replace(at_most=None).find(known)
             except (FileNotFoundError, CorruptCheckpoint) as error:
                 path, problems = self._replace(name=None).find(known)
-                why = str(error).removeprefix("restore: ")
-                warn(f"restore: {path.name} is loaded, as: {why}")
+                warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
                 return path, problems
         if self.is_open and not self.partial:
             return self._newest(known)
@@ -391,7 +390,9 @@ class Wanted(NamedTuple):
 
     def _none(self, passed_over: list[Problem], why: str) -> Exception:
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
-        if all(series.is_unfinished(self.root, problem) for problem in passed_over):
+        if not self.partial and any(series.is_partial(problem.path) for problem in passed_over):
+            why += " allow_partial=True loads what some of the ranks saved."
+        if series.is_unfinished(self.root):
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 
@@ -417,11 +418,8 @@ class Wanted(NamedTuple):
             if passed_over:
                 whole = f"expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
                 raise self._none(passed_over, f"restore: {self.root}: {whole}")
-            found = (
-                f"the steps {steps}"
-                if (steps := self._steps())
-                else "none. Call save(step) first, or name another folder"
-            )
+            steps, none = self._steps(), "none. Call save(step) first, or name another folder"
+            found = f"the steps {steps}" if steps else none
             raise FileNotFoundError(f"restore: {self.root}: expected {what}, found {found}.")
         for problem in passed_over:
             warn(f"restore: {path.name} is loaded, and not: {problem}")

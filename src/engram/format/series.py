@@ -635,14 +635,18 @@ def look(folder: Path, known: Known | None = None) -> Problem | None:
         return Problem(folder, str(error).removesuffix("."))
 
 
-def is_unfinished(root: Path, problem: Problem) -> bool:
-    """Whether a problem that :func:`latest` names is one of a save that was killed or given up, and so never was a checkpoint."""
-    name = problem.path.relative_to(root).parts[0]
+def is_unfinished(root: Path) -> bool:
+    """Whether a series holds nothing but saves that were killed or given up, which never were checkpoints.
+
+    What the living ranks of a crashed job saved is none of those: it is all that the job left.
+    """
     try:
-        made = decision(root / name)
+        every = [(name, decision(root / str(name))) for name in names(root)]
     except (CorruptCheckpoint, IncompatibleCheckpoint):
         return False
-    return Name.parse(name) is not None and (made is None or made.status == "aborted")
+    left = any(name.attempt.startswith("crash") and is_partial(root / str(name)) for name, _ in every)
+    ended = left or os.path.lexists(root / LATEST) or any(made and made.status != "aborted" for _, made in every)
+    return not ended
 
 
 def is_partial(folder: Path) -> bool:

@@ -454,6 +454,7 @@ def rows_state(schema: Schema, length: int, position: int, write_count: int) -> 
         "schema": schemas.encode(schema).decode(),
         "lanes": torch.tensor([[position, length, 0, 0]], device="cpu"),
         "numbers": numbers,
+        "writes": None,
         "clock": length + 1,
         "write_count": write_count,
         "priorities": {},

@@ -447,7 +447,12 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
             at += segment.rows
     if close_open:
         in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
-        numbers = _closed(lanes, (goes_on & in_order).nonzero()[0], numbers, geometry)
+        left_out = _closed(lanes, (goes_on & in_order).nonzero()[0], geometry)
+        numbers = np.append(numbers, np.zeros(max(0, int(left_out.max(initial=-1)) + 1 - len(numbers)), np.int64))
+        numbers[left_out] = 0
+        writes = state.get("writes")
+        if isinstance(writes, torch.Tensor) and writes.ndim == 1:  # others are refused later
+            writes[left_out[left_out < len(writes)]] = 0
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
 
 
@@ -474,18 +479,13 @@ def checked_numbers(words: NDArray[np.int64], path: Path, offset: int) -> NDArra
     return words
 
 
-def _closed(
-    lanes: NDArray[np.int64], which: NDArray[np.int64], numbers: NDArray[np.int64], geometry: Geometry
-) -> NDArray[np.int64]:
-    """Leaves out the next row of some lanes (with columns one of each). Changes ``lanes``; the new numbers."""
+def _closed(lanes: NDArray[np.int64], which: NDArray[np.int64], geometry: Geometry) -> NDArray[np.int64]:
+    """Leaves out the next row of some lanes (with columns one of each). Changes ``lanes``; the rows that hold nothing then."""
     step = int(np.prod(geometry.columns))
     left_out = which * geometry.lane_length + lanes[which, 0] % geometry.lane_length
     lanes[which, 0] += step
     lanes[which, 1] = np.minimum(lanes[which, 1] + step, geometry.lane_length)
-    numbers = np.append(numbers, np.zeros(max(0, int(left_out.max(initial=-1)) + step - len(numbers)), np.int64))
-    for i in range(step):
-        numbers[left_out + i] = 0
-    return numbers
+    return np.ravel(left_out[:, None] + np.arange(step))
 
 
 class Stretch(NamedTuple):

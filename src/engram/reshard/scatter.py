@@ -225,6 +225,7 @@ class Scatter:
             "schema": schemas.encode(schema).decode(),
             "lanes": lanes,
             "numbers": numbers,
+            "writes": None,
             "clock": clock,
             "write_count": _share(sum(int(head["write_count"]) for head in heads), self._rank, plan.ranks),
             "priorities": priorities,

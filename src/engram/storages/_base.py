@@ -515,8 +515,8 @@ class Storage(Declared, Dumpable, Port):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Replace what is stored by a saved state. The next writes go where they would have gone then.
 
-        Rows get new tickets, in the old order: draws of before do not match any more. Indexes that the state does not have give
-        all rows the default priority. Samplers hear of an emptied storage.
+        Rows get new tickets, in the old order, and keep the numbers of their writes, by which handles name them. Indexes that the
+        state does not have give all rows the default priority. Samplers hear of an emptied storage.
 
         Raises:
             KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: one out of range.

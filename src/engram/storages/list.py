@@ -473,8 +473,9 @@ class ListStorage(Storage):
             raise IncompatibleCheckpoint(
                 f"{source.name}: expected at most {bound} items, as here, got {n}. Make the storage with a max_size of at least {n}."
             )
-        ages = (torch.arange(n, device="cpu") - source.position) % max(n, 1)  # of each row: 0 is the oldest
-        state = {"numbers": ages + 1, "clock": n + 1, "cursor": source.position, "write_count": source.write_count}
+        # Such as no write here had; the oldest row has the smallest.
+        said = (torch.arange(n, device="cpu") - source.position) % max(n, 1) + self._next
+        state = {"numbers": said, "clock": n + self._next, "cursor": source.position, "write_count": source.write_count}
         items = [
             kept
             for item in source.read(self._decompress, whole=self._keeps_whole)

@@ -746,9 +746,7 @@ class TensorStorage(Storage):
         where = type(self).__name__
         check_keys(state, ENTRIES, where, optional=OPTIONAL)
         if typed(state, "schema", (str, type(None)), where) is None:
-            if any(
-                len(state.get(name, ())) for name in ("lanes", "numbers", "writes", "priorities", "passes", "windows")
-            ):
+            if any(len(state.get(name, ())) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
             return RowsLoad(self, source)
         store = self.memory

@@ -215,7 +215,7 @@ class RowsState(NamedTuple):
         """Check a state.
 
         Args:
-            state: with :data:`ENTRIES`, and perhaps ``"writes"``: without, no row was edited.
+            state: with :data:`ENTRIES`, and perhaps ``"writes"``: without, no row was edited; None: rows lay elsewhere.
             schema: the one that it says, checked.
             store: that will hold the rows, if it is there.
             where: for messages.
@@ -232,11 +232,12 @@ class RowsState(NamedTuple):
         write_count = integer(state, "write_count", 0, 1 << 62, where)
         lanes = tensor_in(state, "lanes", torch.int64, (schema.lanes, 4), where).clone()
         numbers = _of_all_rows(state, "numbers", schema, where)
-        writes = _of_all_rows(state, "writes", schema, where) if "writes" in state else numbers
-        length = schema.capacity // schema.lanes
+        name = "writes" if "writes" in state else "numbers"
+        writes = None if state[name] is None else _of_all_rows(state, name, schema, where)
+        kept = numbers if writes is None else writes
         try:
-            said = numbers.data_ptr(), writes.data_ptr()
-            _native.check_state(length, clock, lanes.data_ptr(), schema.lanes, *said)
+            said = numbers.data_ptr(), kept.data_ptr()
+            _native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)

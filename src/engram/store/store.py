@@ -90,7 +90,7 @@ class StoreState(NamedTuple):
     write_count: int
     """Rows written since the last ``empty``."""
     writes: Tensor | None = None
-    """int64 ``[capacity]``: the numbers of the writes that rows hold, which edits leave as they are; None: as ``numbers``."""
+    """int64 ``[capacity]``: the numbers of the writes that rows hold, which edits leave as they are; None: such as no write had."""
 
 
 class Saved(NamedTuple):
@@ -406,7 +406,7 @@ class Store:
         """Replace all rows: ``fill(target)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
 
         Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
-        more; the numbers of their writes, which handles name, are those of the state. Indexes give them default priorities.
+        more; the numbers of their writes, which handles name, are as the state says. Indexes give them default priorities.
         Whatever is raised inside, or the process's death, leaves an empty store, as a note of the exception says: also until it is
         no longer :meth:`paused`, where this is called inside of that.
 
@@ -418,8 +418,8 @@ class Store:
             ValueError: a state that no such store has. Nothing is changed.
             WriterStalled: as :meth:`paused`. Nothing is changed.
         """
-        lanes, numbers = as_rows(state.lanes, "replace"), as_rows(state.numbers, "replace")
-        writes = numbers if state.writes is None else as_rows(state.writes, "replace")
+        lanes, numbers, n = as_rows(state.lanes, "replace"), as_rows(state.numbers, "replace"), self.core.next_ticket
+        writes = numbers + (n - 1) * numbers.sign() if state.writes is None else as_rows(state.writes, "replace")
         if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,) or writes.shape != numbers.shape:
             raise ValueError(
                 f"replace: expected {self.lanes} lanes and {self.capacity} rows, got shapes {list(lanes.shape)} and "
