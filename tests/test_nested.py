@@ -71,7 +71,8 @@ def test_entries(data):
     assert nested.find(data, ("td", "c")) is None
     assert nested.find(data, ("pair", "left")) is None
     assert nested.find_field(data, ("pair", "left")) is data["pair"].left
-    assert nested.find_field(data, ("pair", "up")) is nested.find_field(data, ("pair", "right", "0")) is None
+    assert nested.find_field(data, ("pair", "up")) is nested.find_field(data, ("pair", "right", "9")) is None
+    assert nested.find_field(data, ("pair", "right", "0")) is data["pair"].right[0]
     assert nested.find_field(data, ("td", "in", "b")) is data["td"]["in", "b"]
     del data["pair"]
     assert [path for path, _ in nested.flatten(data)] == [("td", "a"), ("td", "in", "b"), ("empty",)]

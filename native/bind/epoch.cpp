@@ -74,7 +74,6 @@ class Walk {
   std::uint64_t left() const { return taken_.rows - std::min(end_, taken_.rows); }
   /// Whether every live row is in the epoch: its ranks are those of the store, and nothing was written since.
   bool plain() const { return plain_; }
-  void ranks(std::int64_t* out) const { order(taken_.start, taken_.count, out); }
 
   /// Whether a write with this number was there when the epoch began.
   bool has(std::int64_t number) const { return number >= 0 && (taken_.begun == 0 || static_cast<std::uint64_t>(number) < taken_.begun); }
@@ -101,6 +100,7 @@ class Walk {
 
   /// Another row of the epoch; none at its end.
   void choose_more(std::vector<std::int64_t>& rows) {
+    plain_ = false;
     taken_.count = 0;
     choose(rows, 1);
   }
@@ -159,6 +159,12 @@ class Walk {
   }
 
   void add(std::vector<std::int64_t>& rows, const RowEpoch::Stretch& of) const {
+    if (plain_ && rows.empty()) {
+      rows.resize(of.count);
+      order(of.start, of.count, rows.data());
+      if (store_.control().lanes() > 1) std::transform(rows.begin(), rows.end(), rows.begin(), [this](std::int64_t rank) { return row_of(rank); });
+      return;
+    }
     std::vector<std::int64_t> some(of.count);
     order(of.start, of.count, some.data());
     for (const std::int64_t rank : some) {
@@ -175,13 +181,12 @@ class Walk {
   std::uint64_t end_ = 0;  // behind the last rank that was taken
 };
 
-// Begins or goes on with an epoch until there are rows for a batch; of an epoch that is over without one the next begins. With no rows,
-// true: those of the store in the order of the ranks taken. False: too few rows are live.
+// Begins or goes on with an epoch until there are rows for a batch; of an epoch that is over without one the next begins. False: too few
+// rows are live.
 bool choose(Walk& walk, std::vector<std::int64_t>& rows, std::uint64_t key, std::uint64_t n, bool whole) {
   const Deadline deadline;
   for (;;) {
     if (!walk.begin(key, n, whole)) return false;
-    if (walk.plain()) return true;
     walk.choose(rows, n);
     if (rows.size() >= (whole ? n : 1)) return true;
     rows.clear();
@@ -230,40 +235,39 @@ std::uint64_t read(Walk& walk, const Store& store, std::vector<std::int64_t>& ro
 // Takes the next batch of an epoch over the live rows, and reads it.
 nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Address key_at, std::uint64_t n, bool whole, bool shuffle,
                 bool with_rows, bool with_numbers) {
-  const std::uint64_t key = *at<const std::uint64_t>(key_at) & kKeyBits;  // read before the GIL is released
+  std::uint64_t key = *at<const std::uint64_t>(key_at) & kKeyBits;  // read before the GIL is released
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   Walk walk(self, store, shuffle);
   std::vector<std::int64_t> rows, unseen;
   OutputBuffers buffers;
   std::uint64_t count = 0;
-  bool found = false;
   {
     const WithoutInterpreter running(store.reads_briefly(n));
-    found = choose(walk, rows, key, n, whole);
-    if (found) {
-      count = walk.plain() ? walk.taken().count : rows.size();
-      const auto most = static_cast<std::int64_t>(count);
+    const Deadline deadline;
+    while (choose(walk, rows, key, n, whole)) {  // again, where too many were written over before they were read
+      buffers = {};
+      const auto most = static_cast<std::int64_t>(rows.size());
       store.find_fields();
       const std::size_t fields = buffers.add(layout, most);
       if (with_rows) buffers.add(kNumbers, most);
       if (with_numbers) buffers.add(kNumbers, most);
       std::int64_t* numbers = with_numbers ? buffers.at<std::int64_t>(buffers.size() - 1) : nullptr;
-      if (walk.plain()) {
-        rows.resize(count);
-        walk.ranks(rows.data());
-        store.read_ranked(rows.data(), count, buffers.first(fields), numbers);
-        if (numbers != nullptr) store.control().name_writes(rows.data(), count, numbers);
-      } else {
-        if (numbers == nullptr) unseen.resize(count), numbers = unseen.data();
-        count = read(walk, store, rows, buffers.first(fields), numbers);
-      }
+      if (numbers == nullptr) unseen.resize(rows.size()), numbers = unseen.data();
+      count = read(walk, store, rows, buffers.first(fields), numbers);
       if (with_rows) std::copy(rows.begin(), rows.end(), buffers.at<std::int64_t>(fields));
       if (!walk.plain()) walk.over(whole ? n : 1);
+      if (count >= (whole ? n : 1)) break;
+      rows.clear();
+      if (walk.taken().key == key) key = mix(key) & kKeyBits;
+      let_go();
+      if (deadline.passed()) throw in_vain("rows were written over before an epoch came to them");
+    }
+    if (!rows.empty()) {
       if (Masses* masses = masses_of_block(); masses != nullptr) *masses = {static_cast<double>(walk.left()), 1.0, store.control().size()};
       store.count_sampled(rows.data(), count);
     }
   }
-  if (!found) return nb::none();
+  if (rows.empty()) return nb::none();
   return nb::make_tuple(std::move(buffers).tensors(static_cast<std::int64_t>(count)), walk.taken().key, walk.taken().last);
 }
 
@@ -276,7 +280,6 @@ nb::object take(RowEpoch& self, const Store& store, std::uint64_t key, std::uint
   {
     const WithoutInterpreter running(store.reads_briefly(n));
     if (choose(walk, rows, key & kKeyBits, n, whole)) {
-      if (walk.plain()) walk.choose(rows, n);
       walk.over(whole ? n : 1);
       buffers.add(kNumbers, static_cast<std::int64_t>(rows.size()));
       std::copy(rows.begin(), rows.end(), buffers.at<std::int64_t>(0));

@@ -120,10 +120,10 @@ bool Consumption::is_known(std::uint64_t row, std::uint64_t word) const {
   return Control::holds_write(word) && write_of(row, word) == numbers_[row];
 }
 
-// Whether a row that was drawn with this ticket still holds the same write: edits have given it larger ones since.
+// Whether a row that was drawn with this ticket still holds the same write: edits have given it others since, also smaller ones.
 bool Consumption::is_of(std::uint64_t row, std::int64_t drawn) const {
   const auto number = static_cast<std::uint64_t>(drawn);
-  return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || number <= number_of(word_of(row)));
+  return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || is_known(row, word_of(row)));
 }
 
 // Before its number or count changes, or it is placed.

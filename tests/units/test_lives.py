@@ -237,10 +237,10 @@ class TestAhead:
         other.load_state_dict(state)
         for _ in range(4):
             ours, theirs = rb.sample(), other.sample()
-            numbers = ("index_generation", "anchor_generation")
-            assert bool((ours.exclude(*numbers) == theirs.exclude(*numbers)).all())
-            assert theirs["anchor_generation"].tolist() == other.storage.tickets_of(theirs["anchor_index"]).tolist()
-            assert theirs["index_generation"].tolist() == other.storage.tickets_of(theirs["index"]).tolist()
+            assert bool((ours == theirs).all())
+            for rows, numbers in (("anchor_index", "anchor_generation"), ("index", "index_generation")):
+                tickets = other.storage.tickets_of(theirs[rows])
+                assert torch.equal(theirs[numbers], other.storage.writes_of(theirs[rows], tickets))
         rb.close()
         other.close()
 

@@ -103,11 +103,13 @@ class TestGenerations:
         assert (again > numbers).tolist() == [True, True, False, False, False, False]
         assert set(again[:2].tolist()).isdisjoint(numbers.tolist())
 
-    def test_grow_with_edits(self, storage):
+    def test_stay_with_edits(self, storage):
         rb = tracking(storage, rows=6)
-        before = rb.writer.generations_of([3])
+        before = rb.writer.generations_of(torch.arange(6))
         rb[3] = torch.tensor(30)
-        assert rb.writer.generations_of([3]) > before
+        assert torch.equal(rb.writer.generations_of(torch.arange(6)), before)
+        rb.writer.write_at([3], torch.tensor([31]))
+        assert (rb.writer.generations_of(torch.arange(6)) > before).tolist() == [row == 3 for row in range(6)]
 
     def test_do_not_repeat_after_empty(self, storage):
         rb = tracking(storage, rows=6)
