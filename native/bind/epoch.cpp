@@ -197,12 +197,15 @@ bool choose(Walk& walk, std::vector<std::int64_t>& rows, std::uint64_t key, std:
 }
 
 // Reads rows of an epoch. One that was written over just now is replaced by another of the epoch; without one the batch is shorter.
-// Returns its rows.
-std::uint64_t read(Walk& walk, const Store& store, std::vector<std::int64_t>& rows, Batch batch, std::int64_t* numbers) {
+// Returns its rows. `named`: the numbers are those of the writes, which tickets are not smaller than.
+std::uint64_t read(Walk& walk, const Store& store, std::vector<std::int64_t>& rows, Batch batch, std::int64_t* numbers, bool named) {
   const std::span<const std::uint64_t> which = store.all().first(batch.size());
+  const std::vector<std::int64_t> moved = store.gather(rows.data(), rows.size(), which, batch, nullptr, numbers);
+  const bool whole = moved.empty() && std::all_of(numbers, numbers + rows.size(), [&walk](std::int64_t number) { return walk.has(number); });
+  if (named || !whole) store.control().name_writes(rows.data(), rows.size(), numbers);
+  if (whole) return rows.size();
   std::vector<bool> doubtful(rows.size());
-  for (const std::int64_t i : store.gather(rows.data(), rows.size(), which, batch, nullptr, numbers)) doubtful[static_cast<std::size_t>(i)] = true;
-  store.control().name_writes(rows.data(), rows.size(), numbers);
+  for (const std::int64_t i : moved) doubtful[static_cast<std::size_t>(i)] = true;
   const Deadline deadline;
   std::vector<std::byte*> place(batch.size());
   for (std::uint64_t i = rows.size(); i-- > 0;) {
@@ -222,9 +225,9 @@ std::uint64_t read(Walk& walk, const Store& store, std::vector<std::int64_t>& ro
         }
         rows[i] = other.front();
       }
-      const bool whole = store.gather(&rows[i], 1, which, place, nullptr, numbers + i).empty();
+      const bool there = store.gather(&rows[i], 1, which, place, nullptr, numbers + i).empty();
       store.control().name_writes(&rows[i], 1, numbers + i);
-      if (whole && walk.has(numbers[i])) break;
+      if (there && walk.has(numbers[i])) break;
       if (deadline.passed()) throw in_vain("row " + std::to_string(rows[i]) + " moved at every try");
       std::this_thread::yield();
     }
@@ -253,7 +256,7 @@ nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Addres
       if (with_numbers) buffers.add(kNumbers, most);
       std::int64_t* numbers = with_numbers ? buffers.at<std::int64_t>(buffers.size() - 1) : nullptr;
       if (numbers == nullptr) unseen.resize(rows.size()), numbers = unseen.data();
-      count = read(walk, store, rows, buffers.first(fields), numbers);
+      count = read(walk, store, rows, buffers.first(fields), numbers, with_numbers);
       if (with_rows) std::copy(rows.begin(), rows.end(), buffers.at<std::int64_t>(fields));
       if (!walk.plain()) walk.over(whole ? n : 1);
       if (count >= (whole ? n : 1)) break;
