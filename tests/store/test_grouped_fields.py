@@ -237,7 +237,7 @@ def test_other_versions_refuse_it_by_name(tmp_path):
         schema.decode(text, "store.json")  # what version 2.0 reads
     for wrong in (
         text.replace(b"[2,4]", b"[2,0]"),
-        text.replace(b',"grouped":64', b""),
+        text.replace(b"[2,4]", b"[2,1]").replace(b',"grouped":64', b""),
         text.replace(b":64}", b":-1}"),
     ):
         assert wrong != text
