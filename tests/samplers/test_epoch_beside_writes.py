@@ -168,6 +168,40 @@ def test_processes_that_share_an_epoch(tmp_path):
     assert sorted(seen) == list(range(60))
 
 
+def _go_on(folder, how, ends):
+    rb = ReplayBuffer.open(folder)
+    written = 60
+    while not ends.poll():
+        if how == "remove":
+            rb.remove([written % 60])
+            rb.add(torch.tensor(written))
+            written += 1
+        else:
+            rb.extend(torch.arange(written, written + 30))
+            written += 30
+
+
+@pytest.mark.parametrize("how", ["write", "remove"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_beside_a_process_that_changes_rows_are_full(tmp_path, how, drop_last):
+    """Rows go between the choice of a batch and its read; without the mend some of these draws were empty, short, or failed."""
+    rb = _buffer(LazyMemmapStorage(60, scratch_dir=tmp_path / "store"), 60, drop_last=drop_last)
+    context = multiprocessing.get_context("fork")
+    ends, end = context.Pipe(duplex=False)
+    child = context.Process(target=_go_on, args=(tmp_path / "store", how, ends), daemon=True)
+    child.start()
+    written = rb.write_count
+    while rb.write_count == written:
+        rb.sample()
+    for _ in range(3000):
+        batch = rb.sample()
+        assert len(batch) == 10 if drop_last else 1 <= len(batch) <= 10
+        assert len(set(batch.tolist())) == len(batch)
+    end.send(None)
+    child.join()
+    assert child.exitcode == 0
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("ranks", [11, 1 << 61])
 def test_a_damaged_epoch_of_more_rows_than_the_store_has_ends(tmp_path, shuffle, ranks):
