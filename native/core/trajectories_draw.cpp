@@ -413,9 +413,10 @@ bool Trajectories::still(std::int64_t row, std::int64_t number) const {
 // Of each trajectory the row of its last step, and the number of its write.
 std::vector<std::int64_t> Trajectories::ends_of(const Views& tracks, std::uint64_t version) const {
   std::vector<std::int64_t> ends;
+  std::uint64_t looks = 0;
   for (const View& v : tracks) {
-    let_go();
     for (std::uint64_t i = 0; i < v.count; ++i) {
+      if (++looks % 1024 == 0) let_go();
       if (v.length(i) == 0) continue;
       const std::int64_t last = row(v.track, v.end(i) - 1);
       const auto r = static_cast<std::uint64_t>(last);

@@ -158,9 +158,9 @@ def plan(
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
     obs: obs.memmap or RAM, 28224.000 MB, shape [1000000, 4, 84, 84] uint8
     reward: reward.memmap or RAM, 4.000 MB, shape [1000000, 1] float32
-    1000000 rows of 28228 bytes: 28228.000 MB, and 12.045 MB beside them
+    1000000 rows of 28228 bytes: 28228.000 MB, and 20.045 MB beside them
     >>> print(str(engram.plan({"obs": torch.zeros(28_224, dtype=torch.uint8)}, 1_000_000, memory=8_000_000_000)).splitlines()[-1])
-    In 8000.000 MB of memory: 23.479 MB for tickets and priorities; a batch of 256 rows reads 5.924 MB from disk
+    In 8000.000 MB of memory: 31.479 MB for tickets and priorities; a batch of 256 rows reads 5.926 MB from disk
 
     >>> from engram import FinalObservations, FrameStack, LazyTensorStorage, NextFromFollowing, RandomSampler
     >>> sampler = NextFromFollowing(RandomSampler(), FinalObservations(["frame"], LazyTensorStorage(2_000)))
@@ -171,7 +171,7 @@ def plan(
     frame: frame.memmap or RAM, 7056.000 MB, shape [1000000, 1, 84, 84] uint8
     ('next', 'done'): next/done.memmap or RAM, 1.000 MB, shape [1000000] bool
     ('next', 'final'): next/final.memmap or RAM, 16.000 MB, shape [1000000, 2] int64
-    1000000 rows of 7073 bytes: 7073.000 MB, and 12.045 MB beside them
+    1000000 rows of 7073 bytes: 7073.000 MB, and 20.045 MB beside them
     With stacks and next observations in each row: 56449.000 MB. Stored once, they spare 49361.872 MB (87.4%), with 14.128 MB of
     final observations
     """

@@ -230,7 +230,7 @@ def test_a_forked_child(shared, who):
 
 
 def test_a_fork_does_not_wait_for_ever(threads, monkeypatch):
-    """The child makes itself what a thread of its parent is at."""
+    """What a thread of its parent is at the child leaves to it, and makes its own batches."""
     monkeypatch.setattr(prefetch, "LEAVE_S", 0.05)
     go = threading.Event()
 
@@ -246,7 +246,7 @@ def test_a_fork_does_not_wait_for_ever(threads, monkeypatch):
         code = 1
         try:
             made_by("caller", monkeypatch)  # a thread of the child would wait, too
-            code = 0 if rows_of(rb, 4) == expected[1:] else 2
+            code = 0 if len(rows_of(rb, 4)) == 4 else 2
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
