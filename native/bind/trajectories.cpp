@@ -588,7 +588,7 @@ void bind_census(nb::class_<Trajectories, Index>& table) {
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
           "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(),
           "How many there are of what a draw chooses among: trajectories with a window, or all their windows.")
-      .def_prop_ro("tracks", &Trajectories::tracks).def("mixed", &Trajectories::mixed, "Whether steps of one process follow another's.")
+      .def_prop_ro("tracks", &Trajectories::tracks).def("mixed", &Trajectories::mixed, "Whether steps of one process follow another's; said once.")
       .def(
           "census",
           [](Trajectories& self) {

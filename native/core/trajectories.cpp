@@ -194,7 +194,13 @@ bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
   return set != std::byte{0} || std::any_of(others_.begin(), others_.end(), [&](std::size_t i) { return ends_in(i, row, next); });
 }
 
-bool Trajectories::mixed() const {
+bool Trajectories::mixed() {
+  if (boundaries_.ids != 0 || boundaries_.which.empty() || said_.load(std::memory_order_relaxed)) return false;
+  const std::uint64_t asked = asked_.fetch_add(1, std::memory_order_relaxed) + 1;
+  return std::has_single_bit(asked) && meets() && !said_.exchange(true, std::memory_order_relaxed);
+}
+
+bool Trajectories::meets() const {
   const std::uint64_t length = control_.lane_length();
   for (std::uint64_t lane = 0; width_ == 1 && lane < control_.lanes(); ++lane) {
     const std::uint64_t end = control_.end(lane), base = control_.lane(lane).base.load(std::memory_order_acquire);

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -223,8 +224,9 @@ class Trajectories final : public Index {
 
   /// How many trajectories there are, and the length of the longest.
   Census census();
-  /// Whether a participant's steps follow those of another one that took part at the same time, and no trajectory ends between them.
-  bool mixed() const;
+  /// Whether a participant's steps follow those of another one that took part at the same time, and end flags alone tell
+  /// trajectories, none of which ends between them. Looks at the calls 1, 2, 4, 8 … until it has said so once.
+  bool mixed();
 
   /// (track, first place, length) of all, track by track, oldest first.
   std::vector<Window> runs();
@@ -375,6 +377,7 @@ class Trajectories final : public Index {
   std::int64_t number_at(std::int64_t row) const;
   std::vector<std::int64_t> ends_of(const Views& tracks, std::uint64_t version) const;
   bool still(std::int64_t row, std::int64_t number) const;
+  bool meets() const;
   bool list_steps(std::int64_t row, std::uint64_t n, std::int64_t end, std::int64_t* rows, std::int64_t* numbers) const;
 
   Control control_;
@@ -389,6 +392,8 @@ class Trajectories final : public Index {
   Writers writers_;  // that reserved places are waited for
   std::uint64_t scatters_;  // up to which the table knows them
   std::mutex mutex_;  // in this process; a shared table will have a robust one in the lock page
+  std::atomic<std::uint64_t> asked_{0};  // calls of mixed()
+  std::atomic<bool> said_{false};        // that steps are mixed
 };
 
 }  // namespace engram

@@ -35,9 +35,12 @@ _NEVER_CALLED = {
 
 
 def refuse_others(component: object, **more: str) -> None:
-    """Raise ``TypeError``: the user's class overrides what is never called. ``more``: further methods, and what to override instead."""
+    """Raise ``TypeError``: the user's class overrides what is never called.
+
+    ``more``: further methods, and what to override instead; "": it is called.
+    """
     for name, instead in (_NEVER_CALLED | more).items():
-        if overrides(type(component), name):
+        if instead and overrides(type(component), name):
             raise TypeError(
                 f"{type(component).__name__}.{name}: a buffer never calls it. Override {instead} in its place."
             )

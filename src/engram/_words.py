@@ -37,3 +37,11 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def warn_of_mixed(who: str) -> None:
+    """Warn of what ``mixed()`` of a table has found: processes write to one lane by turns, and end flags alone tell trajectories."""
+    warn(
+        f"sample: {who}: several processes write to one lane, and end flags alone tell trajectories: windows and returns mix their "
+        "steps. Give each writer a lane of its own (lanes=n, and rb.on_lane(k)), or store an id of the trajectory (traj_key)."
+    )

@@ -65,6 +65,59 @@ def test_draws_of_single_rows_have_a_line_at_info(said):
     assert len(said("environments", logging.INFO)) == 1
 
 
+def observed(n, steps, *, jump, resets="stored"):
+    """Environments whose observations differ less from one another than from one step to the next; most of their fields say nothing."""
+    generator = torch.Generator().manual_seed(n)
+    obs = torch.randn(n, 4, generator=generator)
+    for t in range(steps):
+        done = (t + 3 * torch.arange(n)) % 11 == 10
+        after = obs + jump * torch.randn(1, 4, generator=generator) + 0.01 * torch.randn(n, 4, generator=generator)
+        following = {"obs": after, "done": done.unsqueeze(-1), "reward": torch.ones(n)}
+        yield {"obs": obs, "action": torch.randint(2, (n,), generator=generator), "next": following}
+        fresh = torch.randn(n, 4, generator=generator)
+        obs = torch.where(done.unsqueeze(-1), fresh, after) if resets == "same step" else after
+
+
+@pytest.mark.parametrize("n", [2, 4, 16])
+@pytest.mark.parametrize("resets", ["stored", "same step"])
+@pytest.mark.parametrize("tensordicts", [False, True])
+def test_environments_whose_next_observations_are_those_of_the_next_batch(said, n, resets, tensordicts):
+    kind = TensorDictReplayBuffer if tensordicts else ReplayBuffer
+    rb = kind(storage=LazyTensorStorage(1_000), sampler=SliceSampler(slice_len=2))
+    for batch in observed(n, 20, jump=30.0, resets=resets):
+        rb.extend(TensorDict(batch, [n]) if tensordicts else batch)
+    (line,) = said("environments")
+    assert f"lanes={n}" in line
+
+
+@pytest.mark.parametrize("n", [2, 8, 50])
+@pytest.mark.parametrize("period", [1, 5])
+def test_next_observations_within_a_batch_are_those_of_a_trajectory(said, n, period):
+    """A trajectory that comes back to where it was a batch before looks like environments, but for its next observations."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(1_000), sampler=SliceSampler(slice_len=2))
+    step = torch.arange(20 * n)
+    noise = torch.randn(20 * n + 1, 3, generator=torch.Generator().manual_seed(n)) * 0.01
+    obs = torch.sin(torch.arange(20 * n + 1) * (2 * torch.pi / n)).unsqueeze(-1) * 10 + noise
+    rows = {"obs": obs[:-1], "next": {"obs": obs[1:], "done": (step % (37 // period) == 5).unsqueeze(-1)}}
+    for first in range(0, 20 * n, n):
+        cut = slice(first, first + n)
+        rb.extend({"obs": rows["obs"][cut], "next": {key: value[cut] for key, value in rows["next"].items()}})
+    assert not said("environments", logging.INFO)
+
+
+def test_rows_without_an_order_are_not_taken_for_environments(said):
+    for n in (2, 3, 8):
+        rb = ReplayBuffer(storage=LazyTensorStorage(1_000), sampler=SliceSampler(slice_len=2))
+        generator = torch.Generator().manual_seed(n)
+        for _ in range(20):
+            state, after = (torch.randint(2, (n, 1), generator=generator) for _ in range(2))
+            done = torch.rand(n, 1, generator=generator) < 0.1
+            rb.extend(
+                {"state": state, "goal": torch.ones(n), "next": {"state": after, "goal": torch.ones(n), "done": done}}
+            )
+    assert not said("environments", logging.INFO)
+
+
 def trajectory(rows):
     """Steps of one environment, with ends at odd places."""
     obs = torch.randn(rows, 3, generator=torch.Generator().manual_seed(1)).mul(0.1).cumsum(0)

@@ -22,6 +22,8 @@ from engram import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     RoundRobinWriter,
+    RowError,
+    SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
@@ -452,6 +454,78 @@ def test_what_is_never_called_is_refused(part, base, name, instead):
         getattr(rb, f"set_{part}")(made)
     rb.extend(torch.arange(3))
     assert len(rb) == 3
+
+
+def by_number(base):
+    """A writer that puts a row where its number says, and passes over each third one."""
+
+    def get_insert_index(self, data):
+        number = int(data["a"])
+        return None if number % 3 == 2 else number % 7
+
+    return type("ByNumber", (base,), {"get_insert_index": get_insert_index})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("base", [RoundRobinWriter, TensorDictRoundRobinWriter])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, ConsumingSampler])
+def test_any_writer_is_asked_for_the_place_of_each_row(base, storage, sampler, shared):
+    if storage is ListStorage and (shared or sampler is ConsumingSampler):
+        pytest.skip("a list is private")
+    first = [0, 1, 3, 4] if storage is not ListStorage else [0, 1]  # which has no gaps
+    rb = TensorDictReplayBuffer(storage=storage(10), sampler=sampler(), writer=by_number(base)(), batch_size=2)
+    if shared:
+        rb.share()
+    written = rb.extend(rows(0, 5)[: max(first) + 1])
+    assert written.tolist() == ([0, 1, -1, 3, 4] if storage is not ListStorage else [0, 1])
+    assert rb.add(rows(7, 8)[0]) == 0
+    assert rb.add(rows(8, 9)[0]) is None
+    assert rb.extend(rows(14, 16)).tolist() == [-1, 1]
+    assert rb[:]["a"][first].tolist() == [7.0, 15.0, 3.0, 4.0][: len(first)]
+    assert set(rb.sample()["a"].tolist()) <= {0.0, 3.0, 4.0, 7.0, 15.0}
+
+
+def test_places_of_rows_keep_priorities_and_are_asked_beside_other_overrides():
+    said = []
+
+    class Both(by_number(TensorDictRoundRobinWriter)):
+        def extend(self, data):
+            said.append("extend")
+            return super().extend(data)
+
+    class Set(LazyTensorStorage):
+        def set(self, cursor, data, *, set_cursor=True):
+            said.append("set")
+            super().set(cursor, data, set_cursor=set_cursor)
+
+    sampler = PrioritizedSampler(10, 1.0, 1.0)
+    rb = TensorDictReplayBuffer(storage=Set(10), sampler=sampler, writer=Both(), batch_size=64)
+    assert rb.extend(rows(6, 9)).tolist() == [6, 0, -1]
+    assert rb.extend(rows(10, 11)).tolist() == [3]
+    assert said == ["extend", "set"] * 2
+    rb.update_priority(torch.tensor([0, 1, 2, 4, 5, 6]), torch.full((6,), 1e-12))
+    assert set(rb.sample()["a"].tolist()) == {10.0}
+
+
+@pytest.mark.parametrize("more", [{"lanes": 2}, {"ndim": 2}])
+def test_places_of_rows_need_one_lane(more):
+    writer = by_number(RoundRobinWriter)()
+    match = r"ByNumber\.get_insert_index: expected a storage with ndim=1 and one lane, got LazyTensorStorage"
+    with pytest.raises(ValueError, match=match):
+        ReplayBuffer(storage=LazyTensorStorage(12, **more), writer=writer)
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, **more))
+    with pytest.raises(ValueError, match=match):
+        rb.set_writer(writer)
+
+
+@pytest.mark.parametrize("at", [10, -1])
+def test_a_place_outside_the_storage_raises(at):
+    writer = type("Mine", (RoundRobinWriter,), {"get_insert_index": lambda self, data: at})()
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=writer)
+    with pytest.raises(RowError, match=rf"row {at} is outside \[0, 10\)"):
+        rb.extend(torch.arange(3))
+    assert len(rb) == 0
 
 
 def test_windows_are_drawn_again_as_a_whole():

@@ -453,3 +453,47 @@ def test_a_device_that_is_none_is_refused_before_rows_are_drawn():
     with pytest.raises(RuntimeError, match="sample: device: expected a device"):
         rb.sample(2, device="nowhere")
     assert torch.equal(before, rb._wiring.generator.get_state())
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "name"),
+    [
+        ("sampler", SamplerEnsemble, "sample"),
+        ("sampler", SamplerEnsemble, "extend"),
+        ("sampler", SamplerEnsemble, "mark_update"),
+        ("storage", StorageEnsemble, "get"),
+        ("storage", StorageEnsemble, "set"),
+        ("writer", WriterEnsemble, "add"),
+        ("writer", WriterEnsemble, "extend"),
+        ("writer", WriterEnsemble, "get_insert_index"),
+    ],
+)
+def test_overrides_that_would_never_be_called(part, kind, name):
+    mine = type("Mine", (kind,), {name: lambda self, *given: None})
+    kinds = {"storage": StorageEnsemble, "sampler": SamplerEnsemble, "writer": WriterEnsemble, part: mine}
+    of = {"storage": lambda: LazyTensorStorage(20), "sampler": RandomSampler, "writer": RoundRobinWriter}
+    made = {one: kinds[one](of[one](), of[one]()) for one in kinds}
+    message = rf"Mine\.{name}: a buffer never calls it\. Override that of the components of members in its place"
+    with pytest.raises(TypeError, match=message):
+        ReplayBufferEnsemble(storages=made["storage"], samplers=made["sampler"], writers=made["writer"], batch_size=4)
+    rb = ReplayBufferEnsemble(*members(5, 5), batch_size=4)
+    before = getattr(rb, part)
+    with pytest.raises(TypeError, match=message):
+        getattr(rb, f"set_{part}")(mine(of[part](), of[part]()))
+    assert getattr(rb, part) is before
+
+
+def test_subclasses_that_add_methods_or_override_called_ones_are_taken():
+    class Named(SamplerEnsemble):
+        def named(self):
+            return "mine"
+
+    class Numbers(WriterEnsemble):
+        def generations_of(self, index):
+            return super().generations_of(index)
+
+    rb = ReplayBufferEnsemble(*members(5, 5), batch_size=4)
+    rb.set_sampler(Named(RandomSampler(), RandomSampler()))
+    rb.set_writer(Numbers(RoundRobinWriter(), RoundRobinWriter()))
+    assert rb.sampler.named() == "mine"
+    rb.sample()

@@ -11,8 +11,12 @@ import torch
 from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    NStep,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
+    RewardToGo,
+    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
@@ -25,6 +29,7 @@ def steps(worker, first, n, length, ids="piece"):
     number = torch.arange(first, first + n)
     return {
         "worker": torch.full((n,), worker),
+        "reward": torch.ones(n),
         ids: worker * 1000 + number // length,
         "done": (number % length == length - 1).unsqueeze(-1),
     }
@@ -57,11 +62,11 @@ def together(processes):
         assert process.exitcode == 0
 
 
-def made(tmp_path, sampler=None, *, lanes=1, memory=False, ids="piece"):
+def made(tmp_path, sampler=None, *, lanes=1, memory=False, ids="piece", unit=None):
     storage = (
         LazyTensorStorage(400, lanes=lanes) if memory else LazyMemmapStorage(400, scratch_dir=tmp_path, lanes=lanes)
     )
-    rb = ReplayBuffer(storage=storage, sampler=sampler or ended(), batch_size=12)
+    rb = ReplayBuffer(storage=storage, sampler=sampler or ended(), batch_size=12, sample_unit=unit)
     rb.extend(steps(9, 0, 20 * lanes, 20, ids), lane=torch.arange(20 * lanes) // 20)
     return rb.share() if memory else rb
 
@@ -104,6 +109,43 @@ def test_every_sampler_of_windows_says_it(tmp_path, name):
         write_by_turns(rb)
         (line,) = said(rb)
         assert SAYS in line
+
+
+def returns(source=None, **keys):
+    return NStep(source or RandomSampler(), 2, 0.9, reward_key="reward", **(keys or {"end_keys": ["done"]}))
+
+
+UNITS = {
+    "n-step": lambda **keys: {"sampler": returns(**keys)},
+    "returns": lambda **keys: {
+        "sampler": RewardToGo(RandomSampler(), 0.9, reward_key="reward", **(keys or {"end_keys": ["done"]}))
+    },
+    "n-step of windows": lambda **keys: {"sampler": returns(ended(), end_keys=["done"])},
+    "by priority": lambda **keys: {"sampler": returns(PrioritizedSampler(400, 0.6, 0.4), **keys)},
+    "sequence": lambda **keys: {"sampler": RandomSampler(), "unit": Sequence(3, done_key="done")},
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("later", [False, True])
+def test_returns_and_sequences_say_it_once(tmp_path, name, later):
+    with made(tmp_path / "rows", **UNITS[name]()) as rb:
+        if later:
+            assert not said(rb, 5)
+        write_by_turns(rb)
+        (line,) = said(rb, 40)
+        assert SAYS in line
+        assert not said(rb)
+
+
+@pytest.mark.parametrize("name", ["n-step", "returns", "by priority"])
+def test_returns_by_ids_and_sequences_across_ends_say_nothing(tmp_path, name):
+    with made(tmp_path / "rows", **UNITS[name](traj_key="piece")) as rb:
+        write_by_turns(rb)
+        assert not said(rb)
+    with made(tmp_path / "others", RandomSampler(), unit=Sequence(3, done_key=None)) as rb:
+        write_by_turns(rb)
+        assert not said(rb)
 
 
 def test_a_reader_in_another_handle_says_it(tmp_path):

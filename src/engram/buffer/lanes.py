@@ -15,12 +15,12 @@ from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection
 from engram.buffer.environments import ENV_ID, Environments
 from engram.errors import RowError
-from engram.field_paths import checked_path, public
+from engram.field_paths import FieldPath, checked_path, public
 from engram.nested import find_field, map_leaves
 from engram.state import integer, typed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -209,7 +209,7 @@ class Lanes:
     def watch(self, newest: list[Tensor]) -> None:
         """Log once if the first batches of a store with one lane look like steps of several environments.
 
-        They do if each row resembles the same one of the next batch more than the next row of its own batch.
+        They do if each row goes on in the same one of the next batch, or resembles it, more than the next row of its own batch.
         """
         self.newest, wiring, n = None, self._wiring, len(newest[0])
         storage = wiring.storage
@@ -217,7 +217,8 @@ class Lanes:
             return
         if storage.traits.is_remote or any(len(rows) != n for rows in newest):
             return
-        if _look_like_environments(storage.read(torch.cat(newest))[0], n):
+        paths = [field.key for field in storage.memory.schema.fields]
+        if _look_like_environments(dict(zip(paths, storage.read(torch.cat(newest))[0], strict=False)), n):
             reads = wiring.of_sampler.draws_windows or wiring.unit_reader or "inside" in dir(wiring.source)
             line = (
                 f"extend: {n} rows each time look like steps of {n} environments, which one lane has one after the other: windows and "
@@ -235,10 +236,22 @@ class Lanes:
             )
 
 
-def _look_like_environments(columns: Sequence[Tensor], n: int) -> bool:
-    """Whether rows of several batches of ``n`` change less from batch to batch than within one, in a field, and in none the other way."""
+def _look_like_environments(columns: Mapping[FieldPath, Tensor], n: int) -> bool:
+    """Whether rows of several batches of ``n`` go on in the next batch, and not in the next row.
+
+    Stored next observations say it, by which values come again. Without them rows change less from batch to batch than within one, in a
+    field, and in none the other way.
+    """
+    for path, column in columns.items():
+        after = columns.get(("next", *path))
+        if after is not None and after.shape == column.shape:
+            next_ones, ones = (values.reshape(len(values) // n, n, -1) for values in (after, column))
+            pairs = (next_ones[:, :-1] != ones[:, 1:]), (next_ones[:-1] != ones[1:])
+            within, across = (float(others.any(-1).double().mean()) for others in pairs)
+            if max(within, across) > max(0.5, _ALIKE * min(within, across)):
+                return across < within
     found = False
-    for column in columns:
+    for column in columns.values():
         if not (column.dtype.is_complex or column.dtype is torch.bool):
             values = column.reshape(len(column) // n, n, -1)[..., :_NUMBERS].double()
             within, across = (float(values.diff(dim=dim).abs().mean()) for dim in (1, 0))

@@ -204,19 +204,19 @@ class Wiring:
         self.numbers = self.of_writer.tracks_tickets or recorded
         #: What draws and reads in one native call; None: nothing does.
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
+        writer = type(self.writer)
+        #: Whether the user's writer says of each row by itself where it goes.
+        self.places_each = overrides(writer, "get_insert_index")
+        appends = self.of_writer.appends and not self.places_each
         #: Whether rows that are used up are written over first.
-        self.refills = (
-            self.of_sampler.consumes and self.of_writer.appends and self.storage.ndim == self.storage.lanes == 1
-        )
+        self.refills = self.of_sampler.consumes and appends and self.storage.ndim == self.storage.lanes == 1
         #: Whether rows go behind the last one of their lane, without asking the writer.
-        self.appends = fields and self.of_writer.appends and not self.refills
+        self.appends = fields and appends and not self.refills
         #: The sampler that the user has made, inside of expanders.
         self.own_sampler = self.sampler
         while isinstance(self.own_sampler, Expander):
             self.own_sampler = self.own_sampler.sampler
-        writer, of_rows = type(self.writer), type(self.own_sampler)
-        #: Whether the user's writer says of each row by itself where it goes.
-        self.places_each = self.of_writer.rejects and overrides(writer, "get_insert_index")
+        of_rows = type(self.own_sampler)
         #: Whether writes go through methods of TorchRL's that components of the user's override.
         calls = (
             *((writer, name) for name in ("add", "extend")),

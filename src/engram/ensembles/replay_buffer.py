@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDi
 import torch
 
 from engram._closing import end
+from engram._overrides import refuse_others
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
@@ -51,13 +52,26 @@ Batch = TypeVar("Batch")
 T = TypeVar("T")
 Components = TypeVar("Components", bound=Sized)
 
+#: Methods of components that an ensemble never calls, as each member has its own, and what to override in their place.
+_OF_MEMBERS = {
+    **dict.fromkeys(
+        ("sample", "get", "set", "add", "extend", "mark_update", "get_insert_index", "_empty"),
+        "that of the components of members",
+    ),
+    "generations_of": "",  # which is called
+}
+
 
 def check_components(call: str, given: object, kind: type[Components], members: int) -> Components:
-    """Components of one kind, one for each member. Raises ``TypeError``: something else. ``ValueError``: another number."""
+    """Components of one kind, one for each member.
+
+    Raises ``TypeError``: something else, or a class that overrides what is never called. ``ValueError``: another number.
+    """
     if not isinstance(given, kind):
         raise TypeError(f"{call}: expected a {kind.__name__}, one for each member, got {type(given).__name__}.")
     if len(given) != members:
         raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
+    refuse_others(given, **_OF_MEMBERS)
     return given
 
 
@@ -136,8 +150,9 @@ class ReplayBufferEnsemble(Generic[Batch]):
     ensembles. Save each member with a ``Checkpointer`` of its own; :meth:`dumps` and :meth:`state_dict` have all of them.
 
     Raises:
-        TypeError: no members, or no buffers; components that are none. RuntimeError: members and components both; ``p`` and
-            ``sample_from_all`` both. ValueError: another number of components, weights that are none, both ways of routing.
+        TypeError: no members, or no buffers; components that are none, or whose class overrides what an ensemble never calls.
+        RuntimeError: members and components both; ``p`` and ``sample_from_all`` both. ValueError: another number of components, weights
+            that are none, both ways of routing.
 
     Cost: that of a draw from each member that is chosen, and a copy that puts the parts together.
 
@@ -957,6 +972,7 @@ def _made(
     for name, one, kind in zip(("storages", "samplers", "writers"), components, kinds, strict=True):
         if not isinstance(one, kind):
             raise TypeError(f"{who}: {name}: expected members, or a {kind.__name__}, got {type(one).__name__}.")
+        refuse_others(one, **_OF_MEMBERS)
     assert isinstance(storages, StorageEnsemble)
     assert isinstance(samplers, SamplerEnsemble)
     assert isinstance(writers, WriterEnsemble)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engram import _native
+from engram._words import warn_of_mixed
 from engram.errors import NoSampleable, RowError
 from engram.expanders.reading import TO_THE_END
 from engram.field_paths import public
@@ -53,7 +54,7 @@ class Expansion:
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         self.memory, self._fields = memory, reading.fields
-        self._trajectories = index, boundaries
+        self._trajectories, self._who = (index, boundaries), who
         self._stacked = [
             (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
         ]
@@ -102,6 +103,8 @@ class Expansion:
     def read(self, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
         """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
         rows, tickets = as_rows(draw.rows, "sample"), None if draw.tickets is None else as_rows(draw.tickets, "sample")
+        if self._table.mixed():
+            warn_of_mixed(self._who)
         try:
             tensors, moved = self.native.read(self.memory.core, self._table, rows, tickets)
         except IndexError as error:

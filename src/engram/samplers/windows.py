@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import _fork, _native
-from engram._words import warn
+from engram._words import warn_of_mixed
 from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import FieldPath, as_path, plain, public
 from engram.retries import Retries
@@ -116,8 +116,6 @@ class WindowSampler(NativeSampler):
         self._storage: SampledStorage | None = None
         self._bound: _Bound | None = None
         self._splits: dict[int, tuple[int, int, _native.WindowSpec]] = {}
-        #: Draws so far; -1: it was said that steps of several processes are mixed.
-        self._draws = 0
 
     def change(self, **entries: object) -> None:
         """Replace entries of the settings. The next draw follows the new ones."""
@@ -289,10 +287,8 @@ class WindowSampler(NativeSampler):
         bound = self._bound
         if bound is None or bound.memory is not store or bound.schema is not store.schema:
             bound = self._bound_to(storage, length)
-        if self._draws >= 0:
-            self._draws += 1
-            if not self._draws & (self._draws - 1) and bound.id_key is None:
-                self._warn_of_mixed(bound.table)
+        if bound.id_key is None and bound.table.mixed():  # type: ignore[union-attr] # fragments have an id
+            warn_of_mixed(type(self).__name__)
         marks, fields = bound.marks[shown], layout or bound.layout
         arguments = (store.core, fields, key.address, count, spec, bound.batched[shown, numbered], marks.wanted)
         if bound.static is None:
@@ -312,15 +308,6 @@ class WindowSampler(NativeSampler):
                 )
             self._raise_without_windows(bound.table, length)
         return marks, tensors
-
-    def _warn_of_mixed(self, table: Table) -> None:
-        """Warn once where processes write to one lane by turns, and end flags alone tell trajectories. Asked at draws 1, 2, 4, 8 …"""
-        if self.settings.static is None and not isinstance(table, _native.Fragments) and table.mixed():
-            self._draws = -1
-            warn(
-                f"sample: {type(self).__name__}: several processes write to one lane, and end flags alone tell trajectories: windows mix "
-                "their steps. Give each writer a lane of its own (lanes=n, and rb.on_lane(k)), or store an id of the trajectory (traj_key)."
-            )
 
     def sample_natively(
         self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._checks import check_number
+from engram._words import warn_of_mixed
 from engram.errors import RowError
 from engram.field_paths import public
 from engram.samplers.trajectory_tables import END_KEYS, Boundaries, TrajectoryKeys, numbers_by_path, shared_table
@@ -61,7 +62,7 @@ class WindowTable:
         """The field that gets a mark at the first record of each window; None: none does."""
         self._table = shared_table(memory, table, boundaries, 1)
         self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
-        self._total = unit.total
+        self._total, self._who = unit.total, name
         self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
 
     def around(self, rows: Tensor, tickets: Tensor | None) -> Windows:
@@ -94,6 +95,8 @@ class WindowTable:
     ) -> tuple[Windows, list[Tensor], list[int]]:
         rows, expected = as_rows(rows, "sample"), None if tickets is None else as_rows(tickets, "sample")
         learned = self._learned if told else 0
+        if self._table.mixed():
+            warn_of_mixed(self._who)
         try:
             said, columns, moved, steps = self._table.around(
                 self.memory.core, layout, rows, expected, self._spec, self._shifted, learned, numbered

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._checks import as_numbers
-from engram._overrides import meanwhile
+from engram._overrides import meanwhile, overrides
 from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
@@ -38,7 +38,8 @@ class NativeWriter(Component):
     def register_storage(self, storage: Any) -> None:
         """Set the storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to.
 
-        A buffer does this. Raises to refuse the storage.
+        A buffer does this. Raises to refuse the storage: ``ValueError`` for several lanes or ``ndim > 1``, if a subclass has TorchRL's
+        ``get_insert_index``.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, RoundRobinWriter
@@ -47,6 +48,10 @@ class NativeWriter(Component):
         >>> writer.extend(torch.arange(3)).tolist()
         [0, 1, 2]
         """
+        if overrides(type(self), "get_insert_index") and storage.ndim * storage.lanes > 1:
+            raise ValueError(
+                f"{type(self).__name__}.get_insert_index: expected a storage with ndim=1 and one lane, got {storage!r}: it names rows."
+            )
         self._storage = storage
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
