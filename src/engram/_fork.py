@@ -182,8 +182,8 @@ def _recover() -> None:
         except Exception as error:  # noqa: BLE001 - such as that of a damaged store: the others have to recover
             failed.append(error)
     _settle()
-    for error in failed:
-        raise error  # of which Python tells
+    if failed:
+        raise failed[0]  # of which Python tells
 
 
 os.register_at_fork(before=_prepare, after_in_parent=_settle, after_in_child=_recover)

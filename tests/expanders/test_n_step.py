@@ -193,6 +193,9 @@ def test_priorities_are_those_of_the_rows():
     assert rb.sample(50)["step"].unique().tolist() == [4]
     rb[[4]] = rb[[4]]
     rb.update_tensordict_priority(batch)
+    assert rb.stats()["priority_updates_dropped"] == 0
+    rb.writer.write_at([4], steps([10])[4:5])
+    rb.update_tensordict_priority(batch)
     assert rb.stats()["priority_updates_dropped"] > 0
     rb.sampler.beta = 0.25
     assert rb.sampler.sampler.beta == rb.sampler.beta == 0.25

@@ -98,6 +98,9 @@ def test_priorities_are_those_of_the_first_steps():
     assert (info["index_generation"] == rb.storage.tickets_of(info["index"][0])).all()
     rb[[4]] = rb[[4]]
     rb.update_tensordict_priority(batch.set("td_error", torch.ones(30)))
+    assert rb.stats()["priority_updates_dropped"] == 0
+    rb.writer.write_at([4], steps([10])[4:5])
+    rb.update_tensordict_priority(batch)
     assert rb.stats()["priority_updates_dropped"] == 10
 
 
