@@ -70,7 +70,7 @@ struct Batched {
 class Sampled {
  public:
   Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, const WindowSpec& spec,
-          const Batched& batched)
+          const Batched& batched, const ChooseAgain& again = {})
       : store_(store),
         specs_(layout.specs()),
         fields_(specs_.size()),
@@ -95,7 +95,7 @@ class Sampled {
       return {buffers_.first(fields_), rows(), numbers_.data()};
     };
     windows_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all().first(fields_), choose, n, spec,
-                            batched.padded, allocate);
+                            batched.padded, allocate, again);
     for (const Steps& steps : windows_) total_ += places(steps);
     count();
   }
@@ -252,6 +252,11 @@ ChooseWindows chosen_by(Trajectories& table, const WindowSpec& spec, const Batch
   };
 }
 
+// For windows that have their turn once, of a queue or an epoch.
+ChooseAgain again(Trajectories& table, const WindowSpec& spec) {
+  return [&table, &spec](const Window& window, Drawn& drawn) { return table.choose_again(window, spec, drawn); };
+}
+
 // Whether a batch of windows is drawn and read before another thread has been woken: of few tracks, as each of them is looked at.
 bool brief(const Trajectories& table, const Store& store, const WindowSpec& spec, std::uint64_t n) {
   constexpr std::uint64_t kTracks = 64, kWindows = 128, kSteps = 1024;
@@ -267,7 +272,7 @@ nb::list sample(Trajectories& table, const Store& store, const Layout& layout, A
     const WithoutInterpreter running(brief(table, store, spec, n));
     sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
       return table.draw(key_of(key, attempt), count, spec);
-    }), n, spec, batched);
+    }), n, spec, batched, batched.taken.empty() ? ChooseAgain{} : again(table, spec));
     sampled->add(marks);
     if (batched.numbered) sampled->add_numbers(batched.tickets);
     if (OutputBlock* part = OutputBlock::current(); part != nullptr && part->is_part()) {
@@ -428,7 +433,7 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
       epoch = std::move(next);
       return drawn;
     };
-    sampled.emplace(store, layout, choose, n, spec, batched);
+    sampled.emplace(store, layout, choose, n, spec, batched, again(table, spec));
     sampled->add(marks);
     if (batched.numbered) sampled->add_numbers(batched.tickets);
     if (Masses* masses = masses_of_block(); masses != nullptr) {
@@ -458,7 +463,7 @@ nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& 
     sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
       if (part && attempt == 0) return propose_anchored(priorities, table, key, count, spec);
       return draw_anchored(priorities, table, key_of(key, attempt), count, spec);
-    }), n, spec, batched);
+    }), n, spec, batched, batched.taken.empty() ? ChooseAgain{} : again(table, spec));
     sampled->add(marks);
     sampled->add_weights(priorities, single_precision, over_batch ? Priorities::Over::batch : Priorities::Over::store);
     if (batched.numbered) sampled->add_numbers(batched.tickets);

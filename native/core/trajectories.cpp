@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "check.h"
@@ -17,6 +18,7 @@ namespace {
 constexpr std::uint64_t kMost = ~std::uint64_t{0};
 constexpr std::uint64_t kMostFlagBytes = 16;
 constexpr std::uint64_t kBrief = 1024;  // steps that are looked at before another thread has been woken
+constexpr int kLooks = 64;  // at a row that an edit may have marked and not said so yet
 
 }  // namespace
 
@@ -91,6 +93,7 @@ Trajectories::Views Trajectories::views() const {
 
 // ---- what the rows say ---------------------------------------------------------------------------------------------
 
+// An edit leaves a step where it is. One that may move a boundary is heard of once it is over, as any edit is.
 Trajectories::Look Trajectories::look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const {
   const std::uint64_t in_lane = place % steps_ * width_ + column, row = lane * control_.lane_length() + in_lane;
   const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
@@ -101,20 +104,24 @@ Trajectories::Look Trajectories::look(std::uint64_t lane, std::uint64_t column, 
   const bool moved = control_.word(row).load(std::memory_order_relaxed) != word;
   const State state = state_of(word);
   if (control_.left_behind(row, word)) return Look::dead;
-  if (moved || state == State::writing) return Look::writing;
+  if (moved || (state == State::writing && !engram::is_being_edited(word))) return Look::writing;
   if (state != State::unused && lap == static_cast<std::uint32_t>(place / steps_)) {
-    return state == State::committed && in_lane < control_.filled(lane) ? Look::whole : Look::dead;
+    return Control::holds_write(word) && in_lane < control_.filled(lane) ? Look::whole : Look::dead;
   }
   // The row holds nothing, or a step of another lap. Places before the base were never reserved: no writer will come.
   const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire) / width_ + steps_;
   return place >= base ? Look::reserved : Look::dead;
 }
 
-// Looks at a place in all columns. False: one of its rows is being written.
-bool Trajectories::look_at(std::uint64_t lane, std::uint64_t place) {
+// Looks at a place in all columns, and again at a row that is being written. False: it is at the last look, too.
+bool Trajectories::look_at(std::uint64_t lane, std::uint64_t place, int looks) {
   for (std::uint64_t column = 0; column < width_; ++column) {
-    seen_[column] = look(lane, column, place);
-    if (seen_[column] == Look::writing) return false;
+    for (int k = 1; (seen_[column] = look(lane, column, place)) == Look::writing; ++k) {
+      if (k >= looks) return false;
+      if (k < kLooks / 2) continue;
+      let_go();
+      std::this_thread::yield();
+    }
   }
   return true;
 }
@@ -256,17 +263,20 @@ bool Trajectories::ends_on_the_way(std::int64_t row, std::uint64_t n, std::int64
 }
 
 // Whether a trajectory ends between the place and the one before it. Yes, too, while a writer is writing one of the two:
-// that writer compares them afterwards.
+// that writer compares them afterwards. So does one that edits a boundary; other edits change nothing here.
 bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
   const std::int64_t before = row(track, place - 1), after = row(track, place);
   const Word &first = control_.word(static_cast<std::uint64_t>(before)),
              &second = control_.word(static_cast<std::uint64_t>(after));
-  const std::uint64_t a = first.load(std::memory_order_acquire), b = second.load(std::memory_order_acquire);
-  const bool over = ends(before, after);
-  fence(std::memory_order_acquire);
-  const bool stood = is_committed(a) && is_committed(b) && first.load(std::memory_order_relaxed) == a &&
-                     second.load(std::memory_order_relaxed) == b;
-  return over || !stood;
+  for (int looks = kLooks; looks > 0; --looks) {
+    const std::uint64_t a = first.load(std::memory_order_acquire), b = second.load(std::memory_order_acquire);
+    const bool over = ends(before, after);
+    fence(std::memory_order_acquire);
+    const bool stood = Control::holds_write(a) && Control::holds_write(b) && first.load(std::memory_order_relaxed) == a &&
+                       second.load(std::memory_order_relaxed) == b;
+    if (over || stood) return over;
+  }
+  return true;
 }
 
 // Whether a reserved place will never be written: its writer died, or gave up.
@@ -355,13 +365,14 @@ std::uint64_t Trajectories::advance(std::uint64_t lane, std::uint64_t steps, boo
     if (!settle) return 0;
     forget_lane(lane);
   }
+  const int looks = settle && s.next == 0 ? kLooks : 1;  // what was appended since the last look is mostly in the hands of its writer
   const Live now = refresh(lane);
   if (steps > kBrief && now.end > s.next + kBrief) let_go();
   for (; s.next < now.end && steps > 0; --steps) {
-    if (!look_at(lane, s.next)) return 0;
+    if (!look_at(lane, s.next, looks)) return 0;
     const auto reserved = [&] { return std::find(seen_.begin(), seen_.end(), Look::reserved) != seen_.end(); };
     // Once it is abandoned, it is looked at again: it may have been written until then.
-    if (reserved() && !(settle && abandoned(lane, s.next) && look_at(lane, s.next))) return 0;
+    if (reserved() && !(settle && abandoned(lane, s.next) && look_at(lane, s.next, 1))) return 0;
     for (std::uint64_t column = 0; column < width_; ++column) {
       push(lane * width_ + column, s.next, seen_[column] != Look::whole);
     }

@@ -188,6 +188,9 @@ class Trajectories final : public Index {
   /// out, overwritten ones are passed over. Begins a new epoch, under `key`, where the old one is over. `drop_last`: a rest of less than
   /// n is skipped, if need be before the draw; empty and count < n if there are not as many at all.
   Drawn draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const WindowSpec& spec, bool shuffle, bool drop_last);
+  /// The same window, as its rows are now. All its tickets are -1: a writer is in it. False: it is not what it was, as steps of it were
+  /// written over or removed, or a boundary lies in it by now.
+  bool choose_again(const Window& window, const WindowSpec& spec, Drawn& drawn);
   /// How many trajectories are left of an epoch, and no more than `most`. Moves on over those that were overwritten.
   std::uint64_t left(TrajectoryEpoch& epoch, bool shuffle, std::uint64_t most) const;
 
@@ -341,7 +344,7 @@ class Trajectories final : public Index {
   Views views() const;
 
   Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
-  bool look_at(std::uint64_t lane, std::uint64_t place);
+  bool look_at(std::uint64_t lane, std::uint64_t place, int looks);
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
   bool all(const Field& field, std::uint64_t size, std::int64_t row) const;
@@ -373,6 +376,7 @@ class Trajectories final : public Index {
                        std::uint64_t attempt) const;
   bool list_rows(const Window& window, const WindowSpec& spec, std::int64_t* rows, std::int64_t* numbers) const;
   bool add_rows(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
+  bool is_being_edited(const Window& window) const;
   void ask_for(const Window& window) const;
   std::int64_t number_at(std::int64_t row) const;
   std::vector<std::int64_t> ends_of(const Views& tracks, std::uint64_t version) const;

@@ -262,6 +262,14 @@ bool Trajectories::list_rows(const Window& window, const WindowSpec& spec, std::
   return !lost && stands;
 }
 
+bool Trajectories::is_being_edited(const Window& window) const {
+  for (std::uint64_t i = 0; i < window.length; ++i) {
+    const auto r = static_cast<std::uint64_t>(row(window.track, window.first + i));
+    if (engram::is_being_edited(control_.held_word(r))) return true;
+  }
+  return false;
+}
+
 Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec) {
   spec.validate();
   check(taken.size() == tracks_, "a ticket number for each track");
@@ -347,8 +355,9 @@ Drawn Trajectories::completed(std::span<std::int64_t> next, std::uint64_t n, con
     const Oldest oldest = heap.back();
     heap.pop_back();
     const Window& window = oldest.window;
-    const bool taken = append(drawn, window, spec, true);
-    if (!taken && live(window.track / width_).low <= window.first) continue;  // it is being edited: it comes later
+    const bool whole = append(drawn, window, spec, true), there = live(window.track / width_).low <= window.first;
+    // One that is being edited is read once that is over. One that a row is being written in comes later.
+    if (!whole && there && !append(drawn, window, spec, !is_being_edited(window))) continue;
     next[window.track] = static_cast<std::int64_t>(window.first + window.length);
     find(*oldest.view);
   }
@@ -493,6 +502,19 @@ Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::u
   }
   if (left(epoch, shuffle, needed) < needed) epoch.visited = epoch.count;
   return drawn;
+}
+
+bool Trajectories::choose_again(const Window& window, const WindowSpec& spec, Drawn& drawn) {
+  const auto guard = locked();
+  settle();
+  const View v = view(window.track);
+  const std::uint64_t end = window.first + window.length;
+  if (window.first < v.low) return false;
+  if (v.count > 0 && window.first < v.next) {  // else a writer is in a row before it
+    const std::uint64_t run = v.find(window.first);
+    if (v.dead(run) || std::min(end, v.next) > v.end(run)) return false;
+  }
+  return append(drawn, window, spec, false);
 }
 
 Window Trajectories::window_at(std::int64_t row, const WindowSpec& spec) const {

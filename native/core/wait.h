@@ -32,10 +32,12 @@ inline void let_go() {
 /// When a wait that begins now ends in vain.
 class Deadline {
  public:
+  explicit Deadline(std::chrono::milliseconds wait = wait_limit.load()) : at_(std::chrono::steady_clock::now() + wait) {}
+
   bool passed() const { return std::chrono::steady_clock::now() > at_; }
 
  private:
-  std::chrono::steady_clock::time_point at_ = std::chrono::steady_clock::now() + wait_limit.load();
+  std::chrono::steady_clock::time_point at_;
 };
 
 /// "… for 5 s", and what to do

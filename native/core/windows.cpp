@@ -20,6 +20,7 @@ constexpr std::uint64_t kTries = 8;    // draws of anchors before those that wil
 struct Slot {
   std::uint64_t from, rows;
   Steps steps;
+  Window window;
 };
 
 // The rows and tickets of all windows that were chosen for a batch, one behind the other.
@@ -44,10 +45,20 @@ class Chosen {
       if (window.length == 0 || slots.size() == n) continue;
       const std::uint64_t rows = spec_.rows(window);
       check(rows <= spec_.length && rows <= rows_.size() - from, "windows of at most the length asked for");
-      slots.push_back({from, rows, spec_.steps(window)});
+      slots.push_back({from, rows, spec_.steps(window), window});
       from += rows;
     }
     return slots;
+  }
+
+  /// Whether the window is there still: then its rows and tickets are those of now.
+  bool stays(const Slot& slot, const ChooseAgain& again) {
+    Drawn drawn;
+    if (slot.rows == 0 || !again(slot.window, drawn)) return false;
+    check(drawn.rows.size() == slot.rows, "the same window");
+    std::copy(drawn.rows.begin(), drawn.rows.end(), rows_.begin() + static_cast<std::ptrdiff_t>(slot.from));
+    std::copy(drawn.numbers.begin(), drawn.numbers.end(), numbers_.begin() + static_cast<std::ptrdiff_t>(slot.from));
+    return true;
   }
 
   /// A window's rows and tickets, put into `places` places, the last repeated.
@@ -84,7 +95,8 @@ void close_gaps(const Store& store, std::span<const std::uint64_t> which, const 
 }  // namespace
 
 std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_t> which, const ChooseWindows& choose,
-                                std::uint64_t n, const WindowSpec& spec, bool padded, const Allocate& allocate) {
+                                std::uint64_t n, const WindowSpec& spec, bool padded, const Allocate& allocate,
+                                const ChooseAgain& again) {
   Chosen chosen(choose, spec);
   std::vector<Slot> slots = chosen.more(n, 0);
   std::uint64_t stride = 0;  // places of each window, while they are read
@@ -112,19 +124,23 @@ std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_
     return store.gather(memory.rows + at, stride, which, fields, memory.numbers + at, nullptr).empty();
   };
   std::vector<std::uint64_t> moved = read_all();
-  const Deadline deadline;
+  const Deadline deadline, turn(wait_limit.load() / 2);
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
     if (attempt > kRedraws) {
       if (deadline.passed()) throw in_vain("windows moved at every try");
       let_go();
       std::this_thread::yield();
     }
-    store.control().count_redraws(moved.size());
-    std::vector<Slot> others = chosen.more(moved.size(), attempt);
-    others.resize(moved.size(), Slot{});
+    std::vector<std::uint64_t> lost;  // whose places others take
+    for (const std::uint64_t i : moved) {
+      if (!again || turn.passed() || !chosen.stays(slots[i], again)) lost.push_back(i);
+    }
+    store.control().count_redraws(lost.size());
+    std::vector<Slot> others = lost.empty() ? std::vector<Slot>{} : chosen.more(lost.size(), attempt);
+    others.resize(lost.size(), Slot{});
     bool longer = false;
-    for (std::uint64_t k = 0; k < moved.size(); ++k) {
-      slots[moved[k]] = others[k];
+    for (std::uint64_t k = 0; k < lost.size(); ++k) {
+      slots[lost[k]] = others[k];
       longer |= others[k].rows > stride;
     }
     if (longer) {  // than what there is memory for

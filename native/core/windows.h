@@ -15,6 +15,9 @@ namespace engram {
 /// Chooses up to n windows, fewer where there are no more; `attempt` numbers the choices for one batch.
 using ChooseWindows = std::function<Drawn(std::uint64_t n, std::uint64_t attempt)>;
 
+/// As Trajectories::choose_again.
+using ChooseAgain = std::function<bool(const Window& window, Drawn& drawn)>;
+
 /// OutputBuffer for rows of windows.
 struct WindowMemory {
   Batch fields;
@@ -27,9 +30,10 @@ using Allocate = std::function<WindowMemory(std::uint64_t rows)>;
 
 /// Reads fields `which` of n windows, one behind the other; with `padded` each takes as many places as the spec has steps, its
 /// last step repeated. Meanwhile each needs as many places as the longest of them. Returns their steps. Throws Stalled: some
-/// moved at every try for 5 s.
+/// moved at every try for 5 s. `again`, if there is one: a window that moved keeps its place for half of that, as long as it is there.
 std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_t> which, const ChooseWindows& choose,
-                                std::uint64_t n, const WindowSpec& spec, bool padded, const Allocate& allocate);
+                                std::uint64_t n, const WindowSpec& spec, bool padded, const Allocate& allocate,
+                                const ChooseAgain& again = {});
 
 /// n windows whose anchors are drawn by priority, with replacement, among the rows where one may lie: a pure
 /// function of key, tree, table and tickets. Empty if there is none. O(rows) where hardly any row of high priority may begin

@@ -221,7 +221,7 @@ TEST(the_oldest_of_all_tracks_comes_first) {
   EXPECT((order == std::vector<std::uint64_t>{2, 0, 2, 1}));
 }
 
-TEST(a_window_that_is_being_edited_comes_later_and_does_not_stop_other_tracks) {
+TEST(a_window_that_is_being_written_comes_later_and_does_not_stop_other_tracks) {
   World w(geometry(2, 8));
   w.append(0, 4);
   w.append(1, 2);
@@ -232,6 +232,19 @@ TEST(a_window_that_is_being_edited_comes_later_and_does_not_stop_other_tracks) {
   EXPECT((w.table.completed(w.next, 9, {2}).rows == Indices{8, 9}));
   control.word(1) = word;
   EXPECT((w.table.completed(w.next, 9, {2}).rows == Indices{0, 1, 2, 3}));
+}
+
+TEST(a_window_that_is_being_edited_has_its_turn) {
+  World w(geometry(1, 8));
+  w.append(0, 4);
+  const Control control = w.heap.view();
+  const std::uint64_t word = control.word(1);
+  control.word(1) = ticket(9, State::writing);
+  control.begin_edit(1, word, 9);
+  const Drawn drawn = w.table.completed(w.next, 9, {2});
+  EXPECT((drawn.rows == Indices{0, 1, 2, 3}));
+  EXPECT((drawn.numbers == Indices{-1, -1, 3, 4}));
+  EXPECT(w.table.completed(w.next, 9, {2}).windows.empty());
 }
 
 TEST(removed_steps_end_a_window_and_others_come_all_the_same) {

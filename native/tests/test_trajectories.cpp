@@ -713,6 +713,33 @@ struct LooksBefore : Index {
   Trajectories& table;
 };
 
+// Another process is in the midst of an edit, or was killed there.
+TEST(a_row_that_is_being_edited_hides_nothing) {
+  for (const std::uint64_t width : {std::uint64_t{1}, std::uint64_t{2}}) {
+    Dice dice(11);
+    World w(geometry(1, 32), By::episode, width, 3);
+    w.append(dice, 0, 24);
+    const Runs before = w.expected();
+    Word& word = w.heap.view().word(5);
+    Word& scatters = w.heap.view().counters().scatters;
+    const std::uint64_t seen = word;
+    word = ticket(30, State::writing);
+    w.heap.view().begin_edit(5, seen, 30);
+    EXPECT(w.found() == before);  // a young table
+    scatters = scatters + 1;
+    EXPECT(w.found() == before);  // one that looks at all of them again
+    w.append(dice, 0, 4);
+    EXPECT(w.found().back().back() >= 26);
+    std::memset(w.heap.fields[kEpisode].data + 5 * 8, 0x77, 8);
+    word = ticket(30, State::committed) | kEdited;
+    scatters = scatters + 1;
+    EXPECT(w.found() == w.expected() && w.found() != before);
+    word = ticket(31, State::voided);
+    scatters = scatters + 1;
+    EXPECT(w.found() == w.expected());
+  }
+}
+
 TEST(an_edit_that_was_seen_before_its_call_hides_none_of_another_process) {
   World w(geometry(1, 8), By::done, 1, 8);
   LooksBefore between(w.table);

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -62,6 +63,23 @@ struct World {
     store.append(lane, steps, rows.in, nullptr);
   }
 
+  /// Gives rows new tickets, and leaves what they hold.
+  void edit(const Indices& rows) {
+    std::vector<std::uint64_t> steps(rows.size());
+    for (std::size_t i = 0; i < rows.size(); ++i) std::memcpy(&steps[i], heap.fields[kStep].row(static_cast<std::uint64_t>(rows[i])), 8);
+    const std::uint64_t which[] = {kStep};
+    const std::byte* const column[] = {reinterpret_cast<const std::byte*>(steps.data())};
+    store.scatter(rows.data(), rows.size(), which, column, false);
+  }
+
+  /// As an edit that has not come to its end.
+  void begin_edit(std::uint64_t row) {
+    const std::uint64_t seen = control.word(row), number = control.counters().next_ticket.fetch_add(1);
+    control.word(row) = ticket(number, State::writing);
+    control.begin_edit(row, seen, number);
+  }
+  void end_edit(std::uint64_t row) { control.word(row) = ticket(number_of(control.word(row)), State::committed) | kEdited; }
+
   /// The windows that begin at rows, as the table sees them now.
   Drawn at(const Indices& rows, const WindowSpec& shape) { return table.windows_at(rows.data(), rows.size(), shape, rows.size()); }
 
@@ -76,7 +94,7 @@ struct World {
 
 /// OutputBuffer for windows, and what they must hold.
 struct Read {
-  Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded) {
+  Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded, const ChooseAgain& again = {}) {
     const auto allocate = [&](std::uint64_t places) {
       made.push_back(places);
       batch.emplace(w.heap.fields, places);
@@ -84,7 +102,7 @@ struct Read {
       numbers.assign(places, -7);
       return WindowMemory{batch->out, rows.data(), numbers.data()};
     };
-    for (const Steps& steps : read_windows(w.store, w.store.all(), choose, n, {length}, padded, allocate)) {
+    for (const Steps& steps : read_windows(w.store, w.store.all(), choose, n, {length}, padded, allocate, again)) {
       lengths.push_back(steps.real);
     }
     std::uint64_t at = 0;
@@ -168,6 +186,72 @@ TEST(others_come_for_windows_that_moved) {
   EXPECT((asked == std::vector<std::uint64_t>{4, 3, 1}));
   EXPECT((read.rows == Indices{0, 1, 2, 3, 14, 15, 16, 17, 13, 14, 15, 16, 22, 23, 24, 25}));
   EXPECT_EQ(w.control.counters().redraws - redraws, 4u);
+}
+
+namespace {
+
+// Reads the windows at rows 0, 4 and 12, once `act` has changed some. Those that come instead begin at row 20.
+struct Turns {
+  Turns(World& w, const std::function<void()>& act, const std::function<void()>& each = [] {})
+      : read(w,
+             [&](std::uint64_t n, std::uint64_t attempt) {
+               asked.push_back(n);
+               Drawn drawn = attempt == 0 ? w.at({0, 4, 12}, {4}) : w.at({20}, {4});
+               if (attempt == 0) act();
+               return drawn;
+             },
+             3, 4, false,
+             [&](const Window& window, Drawn& drawn) {
+               each();
+               return w.table.choose_again(window, {4}, drawn);
+             }) {}
+
+  std::vector<std::uint64_t> asked;
+  Read read;
+};
+
+struct Episodes : World {
+  Episodes() : World(geometry(1, 64)) {
+    append(0, 1, 9);
+    append(0, 2, 3);
+    append(0, 3, 20);
+  }
+};
+
+const Indices kAsChosen{0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15}, kSecondLost{0, 1, 2, 3, 20, 21, 22, 23, 12, 13, 14, 15};
+
+}  // namespace
+
+TEST(a_window_that_was_edited_keeps_its_turn) {
+  Episodes w;
+  const Turns edited(w, [&] { w.edit({5, 12, 13}); });
+  EXPECT((edited.asked == std::vector<std::uint64_t>{3}));
+  EXPECT((edited.read.rows == kAsChosen));
+  for (std::size_t i = 0; i < kAsChosen.size(); ++i) {
+    EXPECT_EQ(edited.read.numbers[i], number_of(w.control.word(static_cast<std::uint64_t>(kAsChosen[i]))));
+  }
+}
+
+TEST(a_window_that_is_being_edited_is_waited_for) {
+  Episodes w;
+  int calls = 0;
+  const Turns edited(w, [&] { w.begin_edit(5); }, [&] {
+    if (++calls == 100) w.end_edit(5);
+  });
+  EXPECT((edited.asked == std::vector<std::uint64_t>{3}));
+  EXPECT((edited.read.rows == kAsChosen));
+  EXPECT_EQ(calls, 100);
+}
+
+TEST(a_window_that_is_gone_or_in_an_edit_without_end_loses_its_turn) {
+  for (const bool removed : {true, false}) {
+    Episodes w;
+    const Impatient impatient(std::chrono::milliseconds(100));
+    const Indices rows{6};
+    const Turns lost(w, [&] { removed ? static_cast<void>(w.store.remove(rows.data(), 1, nullptr)) : w.begin_edit(6); });
+    EXPECT((lost.asked == std::vector<std::uint64_t>{3, 1}));
+    EXPECT((lost.read.rows == kSecondLost));
+  }
 }
 
 TEST(of_fields_that_are_not_asked_for_only_the_tickets_are_looked_at) {
