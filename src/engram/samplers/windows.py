@@ -223,8 +223,8 @@ class WindowSampler(NativeSampler):
     def _table_of(self, memory: Store, window: int) -> tuple[Table, StaticTable | None, FieldPath | None]:
         """The table of windows of so many steps, the one of given boundaries, and the field that tells trajectories apart."""
         settings, rules, numbers = self.settings, self.rules, numbers_by_path(memory)
-        if settings.fragmented:
-            fragments, found = fragments_table(memory, settings, window)
+        if rules is not None and settings.fragmented:
+            fragments, found = fragments_table(memory, settings, rules, window)
             return fragments, None, found
         if rules is not None:
             boundaries = rules.boundaries(
