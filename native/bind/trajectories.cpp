@@ -544,20 +544,31 @@ static void bind_completed(nb::class_<Trajectories, Index>& table) {
           "positions"_a, "The reverse of positions_of, for a store that holds the same rows.");
 }
 
+static std::vector<Field> fields_of(const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
+                                    const std::vector<std::uint64_t>& strides) {
+  check(data.size() == row_bytes.size() && data.size() == strides.size(), "one row size and stride per field");
+  std::vector<Field> fields;
+  for (std::size_t i = 0; i < data.size(); ++i) fields.push_back({at<std::byte>(data[i]), row_bytes[i], strides[i]});
+  return fields;
+}
+
 static void bind_fragments(nb::module_& m) {
   nb::class_<Fragments, Index>(m, "Fragments", nb::is_weak_referenceable(), "Rows by trajectory and step, which lie anywhere.")
       .def(
           "__init__",
           [](Fragments* self, const Store& store, Address trajectory, std::uint64_t trajectory_bytes, std::uint64_t trajectory_stride,
              bool trajectory_signed, Address step, std::uint64_t step_bytes, std::uint64_t step_stride, bool step_signed,
-             std::uint64_t window, nb::handle) {
+             const std::vector<Address>& ends, const std::vector<std::uint64_t>& end_bytes, const std::vector<std::uint64_t>& end_strides,
+             const std::vector<std::uint64_t>& step_types, const std::vector<std::uint64_t>& whole, std::uint64_t window, nb::handle) {
+            Boundaries boundaries{0, fields_of(ends, end_bytes, end_strides), {}, step_types, whole};
             new (self) Fragments(store.control(), {{at<std::byte>(trajectory), trajectory_bytes, trajectory_stride}, trajectory_signed},
-                                 {{at<std::byte>(step), step_bytes, step_stride}, step_signed}, window);
+                                 {{at<std::byte>(step), step_bytes, step_stride}, step_signed}, window, std::move(boundaries));
           },
           "store"_a, "trajectory"_a, "trajectory_bytes"_a, "trajectory_stride"_a, "trajectory_signed"_a, "step"_a, "step_bytes"_a,
-          "step_stride"_a, "step_signed"_a, "window"_a, "owner"_a, nb::keep_alive<1, 12>(),
-          "Addresses of two fields of integers, bytes of one, bytes from row to row, and whether they are signed. `owner` holds their "
-          "memory and the store's.")
+          "step_stride"_a, "step_signed"_a, "ends"_a, "end_bytes"_a, "end_strides"_a, "step_types"_a, "whole"_a, "window"_a, "owner"_a,
+          nb::keep_alive<1, 17>(),
+          "Addresses of two fields of integers, bytes of one, bytes from row to row, and whether they are signed; then of fields that end "
+          "trajectories, as of Trajectories. `owner` holds their memory and the store's.")
       .def("catch_up", &Fragments::catch_up, nb::call_guard<nb::gil_scoped_release>(), "Looks at all rows that are new.")
       .def("count", &Fragments::count, "window"_a, nb::call_guard<nb::gil_scoped_release>(), "Runs of so many steps are found at once.")
       .def("after_fork", &Fragments::after_fork, "In a child that was forked off, before anything else.")
@@ -626,11 +637,7 @@ void bind_trajectories(nb::module_& m) {
           [](Trajectories* self, const Store& store, std::uint64_t ids, const std::vector<std::uint64_t>& which,
              const std::vector<std::uint64_t>& step_types, const std::vector<std::uint64_t>& whole, const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
              const std::vector<std::uint64_t>& strides, std::uint64_t width, std::uint64_t window, Address memory, std::uint64_t memory_bytes, const nb::object&) {
-            check(data.size() == row_bytes.size() && data.size() == strides.size(), "one row size and stride per field");
-            Boundaries boundaries{ids, {}, which, step_types, whole};
-            for (std::size_t i = 0; i < data.size(); ++i) {
-              boundaries.fields.push_back({at<std::byte>(data[i]), row_bytes[i], strides[i]});
-            }
+            Boundaries boundaries{ids, fields_of(data, row_bytes, strides), which, step_types, whole};
             new (self) Trajectories(store.control(), std::move(boundaries), width, window, block(memory, memory_bytes));
           },
           "store"_a, "ids"_a, "which"_a, "step_types"_a, "whole"_a, "fields"_a,

@@ -42,10 +42,11 @@ std::int64_t shifted(std::int64_t step, std::uint64_t by) {  // without overflow
 
 }  // namespace
 
-Fragments::Fragments(Control control, IntegerField trajectory, IntegerField step, std::uint64_t window)
+Fragments::Fragments(Control control, IntegerField trajectory, IntegerField step, std::uint64_t window, Boundaries ends)
     : control_(control),
       trajectory_(trajectory),
       step_(step),
+      ends_(std::move(ends)),
       window_(window),
       nodes_((check(control.capacity() < kMostRows, "fragments: expected fewer than 2^32 - 1 rows"), control.capacity())),
       buckets_(std::bit_ceil(control.capacity())),
@@ -59,6 +60,8 @@ Fragments::Fragments(Control control, IntegerField trajectory, IntegerField step
   check_integer(trajectory);
   check_integer(step);
   check(window > 0, "a window of at least one step");
+  check(ends_.ids == 0, "fragments: expected ends without ids");
+  ends_.complete();
 }
 
 // ---- rows by trajectory and step -------------------------------------------------------------------------------------
@@ -77,12 +80,14 @@ Fragments::Id Fragments::find(std::int64_t trajectory, std::int64_t step) const 
 
 Fragments::Id Fragments::before(Id id) const {
   const Node& n = node(id);
-  return n.step == INT64_MIN ? 0 : find(n.trajectory, n.step - 1);
+  const Id found = n.begins || n.step == INT64_MIN ? 0 : find(n.trajectory, n.step - 1);
+  return found != 0 && node(found).ends ? 0 : found;
 }
 
 Fragments::Id Fragments::after(Id id) const {
   const Node& n = node(id);
-  return n.step == INT64_MAX ? 0 : find(n.trajectory, n.step + 1);
+  const Id found = n.ends || n.step == INT64_MAX ? 0 : find(n.trajectory, n.step + 1);
+  return found != 0 && node(found).begins ? 0 : found;
 }
 
 std::uint64_t Fragments::length(Id first) const {
@@ -133,11 +138,11 @@ void Fragments::leave(Id id) {
   if (right != 0) add_run(right, last);
 }
 
-void Fragments::insert(std::uint64_t row, std::int64_t trajectory, std::int64_t step, std::uint64_t number) {
+void Fragments::insert(std::uint64_t row, const Node& read) {
   const Id id = static_cast<Id>(row + 1);
-  const bool known = find(trajectory, step) != 0;
-  Id& bucket = buckets_[bucket_of(trajectory, step)];
-  node(id) = {trajectory, step, number, bucket, id};
+  const bool known = find(read.trajectory, read.step) != 0;
+  Id& bucket = buckets_[bucket_of(read.trajectory, read.step)];
+  node(id) = {read.trajectory, read.step, read.number, bucket, id, read.ends, read.begins};
   bucket = id;
   extra_[row] = known;
   extras_ += known;
@@ -176,15 +181,21 @@ void Fragments::look_at(std::uint64_t row) {
     std::byte trajectory[sizeof(std::int64_t)], step[sizeof(std::int64_t)];
     copy_from_shared(trajectory, trajectory_.field.row(row), trajectory_.field.row_bytes);
     copy_from_shared(step, step_.field.row(row), step_.field.row_bytes);
+    Node read{integer_in(trajectory, trajectory_), integer_in(step, step_), number, 0, 0, false, false};
+    for (std::size_t i = 0; i < ends_.fields.size(); ++i) {
+      read.ends |= ends_.ends_with(i, row);
+      read.begins |= ends_.begins_with(i, row);
+    }
     fence(std::memory_order_acquire);
     if (control_.word(row).load(std::memory_order_relaxed) != word) continue;
-    const std::int64_t of = integer_in(trajectory, trajectory_), at = integer_in(step, step_);
-    if (nodes_[row].number != 0 && nodes_[row].trajectory == of && nodes_[row].step == at) {  // another field was edited
-      nodes_[row].number = number;
+    Node& known = nodes_[row];
+    if (known.number != 0 && known.trajectory == read.trajectory && known.step == read.step && known.ends == read.ends &&
+        known.begins == read.begins) {  // another field was edited
+      known.number = number;
       return;
     }
     forget(row);
-    return insert(row, of, at, number);
+    return insert(row, read);
   }
 }
 

@@ -1,6 +1,6 @@
 // Trajectories whose steps are interleaved in the store: a table from (trajectory, step), two integers of each row, to rows.
 //
-// Steps of a trajectory that follow one another without a gap are a run. Rows are found by a hash of both integers. The first and the
+// Steps of a trajectory that follow one another without a gap are a run, which a stored end ends, too. Rows are found by a hash of both integers. The first and the
 // last row of a run know each other, so a step that is added or taken away at an end of a run costs O(1); one that is taken away inside
 // costs the distance to the nearer end. The first rows of all runs are a set, of which a draw takes the k-th.
 //
@@ -31,8 +31,9 @@ struct IntegerField {
 
 class Fragments final : public Index {
  public:
-  /// `window`: runs of at least so many steps are found at once. Throws std::invalid_argument: fields of no integers, or 2^32 rows.
-  Fragments(Control control, IntegerField trajectory, IntegerField step, std::uint64_t window);
+  /// `window`: runs of at least so many steps are found at once. `ends`: fields that end a trajectory, without ids. Throws
+  /// std::invalid_argument: fields of no integers, or 2^32 rows.
+  Fragments(Control control, IntegerField trajectory, IntegerField step, std::uint64_t window, Boundaries ends = {});
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
   void rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::uint64_t scatter) override;
@@ -63,6 +64,7 @@ class Fragments final : public Index {
     std::uint64_t number;  // of the row's ticket; 0: the row is not in the table
     Id next;               // in its bucket
     Id other;              // of the first row of a run the last one, and the other way round
+    bool ends, begins;     // a trajectory, as its fields say
   };
   struct Waiting {
     std::uint64_t lane, position;
@@ -79,7 +81,7 @@ class Fragments final : public Index {
   void drop_run(Id first);
   void join(Id id);
   void leave(Id id);
-  void insert(std::uint64_t row, std::int64_t trajectory, std::int64_t step, std::uint64_t number);
+  void insert(std::uint64_t row, const Node& read);
   void forget(std::uint64_t row);
   void look_at(std::uint64_t row);
   void look_at_all();
@@ -94,6 +96,7 @@ class Fragments final : public Index {
 
   Control control_;
   IntegerField trajectory_, step_;
+  Boundaries ends_;
   std::uint64_t window_;
   std::vector<Node> nodes_;
   std::vector<Id> buckets_;

@@ -38,6 +38,66 @@ bool all_set(const std::byte* from, std::uint64_t bytes, std::uint64_t size) {
   return bytes > 0;
 }
 
+namespace {
+
+bool any(const Field& field, std::uint64_t row) {
+  std::byte bytes[64];
+  const std::byte* from = field.row(row);
+  if (field.row_bytes == 1) {  // as flags are
+    copy_from_shared(bytes, from, 1);
+    return bytes[0] != std::byte{0};
+  }
+  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
+    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
+    copy_from_shared(bytes, from + i, n);
+    if (std::any_of(bytes, bytes + n, [](std::byte b) { return b != std::byte{0}; })) return true;
+  }
+  return false;
+}
+
+bool all(const Field& field, std::uint64_t size, std::uint64_t row) {
+  std::byte bytes[64];
+  const std::byte* from = field.row(row);
+  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
+    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
+    copy_from_shared(bytes, from + i, n);
+    if (!all_set(bytes, n, size)) return false;
+  }
+  return field.row_bytes > 0;
+}
+
+bool is(const Field& field, std::uint64_t size, std::uint64_t row, StepType type) {
+  std::byte bytes[64];
+  const std::byte* from = field.row(row);
+  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
+    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
+    copy_from_shared(bytes, from + i, n);
+    if (any_is(bytes, n, size, type)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void Boundaries::complete() {
+  step_types.resize(fields.size());
+  whole.resize(fields.size());
+  for (const std::uint64_t size : whole) check(size <= kMostFlagBytes && std::has_single_bit(size | (size == 0)), "flags of a dtype");
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    const std::uint64_t size = step_types[i];
+    check(size == 0 || (i >= ids && size <= sizeof(std::uint64_t) && fields[i].row_bytes % size == 0), "step types that are integers");
+  }
+}
+
+bool Boundaries::ends_with(std::size_t i, std::uint64_t row) const {
+  if (whole[i] != 0) return all(fields[i], whole[i], row);
+  return step_types[i] == 0 ? any(fields[i], row) : is(fields[i], step_types[i], row, StepType::last);
+}
+
+bool Boundaries::begins_with(std::size_t i, std::uint64_t row) const {
+  return step_types[i] != 0 && whole[i] == 0 && is(fields[i], step_types[i], row, StepType::first);
+}
+
 std::uint64_t Trajectories::bytes(std::uint64_t lanes, std::uint64_t lane_length, std::uint64_t width) {
   return sizeof(Header) + lanes * (sizeof(LaneState) + width * sizeof(TrackState) + lane_length * sizeof(Run));
 }
@@ -49,13 +109,9 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
         "columns that do not divide the only lane");
   check(window > 0, "a window of at least one step");
   check(boundaries_.ids <= boundaries_.fields.size(), "id fields that are among the fields");
-  boundaries_.step_types.resize(boundaries_.fields.size());
-  boundaries_.whole.resize(boundaries_.fields.size());
-  for (const std::uint64_t size : boundaries_.whole) check(size <= kMostFlagBytes && std::has_single_bit(size | (size == 0)), "flags of a dtype");
+  boundaries_.complete();
   for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
     const std::uint64_t size = boundaries_.step_types[i];
-    check(size == 0 || (i >= boundaries_.ids && size <= sizeof(std::uint64_t) && boundaries_.fields[i].row_bytes % size == 0),
-          "step types that are integers");
     const bool flag = i >= boundaries_.ids && size == 0 && boundaries_.whole[i] == 0 && boundaries_.fields[i].row_bytes == 1;
     flag ? flags_.push_back(boundaries_.fields[i]) : others_.push_back(i);
   }
@@ -144,51 +200,10 @@ bool Trajectories::same(const Field& field, std::int64_t a, std::int64_t b) cons
   return true;
 }
 
-bool Trajectories::any(const Field& field, std::int64_t row) const {
-  std::byte bytes[64];
-  const std::byte* from = field.row(static_cast<std::uint64_t>(row));
-  if (field.row_bytes == 1) {  // as flags are
-    copy_from_shared(bytes, from, 1);
-    return bytes[0] != std::byte{0};
-  }
-  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
-    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
-    copy_from_shared(bytes, from + i, n);
-    if (std::any_of(bytes, bytes + n, [](std::byte b) { return b != std::byte{0}; })) return true;
-  }
-  return false;
-}
-
-bool Trajectories::all(const Field& field, std::uint64_t size, std::int64_t row) const {
-  std::byte bytes[64];
-  const std::byte* from = field.row(static_cast<std::uint64_t>(row));
-  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
-    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
-    copy_from_shared(bytes, from + i, n);
-    if (!all_set(bytes, n, size)) return false;
-  }
-  return field.row_bytes > 0;
-}
-
-bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const {
-  std::byte bytes[64];
-  const std::byte* from = field.row(static_cast<std::uint64_t>(row));
-  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
-    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
-    copy_from_shared(bytes, from + i, n);
-    if (any_is(bytes, n, size, type)) return true;
-  }
-  return false;
-}
-
-// Whether the i-th field says that a trajectory ends between a row and the one after it. A first step begins one also where the last
-// step before it was lost.
+// Whether a trajectory ends between two rows. A first step begins one also where the last step before it was lost.
 bool Trajectories::ends_in(std::size_t i, std::int64_t row, std::int64_t next) const {
-  const Field& field = boundaries_.fields[i];
-  if (i < boundaries_.ids) return !same(field, row, next);
-  const std::uint64_t size = boundaries_.step_types[i], whole = boundaries_.whole[i];
-  if (whole != 0) return all(field, whole, row);
-  return size == 0 ? any(field, row) : is(field, size, row, StepType::last) || is(field, size, next, StepType::first);
+  if (i < boundaries_.ids) return !same(boundaries_.fields[i], row, next);
+  return boundaries_.ends_with(i, static_cast<std::uint64_t>(row)) || boundaries_.begins_with(i, static_cast<std::uint64_t>(next));
 }
 
 bool Trajectories::ends(std::int64_t row, std::int64_t next) const {

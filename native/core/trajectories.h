@@ -48,6 +48,12 @@ struct Boundaries {
   std::vector<std::uint64_t> which;  // their numbers in the store, for edits; may be empty if they are not of the store
   std::vector<std::uint64_t> step_types = {};  // of each field the bytes of an integer, 0 for flags; may be empty: all are flags
   std::vector<std::uint64_t> whole = {};  // of each field the bytes of a flag if all flags must be set, 0 if one does; may be empty: one
+
+  /// Fills the lists that may be empty. Throws std::invalid_argument: what they say does not fit the fields.
+  void complete();
+  /// Whether the i-th field, which holds no ids, says that a trajectory ends with a row, or begins with one.
+  bool ends_with(std::size_t i, std::uint64_t row) const;
+  bool begins_with(std::size_t i, std::uint64_t row) const;
 };
 
 /// Steps of a window, in their order: some before the trajectory, then those in it; where all are wanted, the rest is past its
@@ -346,9 +352,6 @@ class Trajectories final : public Index {
   Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
   bool look_at(std::uint64_t lane, std::uint64_t place, int looks);
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
-  bool any(const Field& field, std::int64_t row) const;
-  bool all(const Field& field, std::uint64_t size, std::int64_t row) const;
-  bool is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const;
   bool ends_in(std::size_t i, std::int64_t row, std::int64_t next) const;
   bool ends(std::int64_t row, std::int64_t next) const;
   bool ends_within(std::int64_t row, std::uint64_t n) const;

@@ -42,7 +42,24 @@ struct World {
         heap(g, {of.trajectory_bytes, of.step_bytes, 8}),
         store(heap.open(0)),
         other(heap.open(1)),
-        table(heap.view(), {heap.fields[kTrajectory], false}, {heap.fields[kStep], of.is_signed}, window) {}
+        table(heap.view(), {heap.fields[kTrajectory], false}, {heap.fields[kStep], of.is_signed}, window, {0, {heap.fields[kOther]}, {}}) {}
+
+  /// An end in some rows, in any byte; without dice in none.
+  std::set<std::int64_t> end(Rows& rows, std::uint64_t n) const {
+    std::set<std::int64_t> found;
+    for (std::uint64_t i = 0; dice != nullptr && i < n; ++i) {
+      if (dice->below(8) != 0) continue;
+      rows.row(kOther, i)[dice->below(8)] = std::byte{1};
+      found.insert(static_cast<std::int64_t>(i));
+    }
+    return found;
+  }
+  void note(const Indices& at, const std::set<std::int64_t>& ends) {
+    for (std::size_t i = 0; i < at.size(); ++i) {
+      if (ends.count(static_cast<std::int64_t>(i)) > 0) ended.insert(at[i]);
+      else ended.erase(at[i]);
+    }
+  }
 
   void fill(Rows& rows, std::uint64_t i, const Key& key) const {  // little-endian
     std::memcpy(rows.row(kTrajectory, i), &key.first, kind.trajectory_bytes);
@@ -52,9 +69,11 @@ struct World {
   void append(const std::vector<Key>& keys, std::uint64_t lane = 0, bool beside = false) {
     Rows rows(heap.fields, keys.size());
     for (std::size_t i = 0; i < keys.size(); ++i) fill(rows, i, keys[i]);
+    const auto ends = end(rows, keys.size());
     Indices at(keys.size());
     (beside ? other : store).append(lane, keys.size(), rows.in, at.data());
     for (std::size_t i = 0; i < keys.size(); ++i) model[at[i]] = keys[i];
+    note(at, ends);
   }
 
   /// Rows that are live, by number: both integers, or the third field alone.
@@ -63,12 +82,14 @@ struct World {
     for (std::size_t i = 0; i < at.size(); ++i) fill(rows, i, keys[i]);
     const std::vector<std::uint64_t> all{kTrajectory, kStep, kOther};
     const std::size_t fields = grow ? 3 : 2;
+    if (grow) note(at, end(rows, at.size()));
     (beside ? other : store).scatter(at.data(), at.size(), {all.data(), fields}, {rows.in.data(), fields}, grow);
     for (std::size_t i = 0; i < at.size(); ++i) model[at[i]] = keys[i];
   }
   void write_another_field(const Indices& at, bool beside = false) {
     Rows rows(heap.fields, at.size());
     const std::uint64_t which = kOther;
+    note(at, end(rows, at.size()));
     (beside ? other : store).scatter(at.data(), at.size(), {&which, 1}, {&rows.in[kOther], 1}, false);
   }
 
@@ -80,6 +101,15 @@ struct World {
   void empty(bool beside = false) {
     (beside ? other : store).empty(false);
     model.clear();
+  }
+
+  /// Whether the rows of one step say the same of its end.
+  bool is_clear() const {
+    std::map<Key, bool> ends;
+    return std::all_of(model.begin(), model.end(), [&](const auto& entry) {
+      const bool is_end = ended.count(entry.first) > 0;
+      return ends.emplace(entry.second, is_end).first->second == is_end;
+    });
   }
 
   bool is_unique() const {
@@ -95,7 +125,7 @@ struct World {
     std::vector<Indices> found;
     const Key* last = nullptr;
     for (const auto& [key, row] : rows) {
-      const bool follows = last != nullptr && last->first == key.first &&
+      const bool follows = last != nullptr && last->first == key.first && ended.count(found.back().back()) == 0 &&
                            last->second != std::numeric_limits<std::int64_t>::max() && last->second + 1 == key.second;
       if (!follows) found.emplace_back();
       found.back().push_back(row);
@@ -133,6 +163,8 @@ struct World {
   Store store, other;
   Fragments table;
   std::map<std::int64_t, Key> model;
+  std::set<std::int64_t> ended;  // rows, those among them that are gone do not matter
+  Dice* dice = nullptr;
 };
 
 /// Rows of each window that was drawn.
@@ -165,6 +197,10 @@ WindowSpec any_spec(Dice& dice, Indices& marks) {
 }
 
 void check_table(World& w, Dice& dice) {
+  if (!w.is_clear()) {
+    EXPECT_THROWS(std::runtime_error, w.table.draw(dice.bits(), 4, {1}));
+    return;
+  }
   std::uint64_t longest = 0;
   const auto runs = w.runs();
   for (const Indices& run : runs) longest = std::max<std::uint64_t>(longest, run.size());
@@ -215,6 +251,7 @@ void random_walk(Geometry g, Kind kind, std::uint64_t seed, bool beside, int ste
   if (expect::failures > 0) return;
   Dice dice(seed);
   World w(g, dice.in(1, 5), kind);
+  if (seed % 2 == 0) w.dice = &dice;
   Writer writer;
   const bool late = dice.below(3) == 0;  // attached to a store that holds data
   if (!late) w.store.attach(w.table);
@@ -297,6 +334,43 @@ TEST(runs_are_split_and_joined) {
   census(1, 19);
   w.write({3}, {{8, 3}});                            // and goes to another trajectory
   census(3, 16);
+}
+
+TEST(a_stored_end_splits_a_run_and_an_edit_takes_it_away) {
+  World w(geometry(1, 16));
+  w.store.attach(w.table);
+  w.append(steps_of(7, 0, 10));
+  const auto write = [&](std::int64_t row, std::uint64_t value) {
+    const std::uint64_t which = kOther;
+    std::byte* const from = reinterpret_cast<std::byte*>(&value);
+    w.store.scatter(&row, 1, {&which, 1}, {&from, 1}, false);
+  };
+  const auto census = [](Fragments& table, std::uint64_t runs, std::uint64_t longest) {
+    const Census found = table.census();
+    EXPECT_EQ(found.trajectories, runs);
+    EXPECT_EQ(found.longest, longest);
+  };
+  write(3, 1);
+  census(w.table, 2, 6);
+  for (std::uint64_t key = 0; key < 40; ++key) {
+    for (const Indices& window : split(w.table.draw(key, 4, {3}), {3})) EXPECT(window.back() <= 3 || window.front() > 3);
+  }
+  w.remove({3});
+  census(w.table, 2, 6);
+  w.write({3}, {{7, 3}}, true);
+  census(w.table, 1, 10);
+  const auto table_of = [&](Boundaries ends) {
+    return Fragments(w.heap.view(), {w.heap.fields[kTrajectory], false}, {w.heap.fields[kStep], true}, 3, std::move(ends));
+  };
+  for (std::int64_t row = 0; row < 10; ++row) write(row, row == 4 ? 0 : row == 7 ? 2 : 1);  // step types: a first, and a last one
+  Fragments types = table_of({0, {w.heap.fields[kOther]}, {}, {8}});
+  types.catch_up();
+  census(types, 3, 4);
+  for (std::int64_t row = 0; row < 10; ++row) write(row, row == 5 ? ~std::uint64_t{0} : 1);  // eight flags of a row, one or all
+  Fragments all = table_of({0, {w.heap.fields[kOther]}, {}, {}, {1}});
+  all.catch_up();
+  census(all, 2, 6);
+  EXPECT_THROWS(std::invalid_argument, table_of({1, {w.heap.fields[kOther]}, {}}));
 }
 
 TEST(the_ends_of_the_integers_do_not_meet) {

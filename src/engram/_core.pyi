@@ -181,6 +181,11 @@ class Fragments(Index):
         step_bytes: int,
         step_stride: int,
         step_signed: bool,
+        ends: Sequence[int],
+        end_bytes: Sequence[int],
+        end_strides: Sequence[int],
+        step_types: Sequence[int],
+        whole: Sequence[int],
         window: int,
         owner: object,
     ) -> None: ...

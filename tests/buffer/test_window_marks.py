@@ -1,5 +1,7 @@
 """Transforms see where windows end: nothing that a transform joins is of two windows, in any form of batches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -20,6 +22,8 @@ from engram import (
     TensorDictReplayBuffer,
     WindowSpec,
 )
+from engram.buffer.window_marks import WindowMarks
+from engram.transforms.windows import ends_of
 from tests.serving.servers import serving
 
 N, EPISODE = 120, 10
@@ -168,6 +172,142 @@ def test_own_transforms_see_flags_which_batches_of_dicts_have_as_stored(td, ends
     else:
         assert set(batch["next"]) == ({"reward", "done"} if ends else {"reward"})
         assert not ends or torch.equal(batch["next"]["done"], rows()["next"]["done"][batch["i"]])
+
+
+@pytest.mark.parametrize("td", [True, False])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda **more: SliceSampler(slice_len=4, strict_length=False, **more),
+        lambda **more: SliceSampler(slice_len=4, span=True, **more),
+        lambda **more: SliceSampler(num_slices=9, span=(True, 2), **more),
+        lambda **more: PrioritizedSliceSampler(200, 0.7, 0.5, slice_len=4, strict_length=False, **more),
+        lambda **more: SliceSamplerWithoutReplacement(slice_len=4, strict_length=False, **more),
+    ],
+)
+def test_windows_of_several_lengths_that_nothing_marks(sampler, td):
+    data = {**rows(), "episode": torch.arange(N) // 6}
+    data["next"]["done"] = torch.zeros(N, 1, dtype=torch.bool)
+    both = []
+    for more in ({}, {"truncated_key": None}):
+        made_with = sampler(**more)
+        both.append(made(made_with, td=td, data=data, generator=torch.Generator().manual_seed(5)))
+        assert made_with.rows_together() == (0, 0)
+    (expected, marked), (batch, info) = (rb.sample(36, return_info=True) for rb in both)
+    assert torch.equal(batch["i"], expected["i"])
+    check(batch, marked["next", "truncated"].clone())
+    assert not {key for key in (*batch.keys(), *info) if ".engram" in key}
+    plain = ReplayBuffer(storage=both[1].storage, sampler=both[1].sampler)
+    for found in (plain.sample(36, return_info=True)[1], plain.sampler.sample(plain.storage, 36)[1]):
+        assert ".engram" not in found
+
+
+@pytest.mark.parametrize("td", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("stored", "keys", "seen"),
+    [
+        (("done",), {}, ["done"]),
+        (("done", "truncated", "terminated"), {}, ["done", "truncated"]),
+        ((("next", "over"),), {"end_keys": [("next", "over")]}, [("next", "over")]),
+        (("over", "cut"), {"end_keys": ["over", "cut"]}, ["over", "cut"]),
+        (("over",), {"end_key": "over"}, ["over"]),
+        (("done", ("next", "done")), {}, [("next", "done")]),  # of this observation, and of the next
+    ],
+)
+def test_own_transforms_see_flags_of_other_names(stored, keys, seen, strict, td):
+    at = torch.arange(N)
+    data, end = {"episode": at // EPISODE, "i": at, "next": {"reward": torch.ones(N)}}, at % EPISODE == EPISODE - 1
+    for key in stored:
+        (data if isinstance(key, str) else data["next"])[key if isinstance(key, str) else key[1]] = end
+    found = {}
+
+    def own(batch):
+        found.update({key: batch[key] if isinstance(key, str) else batch[key[0]][key[1]] for key in stored})
+        found.update({key: flag.clone() for key, flag in found.items()})
+        return batch
+
+    rb = (TensorDictReplayBuffer if td else ReplayBuffer)(
+        storage=LazyTensorStorage(200), sampler=SliceSampler(slice_len=4, strict_length=strict, **keys), transform=own
+    )
+    rb.extend(TensorDict(data, [N]) if td else data)
+    batch = rb.sample(64)
+    real, i = end[batch["i"]], batch["i"]
+    ends = torch.cat([i[1:] != i[:-1] + 1, torch.tensor([True])])  # and where two windows meet, if they are even
+    for key in stored:
+        flag = found[key].flatten()
+        assert not strict or torch.equal(flag, real | every(4, 64) if key in seen else real)
+        assert bool((flag | ~ends).all()) == (key in seen)
+        if key != ("next", "done"):  # which the sampler marks in batches of TensorDicts
+            after = batch[key] if isinstance(key, str) else batch[key[0]][key[1]]
+            assert torch.equal(after.flatten(), real)
+
+
+def test_step_types_are_no_flags():
+    at = torch.arange(N)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(200),
+        sampler=SliceSampler(slice_len=4, end_keys=["step_type"]),
+        transform=lambda batch: {**batch, "seen": batch["step_type"].clone()},
+    )
+    rb.extend({"i": at, "step_type": torch.where(at % EPISODE == EPISODE - 1, 2, torch.where(at % EPISODE == 0, 0, 1))})
+    batch = rb.sample(64)
+    assert torch.equal(batch["seen"], batch["step_type"])
+
+
+@pytest.mark.parametrize(
+    "more", [{"truncated_key": None}, {"truncated_key": ("a", "cut")}, {"truncated_key": None, "strict_length": False}]
+)
+def test_a_server_says_where_windows_end(tmp_path, more):
+    padded = {"pad_output": True, "slice_len": 3} if "strict_length" in more else {"slice_len": 4}
+    for number, form in enumerate(
+        (padded, {"slice_len": 4}, {"window": WindowSpec(length=3, burn_in=1), "flat": False})
+    ):
+        folder, size = tmp_path / str(number), 8 if "window" in form else 24
+        storage = LazyMemmapStorage(200, scratch_dir=folder)
+        rb = TensorDictReplayBuffer(storage=storage, batch_size=size, sampler=SliceSampler(**form, **more))
+        rb.extend(TensorDict(rows(), [N]))
+        rb.close()
+        with serving(folder) as server:
+            rb = TensorDictReplayBuffer.connect(server.address)
+            assert ".engram" not in rb.sample().keys()
+            for transform in transforms():
+                rb.append_transform(transform)
+            batch = rb.sample()
+            check(batch, every(form.get("slice_len", 4), batch["i"].numel()))
+            assert ".engram" not in batch.keys()
+            rb.close()
+
+
+@pytest.mark.parametrize("td", [True, False])
+def test_ensembles_of_windows_that_nothing_marks(td):
+    members = []
+    for _ in range(2):
+        sampler = SliceSampler(slice_len=4, strict_length=False, truncated_key=None)
+        members.append(
+            (TensorDictReplayBuffer if td else ReplayBuffer)(storage=LazyTensorStorage(200), sampler=sampler)
+        )
+        data = {**rows(ends=False), "episode": torch.arange(N) // 4}
+        members[-1].extend(TensorDict(data, [N]) if td else data)
+    rb = ReplayBufferEnsemble(*members, num_buffer_sampled=2)
+    assert ".engram" not in rb.sample(64, return_info=True)[1].keys()
+    for transform in transforms():
+        rb.append_transform(transform)
+    batch, info = rb.sample(64, return_info=True)
+    check(batch, every(4, 64))
+    assert not {key for key in (*batch.keys(), *info.keys()) if key == ".engram"}
+
+
+def test_ends_are_where_the_flags_are():
+    flags = torch.zeros(4, dtype=torch.bool, device="meta")  # no device of its own is needed
+    assert (
+        ends_of({"next": {"done": flags}, ".engram": every(4, 4).unsqueeze(1)}, "done", 1, "test").device
+        == flags.device
+    )
+    rb = made(SliceSampler(slice_len=4, truncated_key=None))
+    storage = SimpleNamespace(device=flags.device)
+    wiring = SimpleNamespace(unit=None, source=rb.sampler, storage=storage)
+    assert WindowMarks(wiring, {}, (8,), ()).ends.device == flags.device
 
 
 def test_flags_that_a_transform_moves_or_changes():

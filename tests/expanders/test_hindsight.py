@@ -201,10 +201,13 @@ def test_windows_have_one_goal_each(windows, lengths):
         assert torch.equal(batch["next", "reward"][window], reward(batch[window]))
 
 
-def test_windows_of_several_lengths_need_a_mark():
-    sampler = Hindsight(SliceSampler(slice_len=4, strict_length=False, truncated_key=None), reward)
-    with pytest.raises(TypeError, match="truncated_key"):
-        buffer(sampler, steps([3, 9])).sample()
+def test_windows_of_several_lengths_that_nothing_marks():
+    found = []
+    for more in ({}, {"truncated_key": None}):
+        sampler = Hindsight(SliceSampler(slice_len=4, strict_length=False, **more), reward)
+        found.append(buffer(sampler, steps([3, 9])).sample())
+    assert torch.equal(found[0]["desired_goal"], found[1]["desired_goal"])
+    assert ".engram" not in found[1].keys()
 
 
 def test_flags_end_episodes_inside_of_ids():

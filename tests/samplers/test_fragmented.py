@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
+    IncompatibleStore,
     LazyMemmapStorage,
     LazyTensorStorage,
     NoSampleable,
@@ -20,6 +21,7 @@ from engram import (
 )
 from tests.forkserver import CONTEXT
 from tests.samplers.slicing import seeded
+from tests.store.test_device import OnDevice
 
 
 def sampler(length=3, **options):
@@ -122,6 +124,85 @@ def test_runs_are_equally_likely_and_then_their_windows():
     assert counts.keys() == expected.keys()
     chi = sum((counts[start] - n) ** 2 / n for start, n in expected.items())
     assert chi < 31.4  # 10 degrees of freedom, p = 0.0005
+
+
+@pytest.mark.parametrize("where", ["ram", "directory", "device"])
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        ({"next": {"done": "end"}}, {}),
+        ({"next": {"terminated": "odd", "truncated": "even"}}, {}),
+        ({"done": "end"}, {}),
+        ({"step_type": "type"}, {}),
+        ({"over": "end", "next": {"done": "never"}}, {"end_key": "over"}),
+        ({"a": "odd", "b": "even"}, {"end_keys": ["a", "b"]}),
+        ({"done": "agents"}, {"end_when": "all"}),
+    ],
+)
+def test_no_window_crosses_a_stored_end(tmp_path, where, flags, keys):
+    at = torch.arange(60)
+    step = at // 2  # of two environments, which go on counting
+    end = step % 5 == 4
+    values = {
+        "end": end.unsqueeze(1),
+        "never": torch.zeros(60, dtype=torch.bool),
+        "odd": end & (at % 2 == 1),
+        "even": end & (at % 2 == 0),
+        "type": torch.where(end, 2, torch.where(step % 5 == 0, 0, 1)),
+        "agents": torch.stack([end, torch.ones(60, dtype=torch.bool)], 1),
+    }
+    data = {"traj": at % 2, "step": step}
+    for name, value in flags.items():
+        inner = isinstance(value, dict)
+        data[name] = {key: values[flag] for key, flag in value.items()} if inner else values[value]
+    storage = {"directory": lambda: LazyMemmapStorage(64, scratch_dir=tmp_path), "device": lambda: OnDevice(64)}
+    rb = buffer(3, storage=storage.get(where, lambda: LazyTensorStorage(64))(), **keys)
+    rb.extend(
+        {
+            name: value[:30] if not isinstance(value, dict) else {k: v[:30] for k, v in value.items()}
+            for name, value in data.items()
+        }
+    )
+    rb.sample(3)  # the rest is written beside a table
+    rb.extend(
+        {
+            name: value[30:] if not isinstance(value, dict) else {k: v[30:] for k, v in value.items()}
+            for name, value in data.items()
+        }
+    )
+    drawn = windows(rb.sample(1800), 3)
+    assert all(window[0][1] // 5 == window[2][1] // 5 for window in drawn)
+    assert len({window[0] for window in drawn}) == 36  # three in each of twelve episodes
+    assert rb.sampler._bound_to(rb.storage, 3).table.census() == (12, 5)
+
+
+def test_ids_alone_and_ends_that_are_edited():
+    data = {"traj": torch.zeros(8).long(), "step": torch.arange(8), "done": torch.arange(8) == 3}
+    for keys, found in (({"end_keys": []}, (1, 8)), ({}, (2, 4))):
+        rb = buffer(2, **keys)
+        rb.extend(data)
+        rb.sample(2)
+        table = rb.sampler._bound_to(rb.storage, 2).table
+        assert table.census() == found
+        rb.set_at_("done", torch.tensor([False]), torch.tensor([3]))
+        assert table.census() == (1, 8)
+    rb.set_sampler(sampler(2, end_keys=["done"]))
+    rb.sample(2)
+    other = sampler(2, end_keys=[])
+    rb.set_sampler(other)
+    with pytest.raises(IncompatibleStore):
+        rb.sample(2)
+
+
+def test_a_last_step_is_marked_where_an_end_is_stored():
+    made = SliceSampler(slice_len=9, traj_key="traj", step_key="step", fragmented=True, strict_length=False)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=made, batch_size=9, generator=seeded())
+    done = (torch.arange(8) == 3).unsqueeze(1)
+    rb.extend(TensorDict({"traj": torch.zeros(8).long(), "step": torch.arange(8), "next": {"done": done}}, [8]))
+    for _ in range(8):
+        batch = rb.sample()
+        assert batch["step"].tolist() in ([*range(first, 4)] for first in range(4)) or batch["step"][0] > 3
+        assert batch["next", "truncated"].flatten().tolist() == [False] * (len(batch) - 1) + [True]
 
 
 def test_marks_short_windows_and_padding():

@@ -20,6 +20,7 @@ from engram.errors import NoSampleable
 from engram.retries import Retries
 from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
+from engram.transforms.windows import WINDOW_ENDS
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class ReadPath:
             device = getattr(data, "device", None)
             data = self.copied(data, stacked=wiring.collate_fn is None)
             data = self.transformed(data, wiring, None if rows is None else rows.shape, cast("Info", info))
+        info.pop(WINDOW_ENDS, None)
         if self.shows_rows:
             data = self.attached(data, rows, info)
         sample = (data, self.info(rows, info)) if return_info else data

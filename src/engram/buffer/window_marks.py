@@ -13,6 +13,7 @@ from engram._tensordict import put as put_fields
 from engram.expanders import Expander
 from engram.field_paths import public
 from engram.nested import has_entries, is_tensordict
+from engram.samplers.trajectory_tables import END_KEYS, STEP_TYPE
 from engram.samplers.windows import WindowSampler
 from engram.transforms._base import find, path_of, put
 from engram.transforms.windows import WINDOW_ENDS
@@ -44,9 +45,13 @@ class WindowMarks:
         done = truncated and (*truncated[:-1], "done")
         if isinstance(unit, WindowUnit):
             done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
-        self._shape, self._kept, self._ends = shape, kept, _ends_in(info, shape, truncated, even)
+        self._shape, self._kept, ends = shape, {*kept} - {WINDOW_ENDS}, _ends_in(info, shape, truncated, even)
+        #: The last steps of windows, bool ``[*shape]``, where the rows are; None: not known.
+        self.ends = None if ends is None else ends.to(wiring.storage.device)
         #: Flags in which ends of windows are set.
         self._flags = [path for path in (truncated, done) if path is not None]
+        #: Those that end trajectories, which are set too where they are stored; None: the usual ones.
+        self._named = sampler.rules.end_keys if isinstance(sampler, WindowSampler) and sampler.rules else None
         #: By path: what is set in a batch, ``[*shape, ...]``, and what was stored there.
         self._marks: dict[FieldPath, Tensor] = {
             path_of(key): value
@@ -59,10 +64,14 @@ class WindowMarks:
 
     def set_in(self, data: object) -> object:
         """A batch, new from the storage, with the marks. Another form than a TensorDict or a dict stays as it is."""
-        ends, lead = self._ends, len(self._shape)
+        ends, lead = self.ends, len(self._shape)
         if ends is None or not has_entries(data) or (is_tensordict(data) and data.batch_size[:lead] != self._shape):
             return data
-        for path in self._flags:
+        named = self._named
+        if named is None and all(find(data, path) is None for path in END_KEYS):  # they may be beside the observation
+            named = tuple(path[1:] for path in self._flags if path in END_KEYS)
+        stored = [path for path in named or () if path[-1] != STEP_TYPE and find(data, path) is not None]
+        for path in dict.fromkeys((*self._flags, *stored)):
             flag = self._marks.get(path)
             if flag is not None and self._as_marked:
                 continue
@@ -106,6 +115,8 @@ def _ends_in(info: Mapping[Entry, object], shape: tuple[int, ...], last: FieldPa
 
     ``last``: the mark of the last steps. ``even``: steps of each window; 0: not known.
     """
+    if isinstance(known := info.get(WINDOW_ENDS), Tensor):
+        return known.reshape(*shape, -1)[..., 0]
     found = [info.get(key) for key in (public(last or ()), "sequence_id", *_MASKS)]
     marked, number, *masks = (of if isinstance(of, Tensor) else None for of in found)
     mask = next((of.reshape(shape) for of in masks if of is not None), None)

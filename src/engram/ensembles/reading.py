@@ -14,6 +14,7 @@ from engram.buffer.window_marks import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
 from engram.fleet import plans
 from engram.limits import WAIT_S
+from engram.transforms.windows import WINDOW_ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,6 +165,7 @@ class EnsembleReadPath(ReadPath):
         if wiring.transform.reads:
             shape = tuple(_lead(info[_INDEX], self._members))
             data = self.transformed(data, parts[0].member.wiring, shape, info)
+        info.pop(WINDOW_ENDS, None)
         if is_tensor_collection(data):
             data = self._attached(data, {key: value for key, value in info.items() if key not in computed}, rows)
         sample = (data, self._info(rows, info)) if return_info else data

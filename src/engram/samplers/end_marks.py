@@ -9,6 +9,7 @@ import torch
 from engram import _native
 from engram.field_paths import public
 from engram.samplers.trajectory_tables import numbers_by_path
+from engram.transforms.windows import WINDOW_ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,6 +95,8 @@ class EndMarks(NamedTuple):
                 places[entry] = number
             else:
                 merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
+        elif not settings.are_even:  # for transforms alone, and for goals
+            ends, places[WINDOW_ENDS], at = _ALONE, at, at + 1
         if init_key is not None and init_key in fields:
             number, entry = fields[init_key], public(init_key)
             if not apart and _is_flag(store, number, (), (1,)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram import _fork, _native
 from engram.field_paths import public
 from engram.format.schema import DTYPES
-from engram.samplers.trajectory_tables import ID_KEYS, numbers_by_path
+from engram.samplers.trajectory_tables import ID_KEYS, Boundaries, numbers_by_path, what_ends
 from engram.store.memory import row_stride
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
+    from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.samplers.window_settings import WindowSettings
     from engram.store import Store
 
@@ -24,9 +25,12 @@ class _Fields(NamedTuple):
 
     trajectory: int
     step: int
+    boundaries: Boundaries
 
 
-def fragments_table(memory: Store, settings: WindowSettings, window: int) -> tuple[_native.Fragments, FieldPath]:
+def fragments_table(
+    memory: Store, settings: WindowSettings, rules: TrajectoryKeys, window: int
+) -> tuple[_native.Fragments, FieldPath]:
     """The store's table of interleaved trajectories under the settings' name, and the field that tells trajectories apart.
 
     Where there is none, one is made by a scan of the rows.
@@ -50,16 +54,30 @@ def fragments_table(memory: Store, settings: WindowSettings, window: int) -> tup
         )
         got = [public(field.key) for field in memory.schema.fields] if numbers else "rows of one tensor each"
         raise RuntimeError(f"sample: fragmented: expected rows with the {missing}, got {got}. Name a stored field.")
-    which = _Fields(numbers[id_key], numbers[step_key])
-    for number, argument in zip(which, ("traj_key", "step_key"), strict=True):
-        _check_integer(memory.schema.fields[number], argument)
+    fields, known = memory.schema.fields, memory.indexes.made_with.get(settings.index)
+    boundaries = rules.boundaries(fields, numbers, "sample", known)._replace(ids=())
+    which = _Fields(numbers[id_key], numbers[step_key], boundaries)
+    for number, argument in ((which.trajectory, "traj_key"), (which.step, "step_key")):
+        _check_integer(fields[number], argument)
 
     def make() -> _native.Fragments:
         counted = memory.indexes.windows.setdefault(settings.index, window)
-        _, (trajectory, step) = memory.on_host(which)
-        owner = (*memory.control_memory, trajectory, step)
+        memory.indexes.made_with[settings.index] = len(fields)
+        _, (trajectory, step, *ends) = memory.on_host((which.trajectory, which.step, *boundaries.ends))
+        owner = (*memory.control_memory, trajectory, step, *ends)
         described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
-        table: _native.Fragments = _fork.registered(_native.Fragments(memory.core, *described, counted, owner))
+        table: _native.Fragments = _fork.registered(
+            _native.Fragments(
+                memory.core,
+                *described,
+                [field.data_ptr() for field in ends],
+                [field[:1].nbytes for field in ends],
+                [*map(row_stride, ends)],
+                *what_ends(fields, boundaries),
+                counted,
+                owner,
+            )
+        )
         memory.core.attach(table)
         table.catch_up()
         return table

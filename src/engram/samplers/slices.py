@@ -99,7 +99,7 @@ class SliceSampler(WindowSampler):
         fragmented: the steps of a trajectory may lie anywhere among those of others, as where several processes write into one lane:
             it is put together from ``traj_key`` and ``step_key``. Steps that follow each other without a gap are a *run*; a step that
             is missing, as it was overwritten or not written yet, ends one. First a run that is long enough is drawn, uniformly, then
-            where the window starts. End flags have no effect. It needs ``ndim=1``.
+            where the window starts. A stored end ends a run, too; ``end_keys=[]`` leaves it to both keys. It needs ``ndim=1``.
         step_key: with ``fragmented``, the field of a step's number in its trajectory. Both keys are one integer per row.
         end_when: of end flags of which a step has several, ``[B, agents, 1]``: ``"any"``, the default, ends the trajectory where
             one of a field's is set, ``"all"`` where all of one field's are.

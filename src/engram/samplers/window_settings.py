@@ -132,11 +132,14 @@ class WindowSettings:
         """Steps of a window; 0 where they follow from the batch size."""
         return self.window.steps if self.window is not None else self.slice_len or 0
 
+    @property
+    def are_even(self) -> bool:
+        """Whether all windows of a batch have as many steps."""
+        return self.window is not None or self.pad_output or (self.strict_length and not any(self.span))
+
     def even_steps(self, total: int) -> int:
         """Steps of each window of a batch of ``total`` steps; 0: windows may differ in length."""
-        if self.window is None and not self.pad_output and (not self.strict_length or any(self.span)):
-            return 0
-        return self.length or total // (self.num_slices or 1)
+        return (self.length or total // (self.num_slices or 1)) if self.are_even else 0
 
     def split(self, batch_size: int) -> tuple[int, int]:
         """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""

@@ -21,6 +21,7 @@ from engram.samplers.window_settings import Setting, WindowSettings
 from engram.samplers.window_spec import WindowSpec
 from engram.store import Key as DrawKey
 from engram.store import Masses, dlpack_specs
+from engram.transforms.windows import WINDOW_ENDS as ENDS_FLAG
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -220,8 +221,8 @@ class WindowSampler(NativeSampler):
     def _table_of(self, memory: Store, window: int) -> tuple[Table, StaticTable | None, FieldPath | None]:
         """The table of windows of so many steps, the one of given boundaries, and the field that tells trajectories apart."""
         settings, rules, numbers = self.settings, self.rules, numbers_by_path(memory)
-        if settings.fragmented:
-            fragments, found = fragments_table(memory, settings, window)
+        if rules is not None and settings.fragmented:
+            fragments, found = fragments_table(memory, settings, rules, window)
             return fragments, None, found
         if rules is not None:
             boundaries = rules.boundaries(
@@ -366,7 +367,6 @@ class WindowSampler(NativeSampler):
             ended: the info of the draw has :data:`WINDOW_ENDS`.
 
         Raises:
-            TypeError: ``ended``, and nothing says where windows of several lengths end.
             WriterStalled: there were some at every try for 5 s.
         """
         store = storage.memory
@@ -396,12 +396,7 @@ class WindowSampler(NativeSampler):
         if length := settings.even_steps(n):
             return {WINDOW_ENDS: torch.arange(length - 1, len(rows), length, device="cpu")}
         key = settings.truncated_key
-        if key is None:
-            raise TypeError(
-                f"sample: {type(self).__name__}: expected a truncated_key, whose marks say where windows of several lengths end, got "
-                "None. Name one, or draw windows of one length."
-            )
-        at = marks.places[public(key)] - marks.fields
+        at = marks.places[ENDS_FLAG if key is None else public(key)] - marks.fields
         return {WINDOW_ENDS: drawn[at].flatten().nonzero().flatten()}
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
@@ -437,10 +432,10 @@ class WindowSampler(NativeSampler):
 
     def rows_together(self) -> tuple[int, int]:
         settings = self.settings
-        even = settings.strict_length or settings.pad_output or settings.window is not None
-        if not even or not settings.length or settings.static is not None or settings.online or self.streaming:
+        length = settings.even_steps(0)
+        if not length or settings.static is not None or settings.online or self.streaming:
             return 0, 0
-        return settings.length, settings.length if settings.flat else 1
+        return length, length if settings.flat else 1
 
     def can_sample(self, storage: SampledStorage, batch_size: int, *, finished: tuple[int, int] | None = None) -> bool:
         """Whether a long enough trajectory is there; False, too, if boundaries or batch size do not fit.
@@ -467,6 +462,7 @@ class WindowSampler(NativeSampler):
         key = key_for(storage, generator=self._rng)
         _, rows, info = self.sample_natively(storage, key, batch_size)
         assert rows is not None  # as they are shown
+        info.pop(ENDS_FLAG, None)
         return (rows,), info
 
     def config(self) -> dict[str, object]:

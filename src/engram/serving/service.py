@@ -21,6 +21,7 @@ from engram import samplers, writers
 from engram._native import NotAdmitted
 from engram._version import __version__
 from engram.buffer.read_path import ReadPath
+from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.expanders import Expander
@@ -58,6 +59,7 @@ from engram.remote.commands import (
 from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
+from engram.transforms.windows import WINDOW_ENDS
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -454,6 +456,9 @@ class Service:
         self._key.set(key & (1 << 64) - 1)
         columns, index, info = self._reading.read(self._key, rows, "beside")
         assert index is not None  # beside
+        if self._wiring.of_sampler.draws_windows and ("next", "truncated") not in info:  # which clients know
+            ends = WindowMarks(self._wiring, info, index.shape, ()).ends
+            info |= {} if ends is None else {WINDOW_ENDS: ends.unsqueeze(-1)}
         entries = {name: value for name, value in info.items() if isinstance(value, torch.Tensor)}
         # Of a field that was added since, clients hear from the next server.
         shape, tensors = index.shape, [*columns[: len(self._fields)], index, *entries.values()]

@@ -78,7 +78,7 @@ def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | Non
             f"{name}: ('next', {key!r}): expected a flag for each of the {dims} dimensions of the batch, got {list(flags.shape)}."
         )
     flags = flags.reshape(*flags.shape[:dims], -1).any(-1)
-    return flags if ends is None or ends.shape != flags.shape else flags | ends
+    return flags if ends is None or ends.shape != flags.shape else flags | ends.to(flags.device)
 
 
 class ActionChunkTransform(Transform):
