@@ -104,7 +104,8 @@ def test_writers_and_readers(storage, sampler, tracks):
     def sample(_):
         batch = rb.sample()
         assert_whole(batch)
-        assert batch.batch_size == (16,)
+        # The last batch of an epoch is short, as rows drop out of it.
+        assert batch.batch_size == (16,) if sampler is None else 1 <= len(batch) <= 16
 
     def read(i):
         assert_whole(rb[[i % 256, (7 * i) % 256]])
