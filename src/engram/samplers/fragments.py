@@ -8,7 +8,7 @@ from engram import _fork, _native
 from engram.field_paths import public
 from engram.format.schema import DTYPES
 from engram.samplers.trajectory_tables import ID_KEYS, Boundaries, numbers_by_path, what_ends
-from engram.store.memory import row_stride
+from engram.store.memory import placed, row_stride
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,16 +67,7 @@ def fragments_table(
         owner = (*memory.control_memory, trajectory, step, *ends)
         described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
         table: _native.Fragments = _fork.registered(
-            _native.Fragments(
-                memory.core,
-                *described,
-                [field.data_ptr() for field in ends],
-                [field[:1].nbytes for field in ends],
-                [*map(row_stride, ends)],
-                *what_ends(fields, boundaries),
-                counted,
-                owner,
-            )
+            _native.Fragments(memory.core, *described, *placed(ends), *what_ends(fields, boundaries), counted, owner)
         )
         memory.core.attach(table)
         table.catch_up()

@@ -16,7 +16,7 @@ from engram.field_paths import as_path, as_paths, plain, public
 from engram.format.schema import DTYPES
 from engram.persist.roles import of_the_step
 from engram.store import check_index_name
-from engram.store.memory import row_stride
+from engram.store.memory import placed
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -213,9 +213,7 @@ def _new_table(
             list(which),
             list(step_types),
             list(whole),
-            [field.data_ptr() for field in fields],
-            [field[:1].nbytes for field in fields],
-            [*map(row_stride, fields)],
+            *placed(fields),
             width,
             window,
             block.data_ptr(),

@@ -166,6 +166,11 @@ def row_stride(tensor: Tensor) -> int:
     return tensor.stride(0) * tensor.element_size()
 
 
+def placed(fields: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Where the native core finds fields, which the caller keeps alive: address, bytes of a row, and from row to row, of each."""
+    return [field.data_ptr() for field in fields], [field[:1].nbytes for field in fields], [*map(row_stride, fields)]
+
+
 @torch.inference_mode(mode=False)
 def fields_in(
     directory: Path,
