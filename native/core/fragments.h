@@ -1,8 +1,9 @@
 // Trajectories whose steps are interleaved in the store: a table from (trajectory, step), two integers of each row, to rows.
 //
-// Steps of a trajectory that follow one another without a gap are a run, which a stored end ends, too. Rows are found by a hash of both integers. The first and the
-// last row of a run know each other, so a step that is added or taken away at an end of a run costs O(1); one that is taken away inside
-// costs the distance to the nearer end. The first rows of all runs are a set, of which a draw takes the k-th.
+// Steps of a trajectory that follow one another without a gap are a run, which a stored end ends, too. Rows are found by a hash of
+// both integers. The first and the last row of a run know each other, so a step that is added or taken away at an end of a run costs
+// O(1); one that is taken away inside costs the distance to the nearer end. The first rows of all runs are a set, of which a draw
+// takes the k-th.
 //
 // Each process has its own table. Its own writes tell it; what other processes append is found behind the last position that is
 // known, and after one of their writes by number all rows are looked at.
