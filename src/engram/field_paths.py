@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FieldPath: TypeAlias = tuple[str, ...]
+#: The entry of a batch of windows that transforms find beside its fields: bool ``[*batch, 1]``, true at the last step of each window.
+#: No field has its name.
+WINDOW_ENDS = ".engram"
 
 
 def checked_path(key: object, what: str) -> FieldPath:

@@ -17,10 +17,10 @@ from engram.buffer.drawn import TICKETS
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
+from engram.field_paths import WINDOW_ENDS
 from engram.retries import Retries
 from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
-from engram.transforms.windows import WINDOW_ENDS
 from engram.types import Draw
 
 if TYPE_CHECKING:

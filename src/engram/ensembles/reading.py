@@ -12,9 +12,9 @@ from engram._tensordict import add_fields, is_tensor_collection, put, wrap
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
+from engram.field_paths import WINDOW_ENDS
 from engram.fleet import plans
 from engram.limits import WAIT_S
-from engram.transforms.windows import WINDOW_ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,11 +8,12 @@ import torch
 
 from engram._checks import check_count, check_number
 from engram.expanders.frame_stack import FrameStack
+from engram.field_paths import WINDOW_ENDS
 from engram.nested import is_tensordict
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
 from engram.transforms._base import as_key, as_keys, entry, find, path_of, put, shallow
-from engram.transforms.windows import WINDOW_ENDS, Windows, ends_of
+from engram.transforms.windows import Windows, ends_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from engram import _native
-from engram.field_paths import public
+from engram.field_paths import WINDOW_ENDS, public
 from engram.samplers.trajectory_tables import numbers_by_path
-from engram.transforms.windows import WINDOW_ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

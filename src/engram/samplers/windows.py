@@ -11,6 +11,7 @@ from torch import Tensor
 from engram import _fork, _native
 from engram._words import warn_of_mixed
 from engram.errors import EMPTY, NoSampleable
+from engram.field_paths import WINDOW_ENDS as ENDS_FLAG
 from engram.field_paths import FieldPath, as_path, plain, public
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler, key_for
@@ -21,7 +22,6 @@ from engram.samplers.window_settings import Setting, WindowSettings
 from engram.samplers.window_spec import WindowSpec
 from engram.store import Key as DrawKey
 from engram.store import Masses, dlpack_specs
-from engram.transforms.windows import WINDOW_ENDS as ENDS_FLAG
 from engram.types import Draw
 
 if TYPE_CHECKING:

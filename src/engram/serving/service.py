@@ -25,7 +25,7 @@ from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.expanders import Expander
-from engram.field_paths import public
+from engram.field_paths import WINDOW_ENDS, public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
@@ -59,7 +59,6 @@ from engram.remote.commands import (
 from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
-from engram.transforms.windows import WINDOW_ENDS
 from engram.types import WritePlan
 
 if TYPE_CHECKING:

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._checks import check_count
+from engram.field_paths import WINDOW_ENDS
 from engram.transforms._base import Transform, as_key, entry, find, path_of, put, shallow
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.transforms._base import Key
-
-
-#: The entry of a batch of windows that transforms find beside its fields: bool ``[*batch, 1]``, true at the last step of each window.
-#: No field has its name.
-WINDOW_ENDS = ".engram"
 
 
 class Windows(NamedTuple):
