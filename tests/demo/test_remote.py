@@ -5,7 +5,7 @@ import torch
 
 from engram.demo.actors import checksums
 from engram.demo.learner import new_replay
-from engram.demo.nodes import Learner, Player
+from engram.demo.remote import Learner, Player
 
 
 @pytest.fixture(params=["prioritized", "uniform"])

@@ -16,27 +16,22 @@ from collections.abc import Generator, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
-import torch
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
-from torch import Tensor
 
 import engram
-from engram import ReplayBuffer, TensorDictReplayBuffer
 from engram.buffer.on_ray import NAMESPACE
-from engram.demo.actors import checksums, play
-from engram.demo.agent import Agent
 from engram.demo.learner import BATCH, LEARN_FROM, SOLVED, WINDOW
+from engram.demo.remote import Learned, Learner, Played, Player
 from engram.demo.run import Settings, tell
 from engram.demo.throughput import Mark, Throughput
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
 
 NAME = "demo"
 #: Seconds between two policies of the learner.
@@ -347,104 +342,3 @@ def train(parent: Connection, settings: Settings) -> None:
             elif (settings.folder / "replay").exists():
                 store = str(settings.folder / "replay")
                 tell(f"\nInterrupted. The store is whole: engram.ReplayBuffer.open({store!r})")
-
-
-class Played(NamedTuple):
-    """Rows for which ``add`` has returned, when it did by ``time.time()``, and the returns of episodes that ended."""
-
-    rows: list[int]
-    checksums: list[int]
-    times: list[float]
-    returns: list[float]
-
-
-class Learned(NamedTuple):
-    """The policy, and by ``time.time()`` when the batches were drawn that it learned from."""
-
-    policy: Tensor
-    times: list[float]
-
-
-class Player:
-    """Plays CartPole and writes its steps into its own lane.
-
-    Args:
-        lane: of the buffer.
-        seed: of the environment and of exploration.
-    """
-
-    def __init__(self, lane: int, seed: int) -> None:
-        _quiet()
-        self._lane, self._seed = lane, seed
-        self._agent, self.write_count = Agent(), 0
-        self._steps = play(self, self._agent, seed)
-
-    def attach(self, replay: ReplayBuffer) -> None:
-        """Write to this buffer. Before :meth:`play`."""
-        self._replay = replay
-
-    def play(self, policy: Tensor | None, written: int, steps: int) -> Played:
-        """Take some steps.
-
-        Args:
-            policy: of the learner; None: there is none yet.
-            written: rows of all actors so far.
-            steps: how many. Where a write fails, it is the last one, and the next call begins a new episode.
-        """
-        self.write_count = written
-        if policy is not None:
-            self._agent.load_policy(policy)
-        played = Played([], [], [], [])
-        for _ in range(steps):
-            row, episode_return = next(self._steps)
-            try:
-                at = self._replay.add(row, lane=self._lane)
-            except ConnectionError:  # the row may be there or not
-                self._seed += 1
-                self._steps = play(self, self._agent, self._seed)
-                break
-            played.times.append(time.time())
-            played.rows.append(at)
-            played.checksums.extend(checksums(row.unsqueeze(0)))
-            if episode_return is not None:
-                played.returns.append(episode_return)
-        return played
-
-
-class Learner:
-    """Trains from what the actors write.
-
-    Args:
-        policy: to go on with; None: a new one.
-        seed: of the network.
-    """
-
-    def __init__(self, policy: Tensor | None, seed: int) -> None:
-        _quiet()
-        torch.manual_seed(seed)
-        self._agent = Agent()
-        if policy is not None:
-            self._agent.load_policy(policy)
-
-    def attach(self, replay: TensorDictReplayBuffer) -> None:
-        """Train from this buffer, which is in the memory of this machine. Before the other methods."""
-        self._replay = replay
-
-    def learn(self, seconds: float) -> Learned:
-        """Learn for some seconds, from at least one batch. The buffer has rows."""
-        until, times = time.time() + seconds, list[float]()
-        while not times or times[-1] < until:
-            batch = self._replay.sample()
-            times.append(time.time())
-            self._agent.learn(batch)
-            self._replay.update_tensordict_priority(batch)  # does nothing for uniform sampling
-        return Learned(self._agent.policy(), times)
-
-    def differing(self, rows: list[int], sums: list[int]) -> list[int]:
-        """Those of ``rows`` whose checksum is another one. Raises ``RowError``: one is missing."""
-        found = checksums(self._replay[rows]) if rows else []
-        return [row for row, old, new in zip(rows, sums, found, strict=True) if old != new]
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
