@@ -175,15 +175,11 @@ def _recover() -> None:
         owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
         if not owned:  # else the thread that forked gives it back itself
             made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
-    failed: list[Exception] = []
-    for thing in (*_others, *_users):
-        try:
-            thing.after_fork()
-        except Exception as error:  # noqa: BLE001 - such as that of a damaged store: the others have to recover
-            failed.append(error)
-    _settle()
-    if failed:
-        raise failed[0]  # of which Python tells
+    # All of them, the last one first. What one raises, such as a damaged store, Python tells in the end.
+    with contextlib.ExitStack() as calls:
+        calls.callback(_settle)
+        for thing in reversed([*_others, *_users]):
+            calls.callback(thing.after_fork)
 
 
 os.register_at_fork(before=_prepare, after_in_parent=_settle, after_in_child=_recover)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engram.demo.throughput import BIN_S, Mark, Throughput
+from engram.demo.remote import BIN_S, Mark, Throughput
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from ray.exceptions import RayError
 import engram
 from engram.buffer.on_ray import NAMESPACE
 from engram.demo.learner import BATCH, LEARN_FROM, SOLVED, WINDOW
-from engram.demo.remote import Learned, Learner, Played, Player
+from engram.demo.remote import Learned, Learner, Mark, Played, Player, Throughput
 from engram.demo.run import Settings, tell
-from engram.demo.throughput import Mark, Throughput
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
