@@ -60,13 +60,14 @@ struct type_caster<engram::Column<T>> {
     try {
       engram::Values seen;
       const engram::Dtype wanted = engram::dtype_of<T>();
-      if (!engram::look_at_tensor(source.ptr(), seen) || seen.code != wanted.code || seen.bits != wanted.bits || !seen.contiguous()) {
+      if (!engram::look_at_tensor(source.ptr(), seen, false) || seen.code != wanted.code || seen.bits != wanted.bits || !seen.contiguous()) {
         return false;
       }
       value.data = reinterpret_cast<T*>(const_cast<std::byte*>(seen.data));
       value.size = 1;
       for (std::int32_t d = 0; d < seen.ndim; ++d) value.size *= static_cast<std::size_t>(seen.shape[d]);
-      return true;
+      // Asking torch gives the interpreter up. The negative view of several numbers has gaps: it is an imaginary part.
+      return value.size > 1 || engram::look_at_tensor(source.ptr(), seen);
     } catch (const std::exception&) {
       return false;
     }

@@ -230,7 +230,7 @@ bool have_shape(const Values& values, const RowSpec& spec, std::int64_t n) {
          std::equal(spec.shape.begin(), spec.shape.end(), values.shape + leading);
 }
 
-bool look_at_tensor(PyObject* object, Values& values) {
+bool look_at_tensor(PyObject* object, Values& values, bool asks) {
   if (exchange == nullptr || !PyObject_TypeCheck(object, tensor_type)) return false;
   nb::dlpack::dltensor tensor;
   if (exchange->borrow(object, &tensor) != 0) {  // sparse, meta, quantised …
@@ -238,7 +238,7 @@ bool look_at_tensor(PyObject* object, Values& values) {
     return false;
   }
   if (tensor.device.device_type != kCpu || tensor.dtype.lanes != 1 || tensor.ndim > Values::kMost ||
-      is_lazy_view(object, tensor.dtype.code)) {
+      (asks && is_lazy_view(object, tensor.dtype.code))) {
     return false;
   }
   values.code = tensor.dtype.code, values.bits = tensor.dtype.bits, values.ndim = tensor.ndim;

@@ -34,8 +34,9 @@ struct Values {
   bool contiguous() const;
 };
 
-/// False if the object is no tensor on the CPU whose bytes are its values.
-bool look_at_tensor(PyObject* object, Values& values);
+/// False if the object is no tensor on the CPU whose bytes are its values. Not `asks`: it may be a conjugate or negative view, which
+/// torch alone can say, and gives the interpreter up meanwhile.
+bool look_at_tensor(PyObject* object, Values& values, bool asks = true);
 
 /// Whether values are n rows of this spec (n < 0: one row without that dimension).
 bool have_shape(const Values& values, const RowSpec& spec, std::int64_t n);
