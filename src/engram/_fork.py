@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -170,13 +171,16 @@ def _settle() -> None:
 
 
 def _recover() -> None:
-    _lineage.forked_off()
-    for made in list(_locks):
-        owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
-        if not owned:  # else the thread that forked gives it back itself
-            made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
-    # All of them, the last one first. What one raises, such as a damaged store, Python tells in the end.
+    # No garbage is collected meanwhile: what is finalized before it was told would look for threads that are not there.
     with contextlib.ExitStack() as calls:
+        if gc.isenabled():
+            gc.disable()
+            calls.callback(gc.enable)
+        _lineage.forked_off()
+        for made in list(_locks):
+            if not getattr(made, "_is_owned", bool)():  # else the thread that forked gives it back itself
+                made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
+        # All of them, the last one first. What one raises, such as a damaged store, Python tells in the end.
         calls.callback(_settle)
         for thing in reversed([*_others, *_users]):
             calls.callback(thing.after_fork)

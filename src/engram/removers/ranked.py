@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from engram.store import Store
 
 
+def _written(storage: Removable, remover: object) -> Store:
+    """The storage's rows. Raises ``RuntimeError``: there are none of tensors."""
+    if storage.memory is None:
+        raise RuntimeError(f"{type(remover).__name__}: expected a tensor storage that was written to.")
+    return storage.memory
+
+
 class LowestPriority:
     """The rows of lowest priority go; of equal ones that with the lower number.
 
@@ -61,9 +68,7 @@ class LowestPriority:
         >>> LowestPriority().choose(rb.storage, 2).tolist()
         [1, 2]
         """
-        store = storage.memory
-        if store is None:
-            raise RuntimeError("LowestPriority: expected a tensor storage that was written to.")
+        store = _written(storage, self)
         key = (self.index, priorities.KIND)
         index = store.indexes.get(key) or store.indexes.refreshed().get(key)
         if index is None:
@@ -103,9 +108,7 @@ class _Ranked:
 
     def choose(self, storage: Removable, n: int) -> Tensor:
         """The ``n`` rows that go, the first of them first."""
-        store = storage.memory
-        if store is None:
-            raise RuntimeError(f"{type(self).__name__}: expected a tensor storage that was written to.")
+        store = _written(storage, self)
         if store is not self._store:
             capacity = storage.extent().capacity
             self._changes, self._since = ChangesIndex.of_store(store), 0
@@ -282,9 +285,7 @@ class MaxTimesSampled:
         >>> MaxTimesSampled().choose(rb.storage, 2).tolist()
         [0, 1]
         """
-        store = storage.memory
-        if store is None:
-            raise RuntimeError("MaxTimesSampled: expected a tensor storage that was written to.")
+        store = _written(storage, self)
         counts = UsageIndex.in_use(store)
         if counts is None and store.replaced is None:
             raise RuntimeError(
