@@ -181,6 +181,14 @@ class Walk {
   std::uint64_t end_ = 0;  // behind the last rank that was taken
 };
 
+// Before another choice of a batch, none of whose rows were to be had. An epoch that begins then has another key.
+void start_over(const Walk& walk, std::vector<std::int64_t>& rows, std::uint64_t& key, const Deadline& deadline) {
+  rows.clear();
+  if (walk.taken().key == key) key = mix(key) & kKeyBits;
+  let_go();
+  if (deadline.passed()) throw in_vain("rows were written over before an epoch came to them");
+}
+
 // Begins or goes on with an epoch until there are rows for a batch; of an epoch that is over without one the next begins. False: too few
 // rows are live.
 bool choose(Walk& walk, std::vector<std::int64_t>& rows, std::uint64_t key, std::uint64_t n, bool whole) {
@@ -189,10 +197,7 @@ bool choose(Walk& walk, std::vector<std::int64_t>& rows, std::uint64_t key, std:
     if (!walk.begin(key, n, whole)) return false;
     walk.choose(rows, n);
     if (rows.size() >= (whole ? n : 1)) return true;
-    rows.clear();
-    if (walk.taken().key == key) key = mix(key) & kKeyBits;
-    let_go();
-    if (deadline.passed()) throw in_vain("rows were written over before an epoch came to them");
+    start_over(walk, rows, key, deadline);
   }
 }
 
@@ -260,10 +265,7 @@ nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Addres
       if (with_rows) std::copy(rows.begin(), rows.end(), buffers.at<std::int64_t>(fields));
       if (!walk.plain()) walk.over(whole ? n : 1);
       if (count >= (whole ? n : 1)) break;
-      rows.clear();
-      if (walk.taken().key == key) key = mix(key) & kKeyBits;
-      let_go();
-      if (deadline.passed()) throw in_vain("rows were written over before an epoch came to them");
+      start_over(walk, rows, key, deadline);
     }
     if (!rows.empty()) {
       if (Masses* masses = masses_of_block(); masses != nullptr) *masses = {static_cast<double>(walk.left()), 1.0, store.control().size()};
