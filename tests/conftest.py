@@ -1,3 +1,4 @@
+import faulthandler
 import gc
 import os
 import signal
@@ -5,11 +6,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import pytest_timeout
 from hypothesis import HealthCheck, settings
 
-from tests import interpreter, stress
+from tests import interpreter, stress, waiting
 
-# Examples are not timed, nor is how they are drawn: machines that run tests are busy. pytest-timeout bounds each test as a whole.
+# Examples are not timed, nor is how they are drawn: machines that run tests are busy. One limit bounds each test as a whole.
 # An ordinary run draws the same examples each time; the larger ones look for others.
 settings.register_profile(
     "engram", deadline=None, derandomize=stress.SIZE == "small", suppress_health_check=[HealthCheck.too_slow]
@@ -31,6 +33,31 @@ def pytest_configure(config):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         interpreter.share()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item, settings):
+    """pytest-timeout's limit, in seconds of a core: a busy machine does not reach it."""
+    limit = waiting.Limit(settings.timeout)
+
+    def look(*_):
+        left_s = limit.left_s()
+        if left_s > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.1))
+            return
+        if pytest_timeout.is_debugging() and not settings.disable_debugger_detection:
+            return
+        faulthandler.dump_traceback(all_threads=True)
+        limit.check(item.nodeid)
+
+    def cancel():
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    return True
 
 
 def pytest_collection_finish():

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 _LIMIT_S = 60.0
@@ -48,25 +47,31 @@ class Program:
         return self._status
 
     def wait(self, limit_s=_LIMIT_S):
-        deadline = time.monotonic() + limit_s
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise TimeoutError(f"a program ran for more than {limit_s} s:\n{self.out}\n{self.err}")
-            time.sleep(0.003)
+        self._until(lambda: self.poll() is not None, limit_s, "a program")
         return self.poll()
 
     def until(self, text, limit_s=_LIMIT_S):
         """Wait until it has printed ``text``."""
-        deadline = time.monotonic() + limit_s
-        while text not in self.out:
-            if self.poll() is not None and text not in self.out:
-                raise AssertionError(f"the program ended ({self.poll()}):\n{self.out}\n{self.err}")
-            if time.monotonic() > deadline:
-                self.kill()
-                raise TimeoutError(f"no {text!r} within {limit_s} s:\n{self.out}\n{self.err}")
-            time.sleep(0.003)
+
+        def printed():
+            ended = self.poll() is not None  # before it is looked at what it printed
+            if text in self.out:
+                return True
+            assert not ended, f"the program ended ({self.poll()}):\n{self.out}\n{self.err}"
+            return False
+
+        self._until(printed, limit_s, f"{text!r} from a program")
         return self
+
+    def _until(self, condition, limit_s, what):
+        from tests import waiting  # not in the helper itself
+
+        try:
+            waiting.until(condition, limit_s, what)
+        except waiting.TooSlow as error:
+            self.kill()
+            error.add_note(f"It printed:\n{self.out}\n{self.err}")
+            raise
 
     def kill(self):
         """SIGKILL, and wait until it is gone."""

@@ -34,7 +34,7 @@ def written(storage=None, n=100, **components):
 
 def run(*codes):
     code = "\n".join(textwrap.dedent(code) for code in (BEGIN, *codes))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -31,6 +31,7 @@ from engram.format import disk, leases, series
 from engram.format.verify import verify
 from tests.network_files import Server
 from tests.ranks.jobs import checkpointer, done, filled, job, steps_of, whos
+from tests.waiting import until
 
 ROWS = 64
 
@@ -100,10 +101,7 @@ def test_a_thread_looks_by_itself(tmp_path):
     with follow(tmp_path, every=0.02) as reader:
         rb.extend(steps(10, 10))
         ck.save(2)
-        until = time.monotonic() + 60
-        while reader.followed.step != 2:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: reader.followed.step == 2, 60)
         assert at(reader) == list(range(20))
 
 
@@ -482,7 +480,4 @@ def test_closing_ends_the_thread_and_removes_copies(tmp_path, monkeypatch):
             with pytest.raises(RuntimeError, match="closed"):
                 reader.sample()
         del reader
-        until = time.monotonic() + 60
-        while "engram-follow" in names() or list(tmp_path.glob("engram-follow-*")):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: not ("engram-follow" in names() or list(tmp_path.glob("engram-follow-*"))), 60)

@@ -33,6 +33,7 @@ from engram.format import files
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, Operation, descriptors, forked, in_this_process
 from tests.twins import rows
+from tests.waiting import Limit
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]
 
@@ -301,10 +302,10 @@ def join_threads():
 
 def left_open(before, allowed=lambda path: False):
     """Descriptors that were not open before, once those of threads are closed that nobody can see yet: they have just been started."""
-    until = time.monotonic() + 60
+    limit = Limit(60)
     while True:
         left = [path for path in descriptors() if path not in before and not allowed(path)]
-        if not left or time.monotonic() > until:
+        if not left or limit.left_s() < 0:
             return left
         join_threads()
         time.sleep(0.001)

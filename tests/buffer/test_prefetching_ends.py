@@ -24,6 +24,7 @@ from tests import fresh
 from tests.buffer.prefetched import BATCH, ROWS, SAMPLERS, buffer, data, rows_of
 from tests.components import Newest
 from tests.ranks.processes import wait_for
+from tests.waiting import until
 
 # ---- errors --------------------------------------------------------------------------------------------------------------
 
@@ -261,9 +262,7 @@ def helpers():
 
 
 def gone():
-    deadline = time.monotonic() + 60
-    while helpers() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: not helpers(), 60)
     return not helpers()
 
 

@@ -50,7 +50,6 @@ def said_by(program, folder):
         [*launcher, str(program), str(folder / "run")],
         capture_output=True,
         text=True,
-        timeout=240,
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         check=False,

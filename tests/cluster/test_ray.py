@@ -234,9 +234,7 @@ raise SystemExit(3)
 
 
 def test_temporary_rows_end_with_a_program_that_does_not_close_its_buffer(nodes):
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, nodes.address], capture_output=True, text=True, timeout=270, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, nodes.address], capture_output=True, text=True, check=False)
     assert ended.returncode == 3, ended.stderr
     folders = [line.partition("rows in ")[2] for line in ended.stdout.splitlines() if line.startswith("rows in ")]
     assert len(folders) == 2

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import time
 import warnings
 from functools import partial
 
@@ -14,6 +13,7 @@ from tensordict import TensorDict
 from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
 from tests import stress
 from tests.cluster.on_nodes import AWAY, made
+from tests.waiting import Limit
 
 ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
 KILLS, SHARDS, AT_ONCE = stress.size(2, 200), 2, 3
@@ -69,7 +69,7 @@ def test_acknowledged_rows_are_there_once_though_shards_are_killed(nodes, tmp_pa
             impatient(rb)
             for _ in range(KILLS):
                 kill(rb._service.shards.each[chance.randrange(SHARDS)].actor)
-                until = time.monotonic() + 240
+                limit = Limit(240)
                 for step in itertools.count():
                     for writer in writers:
                         writer.write()
@@ -79,7 +79,7 @@ def test_acknowledged_rows_are_there_once_though_shards_are_killed(nodes, tmp_pa
                     rb.update_tensordict_priority(batch)
                     if step > 3 and not any(one.stats()["shards_missing"] for one in (rb, *(it.rb for it in writers))):
                         break
-                    assert time.monotonic() < until
+                    limit.check("going on after a kill")
             for writer in writers:
                 writer.rb.close()
     check(tmp_path, writers)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-import time
 import warnings
 from functools import partial
 
@@ -26,6 +25,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from tests import waiting
 from tests.cluster.on_nodes import AWAY, HERE, made, rows
 from tests.statistics_of import assert_proportional
 
@@ -35,10 +35,7 @@ ROW = (1 << 48) - 1
 
 def until(condition, limit_s=240):
     """Look again and again, as Ray starts actors when it can."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    waiting.until(condition, limit_s)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click.testing
@@ -16,7 +15,9 @@ import torch
 from engram import ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from engram.cli import main
 from engram.demo import run as demo
+from tests import waiting
 from tests.processes import running
+from tests.waiting import until
 
 COMMAND = [sys.executable, "-c", "from engram.cli import main; main()"]
 
@@ -39,9 +40,7 @@ def assert_all_ended(out):
     """Every learner and actor that ``out`` names ends."""
     pids = [int(pid) for line in re.findall(r"Learner (.*), one lane each", out) for pid in re.findall(r"\d+", line)]
     pids += [int(pid) for pid in re.findall(r"Actor (\d+) takes over", out)]
-    deadline = time.monotonic() + 100
-    while any(map(running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: not any(map(running, pids)), 100)
     assert pids
     assert not any(map(running, pids))
 
@@ -53,7 +52,7 @@ def assert_all_ended(out):
 def finished(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "run"
     options = ["--steps", "900", "--dir", folder, "--seed", "5", "--sampler", request.param, "--actors", "2"]
-    done = subprocess.run([*COMMAND, "demo", *options], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*COMMAND, "demo", *options], capture_output=True, text=True, check=False)
     return folder, request.param, done
 
 
@@ -102,7 +101,7 @@ def test_the_store_of_the_demo_opens(finished):
 def test_the_checkpoints_of_the_demo_are_whole(finished):
     folder, _, _ = finished
     command = [*COMMAND, "verify", folder / "checkpoints"]
-    assert subprocess.run(command, capture_output=True, timeout=250, check=False).returncode == 0
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 # ---- how it ends otherwise -----------------------------------------------------------------------------------------------
@@ -113,15 +112,17 @@ def started(folder):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
+def output_of(process):
+    """What it printed, once all processes that inherited its pipes have ended."""
+    try:
+        return process.communicate()
+    except waiting.TooSlow:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
 def wait_for(path):
-    wait_until(path.exists)
-
-
-def wait_until(true):
-    deadline = time.monotonic() + 100
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert true()
+    until(path.exists)
 
 
 def waits_for_a_learner(pid):
@@ -156,10 +157,10 @@ def test_control_c_leaves_a_store_that_opens(tmp_path, group):
     process = started(tmp_path / "run")
     wait_for(tmp_path / "run" / "replay" / ".engram" / "store.json")
     rb = ReplayBuffer.open(tmp_path / "run" / "replay")
-    wait_until(lambda: len(rb) > 0)
+    until(lambda: len(rb) > 0)
     rb.close()
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=200)
+    out, err = output_of(process)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "engram.ReplayBuffer.open(" in out
@@ -171,9 +172,9 @@ def test_control_c_before_it_has_begun(tmp_path):
     """The learner is still importing torch."""
     folder = tmp_path / "run"
     process = started(folder)
-    wait_until(lambda: waits_for_a_learner(process.pid))
+    until(lambda: waits_for_a_learner(process.pid))
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=200)
+    _, err = output_of(process)
     assert process.returncode == 130
     assert "Traceback" not in err
 
@@ -182,7 +183,7 @@ def test_all_processes_end_with_the_command(tmp_path):
     process = started(tmp_path / "run")
     wait_for(tmp_path / "run" / "replay" / ".engram" / "store.json")
     process.kill()
-    out, err = process.communicate(timeout=200)  # returns when all processes that inherited the pipes have ended
+    out, err = output_of(process)
     assert "Traceback" not in err
     assert_all_ended(out)
     assert_the_store_is_whole(tmp_path / "run")

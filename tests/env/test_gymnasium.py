@@ -23,6 +23,7 @@ from engram import (
 )
 from tests.env.tales import FORMS, TaleEnv, rows_of
 from tests.store.processes import Child, context
+from tests.waiting import ended
 
 MODES = list(AutoresetMode)
 
@@ -348,7 +349,7 @@ def _killed(directory, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_and_opened_again(mode, tmp_path):
     child = Child(_killed, tmp_path / "store", mode)
-    child.process.join(60)
+    ended(child.process)
     assert child.process.exitcode == -signal.SIGKILL
     same = vector([[5], [1, 30]], mode)
     play(same, np.arange(26).reshape(13, 2), mode)

@@ -462,7 +462,6 @@ print("looked")
         check=False,
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.stdout == "looked\n", done.stderr
 

@@ -16,6 +16,7 @@ from engram import LazyTensorStorage, ReplayBuffer
 from engram.format.workers import Ended
 from engram.persist.rows import READERS, parallel_read
 from tests import fresh
+from tests.waiting import until
 
 HERE = [torch.zeros(1)]
 BEFORE = [0]
@@ -31,9 +32,7 @@ def threads_before():
 
 
 def all_ended():
-    until = time.monotonic() + 60
-    while _thread._count() > BEFORE[0] and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: _thread._count() <= BEFORE[0], 60)
     return _thread._count() <= BEFORE[0]
 
 

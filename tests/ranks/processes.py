@@ -6,6 +6,7 @@ import time
 import traceback
 
 from tests.forkserver import CONTEXT
+from tests.waiting import Limit, until
 
 
 def start(n, act, folder, *more):
@@ -31,9 +32,9 @@ def run(n, act, folder, *more, timeout=100):
 
 def join(every, timeout=100):
     """Exit codes, by the end of the time; whoever still runs then is killed, and the test fails."""
-    until = time.monotonic() + timeout
-    for process in every:
-        process.join(max(0, until - time.monotonic()))
+    limit = Limit(timeout)
+    while any(process.is_alive() for process in every) and limit.left_s() > 0:
+        time.sleep(0.003)
     hung = [rank for rank, process in enumerate(every) if process.is_alive()]
     for process in every:
         if process.is_alive():
@@ -57,10 +58,7 @@ def answer(folder, rank):
 
 
 def wait_for(there, timeout=60):
-    until = time.monotonic() + timeout
-    while not there():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.02)
+    until(there, timeout)
 
 
 def meet(folder, where, ranks):

@@ -12,6 +12,7 @@ from tests.format.checkpoint_folders import tree
 from tests.ranks.jobs import buffer, checkpointer, decides_when_voted, filled, steps_of, whos
 from tests.ranks.networks import Switch, own_network
 from tests.ranks.processes import answer, join, only_for_the_dead, spawn, tell, wait_for
+from tests.waiting import Limit
 
 
 def main(rank, n, act, folder, *more):
@@ -191,8 +192,8 @@ def watched(ranks, rank, folder, root):
             if rank == 1:
                 ranks._timeout = 2.0  # for the store
             (folder / f"there-{rank}").touch()
-            until = time.monotonic() + 60
-            while time.monotonic() < until:
+            limit = Limit(60)
+            while limit.left_s() > 0:
                 if series.latest(root)[0] is not None:
                     raise ConnectionError("the network is gone")
                 time.sleep(0.1)

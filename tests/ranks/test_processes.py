@@ -368,7 +368,7 @@ def launched(n, folder):
     ]
     here = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": here}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     return done.returncode, done.stderr
 
 

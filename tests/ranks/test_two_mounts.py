@@ -15,6 +15,7 @@ from tests.format import checkpoint_folders as made
 from tests.network_files import Server
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import wait_for
+from tests.waiting import Limit
 
 LONG = 600.0  # no test lasts until a mount believes something else by itself
 
@@ -60,9 +61,9 @@ def test_ranks_save_and_three_restore(tmp_path, options):
         for mount in mounts:  # what is seen now is believed from now on
             assert os.listdir(mount) == []
             assert not (mount / "series").exists()
-        started = time.monotonic()
+        limit = Limit(60)
         said = done(job(4 if not options else 2, saved, mounts, [1, 2] if not options else [1, 2, 3]))
-        assert time.monotonic() - started < 60, "what the others wrote was seen late"
+        limit.check("what the others wrote was seen late")
         assert len({tuple(names) for names, _ in said}) == 1
         assert [str(name) for name in series.names(of(mounts, 1))] == said[0][0][:-3:-1], "keep=2"
         for mount in mounts:

@@ -61,9 +61,7 @@ def source_of(folder):
     """Where the recipes come from: the commit of a checkout, else the version of the wheel."""
     if folder == at_hand():
         return f"the wheel of torchrl {version('torchrl')}"
-    asked = subprocess.run(
-        ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=60
-    )
+    asked = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return f"commit {asked.stdout.strip()}" if asked.returncode == 0 else "a folder without a commit"
 
 

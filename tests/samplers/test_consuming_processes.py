@@ -11,6 +11,7 @@ from tests import stress
 from tests.ranks.processes import tell
 from tests.samplers.consumers import consume, consume_and_die, write
 from tests.store.processes import Child
+from tests.waiting import ended
 
 
 def store(folder, rows, capacity, most=1):
@@ -69,7 +70,7 @@ def test_a_killed_consumers_rows_count_as_drawn(tmp_path):
     for kill in range(kills):
         file = tmp_path / f"got-{kill}"
         child = Child(consume_and_die, tmp_path / "s", file, random.Random(kill).randrange(1 + rows // 5 // kills))
-        child.process.join(60)
+        ended(child.process)
         assert child.process.exitcode == -9
         seen += numbers(file)
     lost = 5 * kills
@@ -87,7 +88,7 @@ def test_counts_survive_the_death_of_all(tmp_path):
         consume_and_die(tmp_path / "s", tmp_path / "got", 3)
 
     child = Child(begin)
-    child.process.join(60)
+    ended(child.process)
     assert child.process.exitcode == -9
     rb = ReplayBuffer.open(tmp_path / "s")
     assert int(rb.sampler.state_dict()["counts"].sum()) == 25

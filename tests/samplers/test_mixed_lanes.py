@@ -20,6 +20,7 @@ from engram import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from tests.waiting import ended as process_ended
 
 FORK = multiprocessing.get_context("fork")
 SAYS = "several processes write to one lane"
@@ -58,7 +59,7 @@ def together(processes):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process_ended(process)
         assert process.exitcode == 0
 
 
@@ -197,7 +198,7 @@ def test_a_process_that_begins_again_says_nothing(tmp_path, killed):
         for turn in range(4):
             process = FORK.Process(target=work, args=(turn,))
             process.start()
-            process.join(60)
+            process_ended(process)
             assert process.exitcode == (-signal.SIGKILL if killed else 0)
         assert not said(rb)
 

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from engram import ReplayBuffer
 from tests import forkserver
+from tests.waiting import ended
 
 METHODS = ["fork", "forkserver", "spawn"]
 
@@ -43,9 +44,9 @@ class Child:
         self.process.start()
 
     def join(self):
-        self.process.join(60)
+        ended(self.process)
         assert self.process.exitcode == 0, self.process.exitcode
 
     def kill(self):
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(60)
+        ended(self.process)

@@ -9,6 +9,7 @@ import torch
 
 from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
 from tests.store.processes import Child
+from tests.waiting import ended
 
 NOBODY = 65534
 _NEW_MOUNTS = 0x0002_0000
@@ -96,5 +97,5 @@ def left_by_the_dead(folder, rows):
     """A store whose only process was killed."""
     prioritized(folder).close()
     child = Child(die_while_writing, folder, rows)
-    child.process.join(60)
+    ended(child.process)
     assert child.process.exitcode == -signal.SIGKILL

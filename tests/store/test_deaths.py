@@ -25,6 +25,7 @@ from engram import (
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, buffer, forked, listing
 from tests.processes import running
+from tests.waiting import Limit, until
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]
 
@@ -60,7 +61,7 @@ def ram():
 
 def somebody_goes_on(name, operation, home):
     """After a death in an operation: in another process, and without waiting."""
-    before = time.monotonic()
+    limit = Limit(20)
     if name in ("share", "close temporary"):
         ReplayBuffer(storage=LazyTensorStorage(10)).share().close()
         left = [path for path in home.glob("engram-*") if listing(path)]
@@ -82,7 +83,7 @@ def somebody_goes_on(name, operation, home):
     rb.extend(ROWS[:2])
     assert not [path for path in listing(folder) if ".engram-" in path or "/.priorities" in path], listing(folder)
     rb.close()
-    assert time.monotonic() - before < 20
+    limit.check("going on")
     return True
 
 
@@ -137,7 +138,7 @@ def test_stopped_while_it_makes_a_store(ram, monkeypatch):
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
         made = (folder / "store" / ".engram").exists()
         other = buffer(folder) if not made else None
-        began = time.monotonic()
+        limit = Limit(20)
         try:
             if other is None:
                 ReplayBuffer.open(folder / "store").close()
@@ -147,7 +148,7 @@ def test_stopped_while_it_makes_a_store(ram, monkeypatch):
             pass
         else:  # stopped before it was alone, or after
             assert made or not other.storage.store.closed
-        assert time.monotonic() - began < 20
+        limit.check("going on")
         if other is not None:
             other.close()
         os.kill(pid, signal.SIGCONT)
@@ -186,22 +187,22 @@ def test_the_holder_of_a_row_is_stopped_and_killed():
         caught_writing(rb, pid)
         before = _native.wait_limit()
         _native._core.set_wait_limit(stress.size(1.0, before))  # it looks all the time
-        began = time.monotonic()
+        limit = Limit(50)
         try:
             with pytest.raises(WriterStalled):
                 rb.extend(row.expand(4, -1), lane=torch.zeros(4, dtype=torch.int64))  # over both rows
         finally:
             _native._core.set_wait_limit(before)
-        assert time.monotonic() - began < 50
+        limit.check("going on")
         rb.extend(row.expand(2, -1), lane=1)
         batch, info = rb.sample(2, return_info=True)
         assert torch.equal(batch, row.expand(2, -1))
         rb.update_priority(info["index"], 2.0)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        began = time.monotonic()
+        limit = Limit(20)
         rb.extend(row.expand(2, -1), lane=0)
-        assert time.monotonic() - began < 20
+        limit.check("going on")
         assert len(rb) == 4
         stress.check_priorities(rb.sampler.priorities(), range(4))
         rb.close()
@@ -301,13 +302,10 @@ def test_exit_orders(ram, monkeypatch):
         for k in order:
             assert len([path for path in home.iterdir() if path.name.startswith("engram")]) == 1
             os.write(turns[k][1], b"x")
-            deadline = time.monotonic() + 60
             if k == 0:
                 os.waitpid(creator, 0)
             else:
-                while running(pids[k]):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.002)
+                until(lambda pid=pids[k]: not running(pid))
         for fd in (told, tell, *itertools.chain(*turns)):
             os.close(fd)
         ReplayBuffer(storage=LazyTensorStorage(10)).share().close()

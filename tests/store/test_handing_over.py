@@ -26,6 +26,7 @@ from engram import (
     _fork,
 )
 from tests.store.processes import METHODS, Child, context, leaves, steps, whole
+from tests.waiting import ended
 
 # ---- handing a buffer over -----------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ def test_a_buffer_that_the_parent_drops_at_once_is_there_for_the_child(method, s
 
     process, folder = begin()
     gc.collect()
-    process.join(60)
+    ended(process)
     assert process.exitcode == 0
     assert counted.get() == 10
     del process

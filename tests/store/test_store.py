@@ -24,6 +24,7 @@ from engram.format import files
 from engram.store import open_store
 from tests.fresh import run, start
 from tests.store.stores import CLEAN_AT, PERIOD, WORDS, buffer, content, rows, snapshot
+from tests.waiting import until
 
 # ---- life ------------------------------------------------------------------------------------------------------------
 
@@ -283,9 +284,7 @@ def test_killed_writers_leave_whole_rows(tmp_path):
         first = (len(repairs) + 1) * 1_000_000
         counter.write_bytes(struct.pack("q", first))
         program = start(WRITER, folder=str(folder), acknowledged=str(counter), first=first, batch=BATCH)
-        deadline = time.monotonic() + 60
-        while struct.unpack("q", counter.read_bytes())[0] == first and program.poll() is None:
-            assert time.monotonic() < deadline
+        until(lambda: struct.unpack("q", counter.read_bytes())[0] != first or program.poll() is not None)
         time.sleep(chance.random() * 0.01)
         assert program.kill() == -9, program.err
         acknowledged = struct.unpack("q", counter.read_bytes())[0]

@@ -8,7 +8,6 @@ import json
 import re
 import struct
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from tensordict import TensorDict
 from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, Ranks, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
 from tests.ranks.jobs import done, played
+from tests.waiting import until
 
 FILE = Path(__file__).with_name("stored_strings.json")
 _HEADER = struct.Struct("=8sIIII9Q")
@@ -135,9 +135,7 @@ def _job(root):
         ck.poll(3)
         with ck.guard():
             rb.extend(_rows(100 * ranks.rank + 12, 4), lane=1)
-            until = time.monotonic() + 60.0
-            while "add #/watch/#/#" not in said and time.monotonic() < until:  # the first heartbeat
-                time.sleep(0.01)
+            until(lambda: "add #/watch/#/#" in said, 60.0)
 
     def load(ranks):
         rb = _buffer(LazyTensorStorage(32, lanes=2))

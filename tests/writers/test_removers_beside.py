@@ -21,6 +21,7 @@ from engram import (
 from engram.changes import ChangesIndex
 from engram.store import INDEX_KINDS
 from tests.store.processes import context
+from tests.waiting import ended
 
 SIZE = 100
 REMOVERS = {
@@ -107,7 +108,7 @@ class Other:
 
     def end(self):
         self.asked.send(None)
-        self.process.join(120)
+        ended(self.process)
         assert self.process.exitcode == 0
 
 
