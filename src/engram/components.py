@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from engram.field_paths import plain
 from engram.persist.components import Dumpable
@@ -21,7 +21,7 @@ class Component(Declared, Dumpable):
     """A sampler or writer of engram's own."""
 
     #: Arguments of the constructor that a store notes: attributes of these names.
-    noted: ClassVar[tuple[str, ...]] = ()
+    noted: tuple[str, ...] = ()
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """TorchRL's; no effect, because rows and cursors are the store's."""

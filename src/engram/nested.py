@@ -178,14 +178,21 @@ def find(data: Any, path: Path) -> Any:
     return data
 
 
+def entries_of(data: object) -> Any:
+    """What has entries by name, as it is. Of a dataclass or a named tuple a dict of its fields; of a tuple or list one by places; else
+    an empty one.
+    """
+    if has_entries(data):
+        return data
+    if is_dataclass(data) or hasattr(data, "_fields"):
+        return attributes(data)
+    return {str(place): value for place, value in enumerate(data)} if isinstance(data, tuple | list) else {}
+
+
 def find_field(data: object, path: Path) -> object:
     """As :func:`find`, also within dataclasses, named tuples, and tuples and lists, whose entries are called by their places."""
     for name in path:
-        if is_dataclass(data) or hasattr(data, "_fields"):
-            data = attributes(data)
-        elif isinstance(data, tuple | list):
-            data = {str(place): value for place, value in enumerate(data)}
-        data = find(data, (name,))
+        data = find(entries_of(data), (name,))
     return data
 
 

@@ -157,6 +157,53 @@ class Extent(NamedTuple):
         lane = torch.searchsorted(ends, ranks, right=True)
         return ranks - starts[lane] + lane * length
 
+    def back(self, lanes: Tensor, steps: Tensor) -> Tensor:
+        """The row that each of these lanes wrote so many rows ago; 1: its newest.
+
+        Args:
+            lanes: int64 ``[B]``, each in ``[0, L)``.
+            steps: int64 ``[B]``, each in ``[1, filled[lane]]``.
+
+        Returns:
+            int64 ``[B]``. A hole counts as a row. Where a writer chose the rows, their order in the lane is that of their numbers.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend(torch.arange(6))
+        >>> rb.storage.extent().back(torch.tensor([0, 0]), torch.tensor([1, 4])).tolist()  # the ring goes on with row 2
+        [1, 2]
+        """
+        import torch
+
+        filled, seam = (torch.tensor(words, device="cpu")[lanes] for words in (self.filled, self.seam))
+        start = lanes * (self.capacity // len(self.filled))
+        return start + (seam - start - steps) % filled.clamp(min=1)
+
+    def in_order(self, lanes: Tensor, most: int | None = None) -> Tensor:
+        """The live rows of lanes, lane after lane, each from its oldest to its newest row.
+
+        Args:
+            lanes: int64 ``[k]``, each in ``[0, L)``.
+            most: of each lane only so many places back from its newest row; None: all.
+
+        Returns:
+            int64 ``[n]``. Cost: O(n).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend(torch.arange(6))
+        >>> rb.storage.extent().in_order(torch.tensor([0])).tolist()
+        [2, 3, 0, 1]
+        """
+        import torch
+
+        counts = torch.tensor(self.filled, device="cpu")[lanes].clamp(max=self.capacity if most is None else most)
+        ends = counts.cumsum(0).repeat_interleave(counts)
+        rows = self.back(lanes.repeat_interleave(counts), ends - torch.arange(len(ends), device="cpu"))
+        return rows if self.holes is None else rows[~torch.isin(rows, self.holes)]
+
 
 class WritePlan(NamedTuple):
     """Where a writer wants rows to go. Making one has no side effect.

@@ -291,6 +291,24 @@ def test_shared_and_reopened(tmp_path):
     rb.close()
 
 
+@pytest.mark.parametrize("open_end", [False, True])
+def test_steps_to_the_end_of_the_episode(tmp_path, open_end):
+    """Counted to the last stored step, under a name of the user's, and noted with the store."""
+    sampler = RewardToGo(RandomSampler(), steps_key=("info", "left"))
+    data = steps([4, 1, 5], open_end=open_end)
+    rb = buffer(sampler, data, storage=LazyMemmapStorage(100, scratch_dir=tmp_path), batch_size=300)
+    for again in (False, True):
+        if again:
+            rb.close()
+            rb = ReplayBuffer.open(tmp_path)
+            assert repr(rb.sampler) == repr(sampler)
+        rows = by_row(rb.sample())
+        assert [int(row["info", "left"]) for row in rows] == [4, 3, 2, 1, 1, 5, 4, 3, 2, 1]
+        assert rows[0]["info", "left"].dtype == torch.int64
+    rb.close()
+    assert "steps_key" not in RewardToGo(RandomSampler()).config()
+
+
 def test_sharing_a_table_with_slices():
     slices = SliceSampler(slice_len=2)
     rb = buffer(slices, steps([4, 5]))

@@ -110,6 +110,27 @@ def test_what_a_restore_leaves_out_is_warned_of_once(tmp_path):
     assert 'restore(incomplete={"open": "keep", "headless": "keep"})' in left
 
 
+@pytest.mark.parametrize("overflow", ["cut", "fill"])
+def test_rows_that_stay_unused_beside_steps_that_are_left_out_are_counted(tmp_path, overflow):
+    """Three ranks to two: the newest trajectories fit, the next older one is longer than what is left, and shorter ones are behind it."""
+
+    def save(ranks, rank):
+        rb = buffer(1, 64)
+        play(rb, rank, 0, [6, 20, 9])
+        checkpointer(tmp_path, rb, ranks).save(1)
+
+    done(job(3, save))
+    with pytest.warns(UserWarning, match="left out") as said:
+        reports = done(job(2, lambda ranks, _: checkpointer(tmp_path, buffer(1, 24), ranks).restore(overflow=overflow)))
+    (left,) = (str(one.message) for one in said if "left out" in str(one.message))
+    dealt = reports[0].dealt
+    kept, unused = dealt["kept"]["steps"], dealt["unused"]
+    assert kept + unused == 48
+    over = dealt["dropped"]["overflow"]["steps"]
+    assert f"{over} steps did not fit as whole trajectories, and {unused} rows stay unused. Larger storages" in left
+    assert (kept, over) == {"cut": (27, 78), "fill": (45, 60)}[overflow]
+
+
 def test_a_save_says_what_other_ranks_would_drop(tmp_path, caplog):
     with caplog.at_level("INFO", logger="engram"):
         reports = [report for _, report in done(job(2, write, tmp_path))]

@@ -343,14 +343,17 @@ class ReplayBuffer(Shown, Generic[Batch]):
         if write is None or wiring.of_sampler.listens:
             wiring.source.observe(write, data)
 
-    def empty(self, empty_write_count: bool = True) -> None:
+    def empty(self, empty_write_count: bool = True, *, lane: Lane = None) -> None:
         """Forget all rows; memory stays allocated. ``empty_write_count=False`` keeps :attr:`write_count`.
+
+        ``lane=``, an int, several ints or ``"each"``: forget the rows of these lanes only, as :func:`remove` does with each of them.
+        The lane's next row goes where it would have gone, and no window or return reaches back over the gap. Counts stay.
 
         A process that is killed in here leaves the rest to the others, who find it within half a second: a priority that one of
         them gives meanwhile to a row that was written since becomes the default one, 1.
 
         Raises:
-            RuntimeError: the writer is read-only.
+            RuntimeError: the writer is read-only. RowError: no such lane. TypeError: no ints.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -360,12 +363,10 @@ class ReplayBuffer(Shown, Generic[Batch]):
         >>> len(rb), rb.write_count
         (0, 0)
         """
-        storage = self._wiring.storage
         self._wiring.check_editable("empty")
         self._discard_prefetched("empty")
-        storage.empty(keep_write_count=not empty_write_count)
-        storage.notify(None, None)
-        self._wiring.tell_emptied()
+        lanes = None if lane is None else self._lanes.meant(lane, "empty")
+        self._rows.empty(lanes, keep_write_count=not empty_write_count)
 
     def end_trajectory(self, lane: Lane = None, *, terminated: bool = False, roles: Roles | None = None) -> Tensor:
         """Make the newest step of a lane the last one of its trajectory, as a truncation.
@@ -773,11 +774,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
     submit_update_if_present = submit_update_if_present
     remove = remove
 
-    def read_all_in_order(self, end: int | None = None) -> Any:
+    def read_all_in_order(self, end: int | None = None, *, lane: Lane = None) -> Any:
         """``rb[:end]``: live rows in row order, in the form in which they were written.
 
         Args:
             end: how many; None: all.
+            lane: read these lanes instead, one after the other, each from its oldest to its newest row: an int, several ints, or
+                ``"each"``. Rows as by ``rb[rows]``, a copy.
+
+        Raises:
+            RowError: no such lane. TypeError: no ints.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -785,8 +791,13 @@ class ReplayBuffer(Shown, Generic[Batch]):
         >>> _ = rb.extend(torch.arange(5))
         >>> rb.read_all_in_order(end=3)
         tensor([0, 1, 2])
+        >>> _ = rb.extend(torch.arange(5, 12))  # the ring begins again
+        >>> rb[:].tolist()
+        [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+        >>> rb.read_all_in_order(lane=0).tolist()
+        [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
         """
-        return self[:end]
+        return self[:end] if lane is None else self._rows.in_order(self._lanes.meant(lane, "read_all_in_order"), end)
 
     def write_all(self, data: object, end: int | None = None) -> None:
         """``rb[:end] = data``; ``end`` defaults to the number of rows given. Of all rows, new entries become fields, as by

@@ -16,7 +16,7 @@ from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
 from engram.buffer.write_path import new_containers
 from engram.field_paths import checked_path
-from engram.nested import find, flatten, has_entries, name_of
+from engram.nested import entries_of, find, flatten, has_entries, name_of
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -47,8 +47,15 @@ class RowAccess:
         """What ``rb[index]`` returns."""
         if _is_key(index):
             return _entry(self.get(slice(None)), index)
+        return self._get(self._where(index), index)
+
+    def in_order(self, lanes: Tensor, end: int | None) -> object:
+        """The rows of these lanes, int64 ``[k]``, lane after lane and oldest first, in the form of ``rb[rows]``; at most ``end``."""
+        rows = self._wiring.storage.extent().in_order(lanes)[:end]
+        return self._get(storages.Rows(rows), rows)
+
+    def _get(self, where: Rows, index: object) -> object:
         wiring, reading = self._wiring, self._reading
-        where = self._where(index)
         if where.view is not None and not wiring.transform.reads:
             data = wiring.storage.view(where, self._entries(where))
         else:
@@ -140,6 +147,18 @@ class RowAccess:
         self._check_editable(CALL)
         return FieldUpdates(self._wiring).apply(index, generation, patch, version_key, version, newer=newer)
 
+    def empty(self, lanes: Tensor | None, *, keep_write_count: bool) -> None:
+        """What ``ReplayBuffer.empty`` does; ``lanes``, int64 ``[k]``: in these."""
+        storage = self._wiring.storage
+        if lanes is not None:
+            rows = storage.extent().in_order(lanes)
+            storage.check_removal(rows)
+            storage.remove(rows, None)
+            return
+        storage.empty(keep_write_count=keep_write_count)
+        storage.notify(None, None)
+        self._wiring.tell_emptied()
+
     def remove(self, rows: object, generation: object) -> int:
         """What ``ReplayBuffer.remove`` does."""
         self._check_editable(removing.CALL)
@@ -176,17 +195,14 @@ class RowAccess:
         """The newest row of every column of each lane, int64 ``[k · columns]``; -1: there is none. Rows that hold nothing are skipped."""
         storage = self._wiring.storage
         extent, width = storage.extent(), math.prod(storage.columns)
-        length = extent.capacity // len(extent.filled)
         tracks, column = lanes.repeat_interleave(width), torch.arange(width, device="cpu").repeat(len(lanes))
-        start = tracks * length
-        filled, seam = (torch.tensor(words, device="cpu")[tracks] for words in (extent.filled, extent.seam))
+        filled = torch.tensor(extent.filled, device="cpu")[tracks]
         newest = torch.full_like(tracks, -1)
-        for back in range(width, length + 1, width):
-            place = (seam - start - back) % length
-            inside = (newest < 0) & (place < filled) & (back <= filled)
+        for back in range(width, max(extent.filled) + 1, width):
+            inside = (newest < 0) & (back <= filled)
             if not bool(inside.any()):
                 break
-            rows = start + place + column
+            rows = torch.where(inside, extent.back(tracks, torch.full_like(tracks, back)) + column, 0)
             newest = newest.where(~inside | (storage.tickets_of(rows) < 0), rows)
         return newest
 
@@ -256,10 +272,11 @@ def _is_key(index: object) -> bool:
     )
 
 
-def _entry(data: Any, key: Any) -> object:
+def _entry(data: object, key: Any) -> object:
     for part in (key,) if isinstance(key, str) else key:
-        known = list(map(name_of, data.keys())) if has_entries(data) else []
+        entries = entries_of(data)
+        known = list(map(name_of, entries.keys()))
         if part not in known:
             raise KeyError(f"rb[key]: expected one of {known}, got {part!r}{'' if part == key else f' in {key!r}'}.")
-        data = find(data, (part,))
+        data = find(entries, (part,))
     return data

@@ -284,7 +284,7 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         return
     left = {reason: it["steps"] for reason, it in report.dealt["dropped"].items() if it["steps"]}
     if left:
-        warn(_said_left(report, report.dealt["saved"]["steps"], left))
+        warn(_said_left(report, report.dealt["saved"]["steps"], left, report.dealt["unused"]))
     folder = root / _FOLDER
     try:
         if not folder.is_dir():
@@ -296,14 +296,19 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         warn(f"restore: the report could not be written: {error}")
 
 
-def _said_left(report: RestoreReport, saved: int, left: dict[str, int]) -> str:
-    """What is said of steps that were dropped, by reason, of all that were saved."""
+def _said_left(report: RestoreReport, saved: int, left: dict[str, int], unused: int) -> str:
+    """What is said of steps that were dropped, by reason, of all that were saved; ``unused`` rows hold nothing."""
     said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {saved} were left out"
     over, more = left.pop("overflow", 0), ""
     counts = [f"{steps} of {reason} episodes" for reason, steps in left.items()]
     if over:
         counts.append(f"{count(over, 'step')} did not fit")
-        more = ' Larger storages take more; overflow="fill" takes older trajectories that are shorter.'
+        more = " Larger storages take more."
+        if unused:  # the next older trajectory is longer than what any lane has left
+            counts[-1] += f" as whole trajectories, and {count(unused, 'row')} stay unused"
+            more = (
+                ' Larger storages take more; overflow="fill" fills these rows with older trajectories that are shorter.'
+            )
     if set(left) - {"oversize"}:
         more += ' restore(incomplete={"open": "keep", "headless": "keep"}) keeps incomplete episodes.'
     return f"{said}: {', '.join(counts)}.{more}"

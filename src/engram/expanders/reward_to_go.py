@@ -31,10 +31,11 @@ class RewardToGo(Expander):
         gamma: discount in [0, 1].
         reward_key: a float32 or float64 field of any shape. Summed in double precision.
         out_key: the name of the sum. The name of the flag is the same followed by ``_complete``.
+        steps_key: the name of an entry with the number of summed steps, ``T - t + 1``, int64 ``[B, 1]``. Default: there is none.
         traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`. When drawing also
-        ValueError: the rows have a field with the name of the sum.
+        ValueError: the rows have a field with the name of the sum or of the steps.
 
     Cost: O(steps from the drawn rows to the ends of their trajectories) for a batch. Their rewards and flags are read,
     with 30 bytes of memory for each of 2 ** 18 of them, or of one trajectory if that is longer. Writers wait while so
@@ -52,7 +53,7 @@ class RewardToGo(Expander):
     (tensor([5.]), True)
     """
 
-    noted = ("gamma", "reward_key", "out_key")
+    noted: tuple[str, ...] = ("gamma", "reward_key", "out_key")
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class RewardToGo(Expander):
         *,
         reward_key: object = ("next", "reward"),
         out_key: object = "reward_to_go",
+        steps_key: object = None,
         traj_key: object = None,
         end_keys: object = None,
         index: str | None = None,
@@ -69,6 +71,9 @@ class RewardToGo(Expander):
         self.gamma = check_discount("RewardToGo: gamma", gamma)
         self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
         self.out_key = as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
+        self.steps_key = as_path(steps_key, "RewardToGo: steps_key")
+        if self.steps_key is not None:
+            self.noted = (*self.noted, "steps_key")
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     def change(self, reading: Reading) -> None:
@@ -76,3 +81,5 @@ class RewardToGo(Expander):
         reading.add(self.out_key, Column("sum", reward, TO_THE_END, self.gamma), "RewardToGo")
         complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
         reading.add(complete, Column("over", reward, TO_THE_END), "RewardToGo")
+        if self.steps_key is not None:
+            reading.add(self.steps_key, Column("steps", reward, TO_THE_END), "RewardToGo")

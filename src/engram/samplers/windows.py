@@ -82,7 +82,7 @@ class WindowSampler(NativeSampler):
     #: Whether the queue is that of completed windows, and not the online one.
     streaming: ClassVar[bool] = False
 
-    noted: ClassVar[tuple[str, ...]] = (
+    noted: tuple[str, ...] = (
         "num_slices",
         "slice_len",
         "end_key",

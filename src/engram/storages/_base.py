@@ -388,6 +388,18 @@ class Storage(Declared, Dumpable, Port):
         del rows
         return tickets
 
+    def positions_of(self, rows: Tensor) -> Tensor:
+        """As ``writer.positions_of``, of rows int64 ``[n]`` on the CPU. Raises ``TypeError``: it has no lanes of tensors here.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend(torch.arange(6))
+        >>> rb.storage.positions_of(torch.tensor([0, 1, 2])).tolist()
+        [4, 5, 2]
+        """
+        raise TypeError(f"positions_of: expected a tensor storage of this machine, got {type(self).__name__}.")
+
     # ---- removing ------------------------------------------------------------------------------------------------------
 
     def check_removal(self, rows: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,11 @@ from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.storages._dtypes import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages._structure import Structure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.store import Store
 
 #: What takes rows of another size. A layout, a storage saved alone and a state dict have no such way.
 _OTHER_SIZES = (
@@ -129,3 +134,12 @@ def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
         raise IncompatibleCheckpoint(str(error)) from error
     except (CorruptStore, UnicodeEncodeError) as error:
         raise ValueError(str(error)) from error
+
+
+def positions_of(rows: Tensor, live: Tensor, store: Store | None, columns: int) -> Tensor:
+    """How many steps their lanes had before these rows, int64 ``[n]``; -1: a row is not ``live``."""
+    if store is None:
+        return rows.where(live, -1)
+    places = rows.where(live, 0) % store.lane_length
+    newest = store.lane_states()[rows.where(live, 0) // store.lane_length, 0] - 1
+    return ((newest - (newest - places) % store.lane_length) // columns).where(live, -1)

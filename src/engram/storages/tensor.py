@@ -26,7 +26,7 @@ from engram.storages._columns import (
     rows_of_stored,
     selected_rows,
 )
-from engram.storages._geometry import Geometry
+from engram.storages._geometry import Geometry, positions_of
 from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
 from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
@@ -629,6 +629,9 @@ class TensorStorage(Storage):
 
     def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
         return tickets if self.memory is None else self.memory.writes_of(rows, tickets)
+
+    def positions_of(self, rows: Tensor) -> Tensor:
+        return positions_of(rows, self.tickets_of(rows) >= 0, self.memory, math.prod(self.columns))
 
     def next_number(self) -> int:
         return 1 if self.memory is None else int(self.memory.core.next_ticket)

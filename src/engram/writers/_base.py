@@ -187,17 +187,42 @@ class NativeWriter(Component):
         >>> after > before  # row 0 was written again
         True
         """
-        ndim = 1 if self._storage is None else self._storage.ndim
-        if isinstance(index, tuple):
-            index = torch.stack([as_numbers("index", one).to("cpu") for one in index], -1) if ndim > 1 else index[0]
-        rows = as_numbers("index", index).to("cpu", torch.int64)
-        if ndim > 1:
-            rows = self._storage.rows_at(rows)
+        rows = self._rows_of(index)
         if not self.traits.tracks_tickets or self._storage is None:
             return torch.full_like(rows, -1)
         rows_named = rows.reshape(-1)
         numbers: Tensor = self._storage.writes_of(rows_named, self._storage.tickets_of(rows_named))
         return numbers.reshape(rows.shape)
+
+    def positions_of(self, index: object) -> Tensor:
+        """How many steps each row's lane had before it, since the lane's first one or the last ``empty()``: int64, same shape.
+
+        Of a lane's rows the oldest has the smallest position; it grows by 1 from row to row, also where the ring begins again, so
+        differences are distances in time. ``position % (rb.capacity // rb.lanes)`` is the place in the lane. Of a row that is not live
+        it is -1. The index is that of :meth:`generations_of`. It tells of what rows hold now: of rows that others may have
+        overwritten since they were drawn, compare generations. Rows must be appended, not put where a writer chooses.
+
+        Raises:
+            TypeError: the storage is no tensor storage of this machine.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(8, lanes=2))
+        >>> _ = rb.extend(torch.arange(6), lane=1)
+        >>> rb.writer.positions_of([4, 5, 6, 0]).tolist()  # row 4 was written twice
+        [4, 5, 2, -1]
+        """
+        rows = self._rows_of(index)
+        positions: Tensor = self._storage.positions_of(rows.reshape(-1))
+        return positions.reshape(rows.shape)
+
+    def _rows_of(self, index: object) -> Tensor:
+        """The rows of an index in the users' form: int64, on the CPU."""
+        ndim = 1 if self._storage is None else self._storage.ndim
+        if isinstance(index, tuple):
+            index = torch.stack([as_numbers("index", one).to("cpu") for one in index], -1) if ndim > 1 else index[0]
+        rows = as_numbers("index", index).to("cpu", torch.int64)
+        return self._storage.rows_at(rows) if ndim > 1 else rows
 
 
 #: Traits that a user's writer may declare by attributes, and their names.
