@@ -901,12 +901,17 @@ class Writer(Protocol):
 
 
 @runtime_checkable
-class RowStorage(Protocol[Batch]):
+class RowStorage(Protocol):
     """What a storage of one's own implements, and all it implements: rows in a place that engram does not know.
 
-    ``ReplayBuffer(storage=mine)`` works with a plain class that has these four methods. Rows are tensors in named fields, of the dtypes
-    and shapes of the first row. Calls never overlap, also where several threads sample. Tickets, priorities and tables of trajectories
-    are the buffer's, in memory. What else the class can do it declares: ``traits = Traits(in_order=True, empties=True)``.
+    ``ReplayBuffer(storage=mine)`` works with a plain class that has these four methods. Data is a dict of tensors, the leaves of rows by
+    name, such as ``next.reward``, of the dtypes and shapes of the first row; the one of rows that are a tensor each is called
+    ``_-single-tensor-_``. The buffer builds rows of them: TensorDicts, tensorclasses, dicts, tuples, dataclasses. Calls never overlap,
+    also where several threads sample. Tickets, priorities and tables of trajectories are the buffer's, in memory. What else the class
+    can do it declares: ``traits = Traits(in_order=True, empties=True)``.
+
+    What rows are built of is in the attribute ``engram_schema``, a string that the buffer sets on the object. One that keeps it beside
+    rows that are there before the buffer gives back the same kind of rows. Without it they are nested dicts until the first write.
 
     >>> import torch
     >>> from engram import Extent, ReplayBuffer, Traits
@@ -919,11 +924,13 @@ class RowStorage(Protocol[Batch]):
     ...     def place(self, n):
     ...         return (self.seam + torch.arange(n)) % self.capacity
     ...     def write(self, rows, data, *, append):
-    ...         self.rows.update(zip(rows.tolist(), data.clone()))
+    ...         for i, row in enumerate(rows.tolist()):
+    ...             self.rows[row] = {name: value[i].clone() for name, value in data.items()}
     ...         if append:
     ...             self.seam = (int(rows[-1]) + 1) % self.capacity
     ...     def read(self, rows):
-    ...         return torch.stack([self.rows[row] for row in rows.tolist()])
+    ...         found = [self.rows[row] for row in rows.tolist()]
+    ...         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
     >>> rb = ReplayBuffer(storage=Ring(4), batch_size=2)
     >>> rb.extend(torch.arange(6)).tolist()
     [0, 1, 2, 3, 0, 1]
@@ -954,12 +961,12 @@ class RowStorage(Protocol[Batch]):
         """
 
     @abstractmethod
-    def write(self, rows: Tensor, data: Batch, *, append: bool) -> None:
+    def write(self, rows: Tensor, data: dict[str, Tensor], *, append: bool) -> None:
         """Let these rows hold this data, whole or not at all.
 
         Args:
             rows: int64 ``[k]``, each named once; live ones, or those that follow them.
-            data: in the form of the first row, each leaf ``[k, ...]`` on the CPU. Copy what is kept: it may be the caller's memory.
+            data: the leaves of rows by name, ``[k, ...]`` each, on the CPU. Copy what is kept: it may be the caller's memory.
             append: the rows are those of :meth:`place`, so of a ring the seam is ``(rows[-1] + 1) % capacity`` from now on. False: they
                 were named by number, or are edited; the seam stays.
 
@@ -971,8 +978,10 @@ class RowStorage(Protocol[Batch]):
         """
 
     @abstractmethod
-    def read(self, rows: Tensor) -> Batch:
-        """Live rows, int64 ``[k]``, one perhaps several times: new memory, in the form in which they were written.
+    def read(self, rows: Tensor) -> dict[str, Tensor]:
+        """Live rows, int64 ``[k]``, one perhaps several times: new memory, the leaves by name as they were written.
+
+        Rows that are built already, such as TensorDicts, are taken, too.
 
         >>> import torch
         >>> kept = torch.arange(10) * 2

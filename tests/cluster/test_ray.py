@@ -17,7 +17,6 @@ from engram import (
     Compose,
     LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     NoSampleable,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
@@ -261,8 +260,8 @@ def test_what_cannot_be_is_refused(arguments, error, said):
 
 
 def test_what_making_the_buffer_raises_comes_back(nodes):
-    with pytest.raises(RuntimeError, match="cannot be shared"):
-        made(HERE, ListStorage)
+    with pytest.raises(ValueError, match="max_size: expected at least 1"):
+        made(HERE, size=0)
 
 
 def test_the_page_shows_what_works(nodes, tmp_path, monkeypatch):

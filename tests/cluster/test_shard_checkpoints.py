@@ -167,7 +167,7 @@ def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monke
         def actor(self):
             return self
 
-        restore = property(actor.fget)
+        saver = property(actor.fget)
 
         def options(self, **_):
             return self
@@ -193,7 +193,7 @@ def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monke
     assert dropped == [1]
 
 
-def test_a_board_answers_its_own_job_alone():
+def test_a_board_answers_its_own_job_alone(monkeypatch):
     class Holder:
         """Calls at once what an actor would be asked for."""
 
@@ -215,8 +215,7 @@ def test_a_board_answers_its_own_job_alone():
 
     board = shard.Board("now")
     ranks = [shard.RanksOnRay(rank, 2, Holder(board), "now") for rank in range(2)]
-    for one in ranks:
-        one._answer = lambda answer: answer
+    monkeypatch.setattr(shard, "answer_of", lambda asked, *_: asked)
     ranks[0].set("a", b"1")
     assert (ranks[1].get("a"), ranks[1].get("b")) == (b"1", None)
     assert (ranks[1].claim("b", b"2"), ranks[0].claim("b", b"3")) == (b"2", b"2")

@@ -20,6 +20,7 @@ from engram import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -284,6 +285,47 @@ def test_a_forked_child_is_told_that_it_has_a_copy(storage, written):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rb.extend(rows_of_ones(2))  # the parent's own
+
+
+CHANGES = {
+    "extend": lambda rb: rb.extend(rows_of_ones(2)),
+    "add": lambda rb: rb.add(rows_of_ones(1)[0]),
+    "edit": lambda rb: rb.__setitem__(0, rows_of_ones(1)[0]),
+    "remove": lambda rb: rb.remove(1),
+    "empty": lambda rb: rb.empty(),
+    "load": lambda rb: rb.load_state_dict(rb.state_dict()),
+    "priorities": lambda rb: rb.update_priority(torch.arange(2), torch.ones(2)),
+    "mark": lambda rb: rb.mark_update(torch.arange(2)),
+}
+
+
+def change_and_note(rb, noted, name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            CHANGES[name](rb)
+    noted.put([str(warning.message) for warning in caught])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("ensemble", [False, True])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_a_forked_child_is_told_whatever_it_changes(storage, ensemble, name):
+    sampler = PrioritizedSampler(40, 1.0, 1.0)
+    rb = member = TensorDictReplayBuffer(storage=storage(40), sampler=sampler, batch_size=4)
+    member.extend(rows_of_ones(5))
+    if ensemble:
+        other = TensorDictReplayBuffer(storage=storage(40), batch_size=4)
+        other.extend(rows_of_ones(5))
+        rb = ReplayBufferEnsemble(other, member, batch_size=4)
+        rb.sample()
+    noted = mp.get_context("fork").Queue()
+    child = Child(change_and_note, rb[1] if ensemble else rb, noted, name, method="fork")
+    caught = noted.get(timeout=60)
+    child.join()
+    assert len(caught) == 1
+    assert "is not shared: what is written here stays here" in caught[0]
+    assert len(member) == 5
 
 
 def rows_of_ones(n):

@@ -10,7 +10,7 @@ from tests.testing.test_broken_components import failures
 
 
 class Ring:
-    """A storage that keeps all rules, for others to break one: a ring of TensorDicts, a row each."""
+    """A storage that keeps all rules, for others to break one: a ring of dicts, which hold the leaves of a row each."""
 
     traits = Traits(in_order=True, empties=True)
 
@@ -24,15 +24,24 @@ class Ring:
         return (self.seam + torch.arange(n)) % self.capacity
 
     def write(self, rows, data, *, append):
-        self.rows.update(zip(rows.tolist(), data.clone().unbind(0), strict=True))
+        for i, row in enumerate(rows.tolist()):
+            self.rows[row] = {name: value[i].clone() for name, value in data.items()}
         if append:
             self.seam = (int(rows[-1]) + 1) % self.capacity
 
     def read(self, rows):
-        return TensorDict.stack([self.rows[row] for row in rows.tolist()])
+        found = [self.rows[row] for row in rows.tolist()]
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
     def empty(self):
         self.rows, self.seam = {}, 0
+
+
+class Builds(Ring):
+    """Returns what rows are built of, and not their leaves by name: here TensorDicts in each other."""
+
+    def read(self, rows):
+        return TensorDict(super().read(rows), [len(rows)]).unflatten_keys(".")
 
 
 class FreeSlots(Ring):
@@ -89,26 +98,28 @@ class AlwaysAppends(Ring):
 
 class KeepsWhatItIsGiven(Ring):
     def write(self, rows, data, *, append):
-        self.rows.update(zip(rows.tolist(), data.unbind(0), strict=True))
+        for i, row in enumerate(rows.tolist()):
+            self.rows[row] = {name: value[i] for name, value in data.items()}
         if append:
             self.seam = (int(rows[-1]) + 1) % self.capacity
 
 
 class HandsOutItsMemory(Ring):
-    """All rows lie in one TensorDict; a read of rows in order is a view of it."""
+    """All rows lie in one tensor of each leaf; a read of rows in order is a view of it."""
 
     data = None
 
     def write(self, rows, data, *, append):
         if self.data is None:
-            self.data = data[:1].expand(self.capacity).clone()
-        self.data[rows] = data
+            self.data = {name: value[:1].repeat(self.capacity, *[1] * (value.ndim - 1)) for name, value in data.items()}
+        for name, value in data.items():
+            self.data[name][rows] = value
         super().write(rows, data, append=append)
 
     def read(self, rows):
         first, n = int(rows[0]), len(rows)
         in_order = torch.equal(rows, torch.arange(first, first + n))
-        return self.data[first : first + n] if in_order else self.data[rows]
+        return {name: kept[first : first + n] if in_order else kept[rows] for name, kept in self.data.items()}
 
 
 class ReadsInRowOrder(Ring):
@@ -123,12 +134,12 @@ class ReadsEachRowOnce(Ring):
 
 class LosesAField(Ring):
     def read(self, rows):
-        return super().read(rows).exclude("step")
+        return {name: value for name, value in super().read(rows).items() if name != "step"}
 
 
 class ChangesADtype(Ring):
     def read(self, rows):
-        return super().read(rows).apply(lambda x: x.float())
+        return {name: value.float() for name, value in super().read(rows).items()}
 
 
 class KeepsRowsWhenEmptied(Ring):
@@ -147,7 +158,8 @@ class CountsCapacityAsRows(Ring):
 
 class WritesTheFirstRowOnly(Ring):
     def write(self, rows, data, *, append):
-        super().write(rows, data[:1].expand(len(rows)), append=append)
+        first = {name: value[:1].expand_as(value) for name, value in data.items()}
+        super().write(rows, first, append=append)
 
 
 class TwoLanes(Ring):
@@ -163,7 +175,7 @@ class LosesTheSeam(Ring):
     """Opened again, it begins at row 0."""
 
 
-@pytest.mark.parametrize("good", [Ring, FreeSlots])
+@pytest.mark.parametrize("good", [Ring, FreeSlots, Builds])
 def test_good_ones_keep_all_rules(good):
     assert not failures(RowStorageContract, good)
 

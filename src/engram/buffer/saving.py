@@ -552,6 +552,7 @@ class _BufferLoad(NamedTuple):
 
     def commit(self) -> None:
         storage = self.wiring.storage
+        storage.begin_change()
         if self.prefetching is not None:
             self.prefetching.discard("load", keys=False)
         self.rows.allocate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from engram._checks import check_count
@@ -18,15 +19,7 @@ if TYPE_CHECKING:
 
 
 #: Arguments of constructors that are of a service.
-_OF_SERVICES = (
-    "service_backend_options",
-    "transport",
-    "transport_options",
-    "shards",
-    "placement",
-    "name",
-    "missing",
-)
+_OF_SERVICES = ("service_backend_options", "transport", "transport_options", "shards", "placement", "name", "missing")
 
 
 class Serviced(Protocol):
@@ -108,7 +101,7 @@ def as_remote(cls: type[object], remote_config: Mapping[str, object] | None = No
 
     Raises ``ModuleNotFoundError``: ``engram-replay[ray]`` is not installed.
     """
-    return _ray("as_remote").remote(**({"num_cpus": 1} if remote_config is None else remote_config))(cls)
+    return imported_ray("as_remote").remote(**({"num_cpus": 1} if remote_config is None else remote_config))(cls)
 
 
 def service_in(given: Any) -> dict[str, Any] | None:
@@ -132,7 +125,7 @@ def deployed(
 ) -> dict[str, Any]:
     """The state of a buffer of a class that runs elsewhere: ``ReplayBuffer(service_backend="ray", …)``, as TorchRL spells it.
 
-    Raises: ``ValueError``: no such service. ``TypeError``: options that it does not have. As :class:`RayReplayBuffer`.
+    Raises: ``ValueError``: no such service. ``TypeError``: options that it does not have, or a list. As :class:`RayReplayBuffer`.
     """
     call, options = making.call, dict(service_backend_options or {})
     if service != "ray":
@@ -148,13 +141,20 @@ def deployed(
     made["consume_after_n_samples"] = making.draws_of_a_row
     made = {name: value for name, value in made.items() if value is not None}
     rb = RayReplayBuffer(**made, **options, **given, replay_buffer_cls=kind)  # type: ignore[arg-type] # it checks
+    if rb.transport_kind == "ray":
+        rb.close()
+        raise TypeError(
+            f"{call}: service_backend: expected a storage that processes share, got a list. Call RayReplayBuffer(…, replay_buffer_cls=…)."
+        )
     state: dict[str, Any] = rb.__getstate__()
     return state
 
 
-def _ray(call: str) -> Any:
+def imported_ray(call: str, *also: str) -> Any:
+    """The module of Ray, and other modules with it. Raises ``ModuleNotFoundError``: one is not installed."""
     try:
-        import ray
+        return [importlib.import_module(name) for name in (*also, "ray")][-1]
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f'{call}: needs ray: pip install "engram-replay[ray]".', name="ray") from error
-    return ray
+        raise ModuleNotFoundError(
+            f'{call}: needs {error.name}: pip install "engram-replay[ray]".', name=error.name
+        ) from error

@@ -285,6 +285,7 @@ class Wiring:
         if self.of_writer.read_only:
             raise RuntimeError(f"{call}: the buffer is read-only ({type(self.writer).__name__}).")
         self.storage.check_writable()
+        self.storage.begin_change()
 
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 
@@ -306,7 +307,10 @@ class Wiring:
         return torch.empty((0, self.storage.ndim), dtype=torch.int64, device="cpu")
 
     def rows_named(self, index: object) -> Any:
-        """Rows of an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of ``[B]``."""
+        """Rows that are to change, by an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of
+        ``[B]``.
+        """
+        self.storage.begin_change()
         dims = self.storage.ndim
         if dims == 1:
             return index

@@ -14,11 +14,12 @@ from engram._checks import check_count
 from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.on_ray import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.prioritized import ReplayBuffer
+from engram.buffer.services import imported_ray
 from engram.fleet import check_missing
 
 if TYPE_CHECKING:
     from engram.fleet.members import Missing
-    from engram.remote.shards import Described, Handle
+    from engram.remote.shards import Handle
 
 
 Placement = Literal["learners", "spread", "actors"]
@@ -53,7 +54,9 @@ def resources_of(shards: int, placement: Placement) -> list[dict[str, float]]:
     return [{f"node:{nodes[k % len(nodes)]['NodeManagerAddress']}": _SHARE} for k in range(shards)]
 
 
-def options_of(given: object, shards: int, placement: Placement) -> list[dict[str, object]]:
+def options_of(
+    given: object, shards: int, placement: Placement, defaults: Mapping[str, object]
+) -> list[dict[str, object]]:
     """Of the actor of each shard, as Ray takes them. ``given``: one dict for all, or one for each; None: the default.
 
     Raises ``TypeError``: no dicts. ``ValueError``: another number of them than of shards.
@@ -65,19 +68,15 @@ def options_of(given: object, shards: int, placement: Placement) -> list[dict[st
         raise ValueError(
             f"RayReplayBuffer: remote_config: expected {shards} dicts, one for each shard, got {len(each)}."
         )
-    common = {
-        "num_cpus": 1,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-        "concurrency_groups": {"saving": 1, "board": 1},
-    }
-    options: list[dict[str, object]] = [{**common, **one} for one in each]
+    options: list[dict[str, object]] = [{"num_cpus": 1, **defaults, **one} for one in each]
     for one, resources in zip(options, resources_of(shards, placement), strict=True):
         if not one.keys() & {"resources", "scheduling_strategy"}:
             one["resources"] = resources
     return options
 
 
+#: Of the actor of a shard.
+_SHARD_OPTIONS = {"max_restarts": -1, "max_task_retries": -1, "concurrency_groups": {"saving": 1, "board": 1}}
 #: For how long a shard that does not answer is waited for: a node may be started again meanwhile.
 _PATIENCE_S = 60.0
 
@@ -136,14 +135,19 @@ class RayReplayBuffer(metaclass=_Checked):
         **kwargs: those of ``replay_buffer_cls``. Transforms and ``collate_fn`` run where the buffer is used; ``generator`` is that of this
             buffer alone. ``storage`` is a ``functools.partial`` of :class:`LazyTensorStorage` or :class:`LazyMemmapStorage`, or such a
             storage; each shard makes its own. With a ``scratch_dir`` the rows that lie there already are gone on with; of several shards
-            each has a folder in it.
+            each has a folder in it. A list, such as ``partial(LazyStackStorage, 1_000)``, a storage of one's own, or None: see below.
 
     An actor that dies is started again by Ray, and serves the same rows, also if they are in memory; if its node dies, rows in a
     directory are back with the machine, and rows in memory are lost. Calls of a buffer with one shard wait for it 60 s. :meth:`close` of
     the buffer that was made here, and the end of its program, end the actors and remove temporary files. See docs/ray.md.
 
+    Processes cannot share a list or a storage of one's own. One actor keeps such a buffer, transforms and all, and answers by messages of
+    Ray, with pickled rows: what is made passes for a buffer of ``replay_buffer_cls``, and each call of it is one of the buffer in the
+    actor, with its errors. Its components stay there. ``shards``, ``name`` and the transports ``"flight"`` and ``"shared"`` are refused.
+    The rows end with the actor: ``ConnectionError`` from then on.
+
     Raises:
-        TypeError: another class than one of engram's buffers; a storage that processes cannot share. ValueError: no such ``transport``,
+        TypeError: another class than one of engram's buffers. ValueError: no such ``transport``,
             ``placement`` or ``missing``; a sampler, writer or storage that cannot have several shards. ConnectionError: Ray has not started
             the actors within 60 s, for want of what they reserve. ModuleNotFoundError: ``engram-replay[ray]`` is not installed.
         What making the buffer raises.
@@ -178,23 +182,33 @@ class RayReplayBuffer(metaclass=_Checked):
             raise TypeError(
                 f"RayReplayBuffer: replay_buffer_cls: expected a buffer class of engram's, got {replay_buffer_cls!r}."
             )
-        _check(transport, transport_options, check_count("RayReplayBuffer: shards", shards))
-        check_missing(missing, "RayReplayBuffer")
-        ray = _ray()
+        ray = imported_ray("RayReplayBuffer", "pyarrow.flight")
+        from engram.cluster.lists import LIST_OPTIONS, is_kept_in_list, opened
         from engram.remote.shards import Shard
 
+        in_list = is_kept_in_list(kwargs.get("storage"))
+        if in_list and (shards != 1 or name is not None or transport not in ("auto", "ray")):
+            raise ValueError(
+                "RayReplayBuffer: expected partial(LazyTensorStorage, …) for shards=, name= or transport=, got a list: one actor keeps it."
+            )
+        _check("auto" if in_list else transport, transport_options, check_count("RayReplayBuffer: shards", shards))
+        check_missing(missing, "RayReplayBuffer")
         checked_placement(placement)
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
-        options = options_of(remote_config, shards, placement)
+        options = options_of(remote_config, shards, placement, LIST_OPTIONS if in_list else _SHARD_OPTIONS)
         if name is not None:
             named = [{"name": name_of(name, k, shards), "namespace": NAMESPACE} for k in range(shards)]
             options = [{**one, **its} for one, its in zip(options, named, strict=True)]
-        actors, own = _started(options, replay_buffer_cls, {"size": size, **kwargs})
+        given = {"size": size, **kwargs}
+        actors, own = _started(options, replay_buffer_cls, given, in_list=in_list)
         made = Shards(tuple(Shard(actor, _PATIENCE_S) for actor in actors), transport, missing)
         try:
+            if in_list:
+                return opened(actors[0], replay_buffer_cls, given, _PATIENCE_S)
             for shard in made.each:
-                _check_described(shard.describe(), shards)
+                if (alone := shard.describe().served.alone) and shards > 1:
+                    raise ValueError(f"RayReplayBuffer: expected one shard, got {shards}: {alone}.")
             rb = attached(made, own)
         except BaseException:
             for actor in actors:
@@ -220,20 +234,17 @@ def _check(transport: object, transport_options: object, shards: int) -> None:
         raise ValueError(f"RayReplayBuffer: transport_options: expected none, got {transport_options!r:.100}.")
 
 
-def _check_described(described: Described, shards: int) -> None:
-    """Raise ``ValueError``: what several shards cannot have."""
-    if shards > 1 and described.served.alone:
-        raise ValueError(f"RayReplayBuffer: expected one shard, got {shards}: {described.served.alone}.")
-
-
 def _started(
-    options: list[dict[str, object]], kind: type[ReplayBuffer], given: dict[str, object]
+    options: list[dict[str, object]], kind: type[ReplayBuffer], given: dict[str, object], *, in_list: bool
 ) -> tuple[list[Handle], dict[str, object]]:
     """Actors for a buffer, and what is of the buffer here alone. Transforms and the like are those of clients."""
     import ray
 
+    from engram.cluster.lists import ListActor
     from engram.cluster.shard import Place, ShardActor
 
+    if in_list:
+        return [ray.remote(**options[0])(ListActor).remote()], {}
     of_clients = {name: given[name] for name in (*READING_ARGUMENTS, "priority_key") if name in given}
     generator = of_clients.pop("generator", None)
     ours = {*READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
@@ -243,14 +254,3 @@ def _started(
         for k, one in enumerate(options)
     ]
     return actors, {} if generator is None else {"generator": generator}
-
-
-def _ray() -> Any:
-    try:
-        import pyarrow.flight  # noqa: F401
-        import ray
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'RayReplayBuffer: needs {error.name}: pip install "engram-replay[ray]".', name=error.name
-        ) from error
-    return ray

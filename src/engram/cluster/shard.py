@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.checkpoint.save import SaveHandle
-    from engram.remote.shards import Handle
+    from engram.remote.shards import Call, Handle
     from engram.types import Sampler, Writer
 
 
@@ -103,16 +103,16 @@ class RanksOnRay(Ranks):
         super().__init__(rank, world)
         self._holder, self._key = holder, key
 
-    def _answer(self, asked: object) -> Any:
+    def _answer(self, method: Call, *arguments: object) -> Any:
         """What the holder answers. Raises ``RankFailed``: it does not."""
+        asked = method.options(max_task_retries=0, concurrency_group="board").remote(self._key, *arguments)
         try:
             return answer_of(asked, _ANSWER_S, "rank 0, which holds the board of this job")
         except ConnectionError as error:
             raise RankFailed(str(error)) from error
 
     def _ask(self, what: Said, name: str, value: bytes | int | None = None) -> Any:
-        board = self._holder.board.options(max_task_retries=0, concurrency_group="board")
-        return self._answer(board.remote(self._key, what, name, value))
+        return self._answer(self._holder.board, what, name, value)
 
     def set(self, key: str, value: bytes) -> None:
         self._ask("set", key, value)
@@ -122,8 +122,7 @@ class RanksOnRay(Ranks):
         return found
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
-        look = self._holder.look.options(max_task_retries=0, concurrency_group="board")
-        found: dict[str, bytes] = self._answer(look.remote(self._key, [*keys]))
+        found: dict[str, bytes] = self._answer(self._holder.look, [*keys])
         return found
 
     def claim(self, key: str, value: bytes) -> bytes:
@@ -208,6 +207,10 @@ class ShardSaver:
         self._check(key)
         return self._checkpointer.prune(keep)
 
+    def break_off(self, key: str, why: str) -> None:
+        """End what ranks agree on."""
+        self.board.break_off(key, why)
+
 
 class Place(NamedTuple):
     """Of a shard among those of its buffer."""
@@ -245,7 +248,7 @@ class ShardActor:
         self._failed: Exception | None = None
         self._turns = itertools.count()
         try:
-            self._storage, self._temporary = storage_of(made_of.get("storage"), made_of.get("size"), place)
+            self._storage, self._temporary = storage_of(made_of["storage"], place)
             self._rb = kind(**{**made_of, "storage": self._storage})
             self._saver = ShardSaver(self._rb, place.number, place.of)
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
@@ -290,33 +293,9 @@ class ShardActor:
 
     # ---- checkpoints, in threads of their own: see ShardSaver ------------------------------------------------------------
 
-    def knows_series(self, key: str) -> bool:
-        """Whether it saves for this Checkpointer."""
-        return self._saver.knows(key)
-
-    def open_series(self, key: str, root: Path, options: Options, holder: Handle) -> None:
-        """Save for a Checkpointer from now on."""
-        self._saver.open(key, root, options, holder)
-
-    def begin_save(self, key: str, step: int, user: str) -> None:
-        """Begin a save."""
-        self._saver.begin(key, step, user)
-
-    def end_save(self, key: str) -> SaveReport:
-        """Wait for it."""
-        return self._saver.end(key)
-
-    def restore(self, key: str, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
-        """Load a checkpoint."""
-        return self._saver.restore(key, wanted, options)
-
-    def prune(self, key: str, keep: int | None) -> list[str]:
-        """Remove old checkpoints."""
-        return self._saver.prune(key, keep)
-
-    def give_up(self, key: str, rank: int, why: str) -> bool:
-        """Vote against a save for another actor, which is gone: whether it could be."""
-        return self._saver.give_up(key, rank, why)
+    def saver(self, name: str, *arguments: object) -> object:
+        """Call a method of its :class:`ShardSaver`."""
+        return getattr(self._saver, name)(*arguments)
 
     def board(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
         """What ranks tell each other."""
@@ -326,22 +305,14 @@ class ShardActor:
         """What they said under some names."""
         return self._saver.board.look(key, names)
 
-    def break_off(self, key: str, why: str) -> None:
-        """End what they agree on."""
-        self._saver.board.break_off(key, why)
 
-
-def storage_of(given: object, size: int | None, place: Place) -> tuple[TensorStorage, bool]:
+def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:
     """A storage that processes share, whose rows an actor that takes the place of this one finds again; and whether it is temporary.
 
     Raises:
-        TypeError: none was given; a callable that makes a ``LazyMemmapStorage`` and is no ``functools.partial`` of it.
+        TypeError: a callable that makes a ``LazyMemmapStorage`` and is no ``functools.partial`` of it.
         RuntimeError: one that processes cannot share. What making it raises.
     """
-    if given is None:
-        raise TypeError(
-            f"RayReplayBuffer: storage: expected one that processes share, got none. Pass partial(LazyTensorStorage, {size or 1000})."
-        )
     if isinstance(given, partial) and given.func is LazyMemmapStorage:
         asked = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
         asked.apply_defaults()

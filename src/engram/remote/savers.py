@@ -14,11 +14,11 @@ from engram.errors import RankFailed
 from engram.remote.shards import answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-    from engram.remote.shards import Handle, Shard
+    from engram.remote.shards import Shard
 
     Lost: TypeAlias = Callable[[int, str], bool]
 
@@ -47,8 +47,15 @@ class ShardSavers:
 
     # ---- asking --------------------------------------------------------------------------------------------------------
 
-    def _actor(self, rank: int) -> Handle:
-        return self._shards[rank].actor
+    def _ask(
+        self, name: str, *arguments: object, ranks: Iterable[int] | None = None, **options: object
+    ) -> dict[object, int]:
+        """Call a method of the savers of some ranks, or of all: what the answers are of."""
+        every = range(len(self._shards)) if ranks is None else ranks
+        return {
+            self._shards[rank].actor.saver.options(**(options or _SAVING)).remote(name, self._key, *arguments): rank
+            for rank in every
+        }
 
     def _answers(self, what: str, asked: dict[object, int], seconds: float, lost: Lost | None = None) -> list[Any]:
         """What actors answer.
@@ -98,9 +105,8 @@ class ShardSavers:
 
     def _ready(self) -> None:
         """Make Checkpointers again, where an actor was started again since."""
-        asked = {it.actor.knows_series.options(**_SAVING).remote(self._key): k for k, it in enumerate(self._shards)}
         try:
-            known = self._answers("save", asked, self._timeout)
+            known = self._answers("save", self._ask("knows"), self._timeout)
         except RankFailed:  # it may be back now
             known = [False]
         if not all(known):
@@ -110,25 +116,16 @@ class ShardSavers:
 
     def open(self, root: Path, options: Options) -> None:
         self._root, self._options, self._key = root, options, secrets.token_hex(8)
-        first, patience = self._actor(0), max(shard.patience_s for shard in self._shards)
+        first, patience = self._shards[0].actor, max(shard.patience_s for shard in self._shards)
         for ranks in (range(1), range(1, len(self._shards))):  # the first one answers the others
-            asked = {}
-            for rank in ranks:
-                made = self._actor(rank).open_series.options(**_SAVING)
-                asked[made.remote(self._key, root, options, first)] = rank
-            self._answers("Checkpointer", asked, patience)
+            self._answers("Checkpointer", self._ask("open", root, options, first, ranks=ranks), patience)
 
     def begin(self, step: int, user: Mapping[str, object]) -> None:
         self._ready()
-        said = json.dumps(user)
-        asked = {
-            it.actor.begin_save.options(**_SAVING).remote(self._key, step, said): k for k, it in enumerate(self._shards)
-        }
-        self._answers("save", asked, self._timeout)
+        self._answers("save", self._ask("begin", step, json.dumps(user)), self._timeout)
 
     def end(self) -> SaveReport:
-        asked = {it.actor.end_save.options(**_SAVING).remote(self._key): k for k, it in enumerate(self._shards)}
-        reports: list[SaveReport] = self._answers("save", asked, self._timeout, lost=self._give_up)
+        reports: list[SaveReport] = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
         return reports[0]._replace(paused_s=max(report.paused_s for report in reports))
 
     def _give_up(self, rank: int, why: str) -> bool:
@@ -137,9 +134,10 @@ class ShardSavers:
         for other, shard in enumerate(self._shards):
             if other == rank:
                 continue
-            asked = shard.actor.give_up.options(**_BOARD).remote(self._key, rank, why)
             try:
-                if answer_of(asked, _ANSWER_S, str(shard)):
+                if answer_of(
+                    next(iter(self._ask("give_up", rank, why, ranks=[other], **_BOARD))), _ANSWER_S, str(shard)
+                ):
                     return True
             except ConnectionError:
                 continue
@@ -147,13 +145,11 @@ class ShardSavers:
 
     def restore(self, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
         self._ready()
-        asked = {
-            it.actor.restore.options(**_SAVING).remote(self._key, wanted, options): k
-            for k, it in enumerate(self._shards)
-        }
         reports: list[RestoreReport]
         try:
-            reports = self._answers("restore", asked, self._timeout, lost=self._break_off)
+            reports = self._answers(
+                "restore", self._ask("restore", wanted, options), self._timeout, lost=self._break_off
+            )
         except BaseException:  # rows may be gone by now: batches drawn before are of none
             with contextlib.suppress(ConnectionError):
                 self._restored()
@@ -165,11 +161,10 @@ class ShardSavers:
     def _break_off(self, rank: int, why: str) -> bool:
         """End the agreements of a restore, of which a rank is gone."""
         if rank:  # else the board is gone, too
-            self._actor(0).break_off.options(**_BOARD).remote(self._key, f"rank {rank}: {why}")
+            self._ask("break_off", f"rank {rank}: {why}", ranks=[0], **_BOARD)
         return True
 
     def prune(self, keep: int | None) -> list[str]:
         self._ready()
-        asked = {self._actor(0).prune.options(**_SAVING).remote(self._key, keep): 0}
-        removed: list[str] = self._answers("prune", asked, self._timeout)[0]
+        removed: list[str] = self._answers("prune", self._ask("prune", keep, ranks=[0]), self._timeout)[0]
         return removed

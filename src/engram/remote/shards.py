@@ -282,15 +282,13 @@ class AwaitedStorage(ServedStorage):
 
     def _written(self) -> ServedStorage:
         """The storage. Raises ``NoSampleable``: nothing was written."""
-        there = self.there
-        if there is None:
+        if (there := self.there) is None:
             raise NoSampleable(EMPTY)
         return there
 
     def _made(self, call: str) -> ServedStorage:
         """The storage. Raises ``RuntimeError``: nothing was written."""
-        there = self.there
-        if there is None:
+        if (there := self.there) is None:
             raise RuntimeError(
                 f"{call}: expected rows in {self._stores}, got none: nothing was ever written. Write some first."
             )
@@ -306,8 +304,7 @@ class AwaitedStorage(ServedStorage):
 
     @property
     def served(self) -> Served:
-        there = self.there
-        return self._described.served if there is None else there.served
+        return self._described.served if (there := self.there) is None else there.served
 
     @property
     def initialized(self) -> bool:  # type: ignore[override]
@@ -315,8 +312,9 @@ class AwaitedStorage(ServedStorage):
 
     @property
     def max_size(self) -> int:
-        there = self.there
-        return self._described.geometry.capacity * self._stores.number if there is None else there.max_size
+        return (
+            self._described.geometry.capacity * self._stores.number if (there := self.there) is None else there.max_size
+        )
 
     @property
     def requested_size(self) -> int:
@@ -332,8 +330,7 @@ class AwaitedStorage(ServedStorage):
 
     @property
     def nbytes(self) -> int:
-        there = self.there
-        return 0 if there is None else there.nbytes
+        return 0 if (there := self.there) is None else there.nbytes
 
     def state(self) -> State:
         return self._written().state()
@@ -344,22 +341,18 @@ class AwaitedStorage(ServedStorage):
 
     @property
     def write_count(self) -> int:
-        there = self.there
-        return 0 if there is None else there.write_count
+        return 0 if (there := self.there) is None else there.write_count
 
     def counters(self) -> dict[str, float]:
-        there = self.there
-        return {} if there is None else there.counters()
+        return {} if (there := self.there) is None else there.counters()
 
     def gauges(self) -> dict[str, float]:
-        there = self.there
-        return {} if there is None else there.gauges()
+        return {} if (there := self.there) is None else there.gauges()
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def batches_in_message(self, rows: int) -> int:
-        there = self.there
-        return 1 if there is None else there.batches_in_message(rows)
+        return 1 if (there := self.there) is None else there.batches_in_message(rows)
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
         self._written().ask_for(keys, rows)
@@ -376,29 +369,24 @@ class AwaitedStorage(ServedStorage):
         super().extent()
 
     def settle(self) -> None:
-        there = self.there
-        if there is not None:
+        if (there := self.there) is not None:
             there.settle()
 
     def forget_asked(self) -> None:
-        there = self.there
-        if there is not None:
+        if (there := self.there) is not None:
             there.forget_asked()
 
     def can_sample(self, rows: int) -> bool:
-        there = self.there
-        return there is not None and there.can_sample(rows)
+        return (there := self.there) is not None and there.can_sample(rows)
 
     def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
-        there = self.there
-        if there is not None:
+        if (there := self.there) is not None:
             there.check_rows(rows, call)
         elif bool((rows != -1).any()):
             raise RowError(f"{call}: expected rows that batches have, got {rows.tolist()!r:.80} of an empty buffer.")
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        there = self.there
-        if there is not None:
+        if (there := self.there) is not None:
             there.prioritize(rows, priorities, tickets)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
@@ -426,24 +414,20 @@ class AwaitedStorage(ServedStorage):
         return self._written().write(plan, prepared, n)
 
     def empty(self, *, keep_write_count: bool) -> None:
-        there = self.there
-        if there is not None:
+        if (there := self.there) is not None:
             there.empty(keep_write_count=keep_write_count)
 
     def check_removal(self, rows: Tensor) -> None:
-        there = self.there
-        if there is None:
+        if (there := self.there) is None:
             super().check_removal(rows)
         else:
             there.check_removal(rows)
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
-        there = self.there
-        return 0 if there is None else there.remove(rows, expected)
+        return 0 if (there := self.there) is None else there.remove(rows, expected)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
-        there = self.there
-        if there is None:
+        if (there := self.there) is None:
             return torch.full((len(lanes),), -1, device="cpu")
         return there.end_trajectories(lanes, roles, terminated=terminated)
 

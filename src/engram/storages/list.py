@@ -230,8 +230,7 @@ class ListStorage(Storage):
         return first
 
     def edit(self, where: Rows, prepared: list[object]) -> Write:
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         with self._lock:
             if self._removed:
                 self._live(where.rows)  # one that was removed since it was located stays void

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
 import torch
 
+from engram._tensordict import is_tensor_collection, wrap
 from engram.errors import IncompatibleCheckpoint
+from engram.format.layout import SINGLE
+from engram.format.schema import Field, Node, decode, encode
 from engram.persist.snapshot import RowsSnapshot
 from engram.state import copied
 from engram.storages._base import Storage
@@ -45,6 +50,23 @@ class _Empties(Protocol):
     def empty(self) -> None: ...
 
 
+@runtime_checkable
+class _KeepsSchema(Protocol):
+    engram_schema: str | None
+
+
+def _by_name(structure: Structure) -> Structure:
+    """The leaves of rows in one dict, by names such as ``next.reward``."""
+    leaves = [Field((".".join(it.key),), it.dtype, it.shape) for it in structure.fields]
+    return Structure(leaves, Node("dict", children={it.name: Node("leaf", i) for i, it in enumerate(leaves)}))
+
+
+def _numbered(node: Node, places: Sequence[int]) -> Node:
+    """A node with other numbers of its fields."""
+    children = {name: _numbered(child, places) for name, child in node.children.items()}
+    return msgspec.structs.replace(node, field=places[node.field] if node.kind == "leaf" else -1, children=children)
+
+
 class OwnColumns:
     """A user's object, field by field. Checks what it returns."""
 
@@ -57,10 +79,16 @@ class OwnColumns:
         if declared.empties and not isinstance(own, _Empties):
             raise TypeError(f"{self.name}: expected the method empty, which Traits(empties=True) declares, got none.")
         self.in_order, self._empties = declared.in_order, declared.empties
-        #: How rows are put together, once one was written.
-        self.structure: Structure | None = None
         self.capacity = 0
         self.capacity = self.extent().capacity
+
+    def take(self, structure: Structure) -> None:
+        """Put rows together like this from now on. Raises ``ValueError``: two leaves have one name."""
+        self.structure, self.leaves = structure, _by_name(structure)
+        if len(self.leaves.root.children) < len(structure.fields):
+            raise ValueError(
+                f"{self.name}: expected leaves of different names, got {[it.name for it in self.leaves.fields]}. Rename a key."
+            )
 
     def _call(self, method: str) -> str:
         return f"{self.name}.{method}"
@@ -92,13 +120,34 @@ class OwnColumns:
         return rows
 
     def write(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
-        assert self.structure is not None  # of the data that is written
-        self.own.write(rows.clone(), self.structure.unflatten(columns, rows.shape, torch.device("cpu")), append=append)
+        leaves = dict(zip(self.leaves.root.children, columns, strict=True))
+        try:
+            self.own.write(rows.clone(), leaves, append=append)
+        except AttributeError as error:
+            error.add_note(f"{self._call('write')}: data is a dict of the leaves of rows, {[*leaves]}.")
+            raise
 
     def read(self, rows: Tensor) -> list[Tensor]:
         """Raises as ``Structure.flatten``: it returned something else than was written."""
-        assert self.structure is not None
-        return self.structure.flatten(self.own.read(rows.clone()), len(rows), self._call("read"))
+        found: object = self.own.read(rows.clone())
+        form = self.structure
+        if isinstance(found, dict) or is_tensor_collection(found):
+            leaves = dict(found.items())
+            names = self.leaves.root.children.keys()
+            if leaves.keys() == names or (isinstance(found, dict) and leaves.keys() != {*form.root.keys}):
+                found, form = leaves, self.leaves
+        return form.flatten(found, len(rows), self._call("read"))
+
+    def found_form(self) -> tuple[Structure, bool]:
+        """How rows are put together that were there before, and whether a write is to say it, as names of leaves are all that is known."""
+        row: object = self.own.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        if not isinstance(row, dict) or not all(isinstance(value, torch.Tensor) for value in row.values()):
+            return Structure.of(row, batched=True, call=self._call("read")), False
+        if isinstance(self.own, _KeepsSchema) and self.own.engram_schema:
+            schema = decode(self.own.engram_schema.encode(), f"{self.name}.engram_schema")
+            return Structure.from_schema(schema), False
+        nested = row[SINGLE] if {*row} == {SINGLE} else wrap(row, torch.Size((1,)), None).unflatten_keys(".").to_dict()
+        return Structure.of(nested, batched=True, call=self._call("read")), True
 
     def check_empties(self, call: str) -> None:
         if not self._empties:
@@ -126,26 +175,45 @@ class OwnStorage(TensorStorage):
         #: The user's object.
         self.own = own
         self._columns = columns
-        found = columns.extent()
-        if found.size:
-            row = own.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
-            structure = Structure.of(row, batched=True, call=f"{columns.name}.read")
-            self._make(self._geometry.schema(structure, ()), structure).take_extent(found)
+        self._guessed = False
+        if columns.extent().size:
+            structure, self._guessed = columns.found_form()
+            self._make(structure)
 
-    def _make(self, schema: Schema, structure: Structure) -> ForeignStore:
-        store = ForeignStore(schema, self._columns)
-        self._columns.structure = structure
+    def _make(self, structure: Structure) -> None:
+        self._columns.take(structure)
+        store = ForeignStore(self._geometry.schema(structure, ()), self._columns)
+        store.take_extent(self._columns.extent())
         self._adopt(store, structure)
-        return store
+        self._note_schema()
+
+    def _note_schema(self) -> None:
+        if not self._guessed:
+            with contextlib.suppress(AttributeError):  # the object takes none
+                self.own.engram_schema = encode(self.store.schema).decode()  # type: ignore[attr-defined]
+
+    def prepare(self, data: object, call: str, *, batched: bool, **more: object) -> tuple[list[Tensor], int]:
+        if self._guessed:  # the first write says how the leaves of rows are put together
+            row, whole = (data[0], False) if batched and isinstance(data, list) else (data, batched)
+            given = Structure.of(row, batched=whole, call=call)
+            leaves, before = _by_name(given).fields, self._columns.leaves.fields
+            if {*leaves} == {*before}:
+                root = _numbered(given.root, [before.index(leaf) for leaf in leaves])
+                fields = [given.fields[leaves.index(leaf)] for leaf in before]
+                form = Structure(fields, root, given._types, names=given.names)
+                self._columns.structure = self.structure = form
+                self._guessed, self.store.schema = False, self._geometry.schema(form, ())
+                self._note_schema()
+        return super().prepare(data, call, batched=batched, **more)  # type: ignore[arg-type]
 
     def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
-        structure = Structure.of(data, batched=n is not None, call=call)
-        self._make(self._geometry.schema(structure, columns), structure)
+        del columns  # there is one lane
+        self._make(Structure.of(data, batched=n is not None, call=call))
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:
             if self.memory is None:
-                self._make(schema, Structure.from_schema(schema))
+                self._make(Structure.from_schema(schema))
 
     # ---- what needs rows in memory that engram knows -------------------------------------------------------------------
 
@@ -168,14 +236,6 @@ class OwnStorage(TensorStorage):
     def __getstate__(self) -> dict[str, object]:
         self.hand_over()
         self._unsupported("copy", "Make a buffer around another one, and load rb.state_dict() there.")
-
-    def add_row(self, lane: object, data: object, ignored: object = ()) -> None:
-        """Rows take the long path."""
-        del lane, data, ignored
-
-    def append_of(self, data: object, lane: object) -> None:
-        """Rows take the long path."""
-        del data, lane
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 

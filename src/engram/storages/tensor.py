@@ -448,8 +448,7 @@ class TensorStorage(Storage):
         return self.memory.write(plan, prepared, n)  # type: ignore[union-attr] # prepared rows have one
 
     def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.edit(where.rows, range(len(prepared)), prepared)
 
     def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
@@ -475,8 +474,7 @@ class TensorStorage(Storage):
         """
         batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
         which, columns = self.written().columns(entries, batch, single=single, call=call)
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.edit(where.rows, which, columns)
 
     def patch_fields(
@@ -508,8 +506,7 @@ class TensorStorage(Storage):
         >>> rb.storage[:].tolist(), (numbers >= 0).tolist()
         ([5, 1, 8], [False, True])
         """
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.patch(rows, which, columns, tickets, unedited=unedited)
 
     def empty(self, *, keep_write_count: bool) -> None:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 from tensordict import TensorDict
 
+from engram._tensordict import is_tensorclass
+from engram.nested import attributes, is_dataclass
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -146,10 +149,13 @@ def same(one: object, other: object) -> bool:
         return (
             one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
         )
-    if isinstance(one, TensorDict) and isinstance(other, TensorDict):
-        return same(one.to_dict(), other.to_dict())
+    both, alike = (one, other), type(one) is type(other)
+    if alike and is_dataclass(one):
+        return same(*map(attributes, both))
+    if all(isinstance(it, TensorDict) for it in both) or (alike and is_tensorclass(one)):
+        return same(*(dict(it.items()) for it in both))  # type: ignore[attr-defined]
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return type(one) is type(other) and one == other
+    return alike and one == other

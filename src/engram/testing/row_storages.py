@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
 
 from engram.buffer.replay_buffer import ReplayBuffer
+from engram.nested import map_tensors
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyTensorStorage
 from engram.storages._structure import Structure, leading_size
@@ -45,7 +45,7 @@ class RowStorageContract(Contract):
     def _columns_of(self, storage: RowStorage) -> OwnColumns:
         """A storage, field by field."""
         made = OwnColumns(storage)
-        made.structure = Structure.of(self.rows(0, 1), batched=True, call="rows")
+        made.take(Structure.of(self.rows(0, 1), batched=True, call="rows"))
         return made
 
     def _fields(self, first: int, n: int) -> list[Tensor]:
@@ -183,7 +183,7 @@ class RowStorageContract(Contract):
                 seen.append((batch, info["index"]))
                 rb.update_priority(info["index"], torch.arange(8, device="cpu") + 0.5)
                 rb[1] = rb[0]
-                seen.append([len(rb), rb[0], rb[-1], copy.deepcopy(rb[:])])
+                seen.append([len(rb), rb[0], rb[-1], map_tensors(rb[:], torch.clone)])
             found.append(seen)
         check(same(*found), "expected rows and draws as with a LazyTensorStorage")
 
