@@ -2,7 +2,7 @@
 
 Each example of ``CURVES`` runs with three seeds. So does CleanRL's file of the same algorithm with the same hyper-parameters, where its
 package is installed: with the buffer that it imports, and with engram in its place (``bench_cleanrl``). A curve is the mean return
-of the episodes that ended in each twentieth of the run.
+of the episodes that ended in each twentieth of the run. `r2d2`'s is how often it is right, of 512 games after each twentieth, in %.
 """
 
 import concurrent.futures
@@ -27,6 +27,7 @@ CURVES = {
     "td3": ("Pendulum-v1", 8_000),
     "sac": ("Pendulum-v1", 8_000),
     "dqn_atari": ("catch, 84 × 84 pixels", 10_000),
+    "r2d2": ("a game of memory, right in %", 400),
 }
 SEEDS, PARTS = (1, 2, 3), 20
 #: Who trains: the example, or CleanRL's file with a buffer, and the colour of the curve.
@@ -59,7 +60,7 @@ def curve(returns: list[tuple[int, float]], steps: int) -> list[float | None]:
     """The mean return of the episodes that ended in each part of the run; None where none did."""
     parts: list[list[float]] = [[] for _ in range(PARTS)]
     for step, value in returns:
-        parts[min(PARTS - 1, step * PARTS // steps)].append(value)
+        parts[min(PARTS, -(-step * PARTS // steps)) - 1].append(value)
     return [round(sum(part) / len(part), 2) if part else None for part in parts]
 
 
@@ -77,7 +78,9 @@ def _returns(name: str, side: str, steps: int, seed: int) -> list[tuple[int, flo
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [
         (int(step), float(value))
-        for step, value in re.findall(r"^step (\d+): return (\S+)$", done.stdout, re.MULTILINE)
+        for step, value in re.findall(
+            r"^step (\d+)(?:: return|, \d+ s: right in) ([^\s%]+)%?$", done.stdout, re.MULTILINE
+        )
     ]
 
 
@@ -89,8 +92,9 @@ def _draw(found: dict[str, Any]) -> Path:
     import numpy as np
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.6))
-    for axis, name in zip(axes.flat, CURVES, strict=True):
+    figure, axes = plt.subplots(2, 4, figsize=(16, 6.6))
+    axes.flat[-1].axis("off")
+    for axis, name in zip(axes.flat, CURVES, strict=False):
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(f"{name}: {CURVES[name][0]}", fontsize=11)
         if name not in found:

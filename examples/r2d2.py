@@ -149,7 +149,7 @@ def main() -> None:
         drawn = batch["index_generation"].where(real, -1)  # a step that padding repeats is not written again
         result = replay.update_if_present(index=batch["index"], generation=drawn, patch={"state": before})
         refreshed += result.updated_count
-        if step % max(1, arguments.steps // 5) == 0:
+        if step % max(1, arguments.steps // 20) == 0:
             print(f"step {step}, {time.perf_counter() - started:.0f} s: right in {score(agent):.0%}")
     print(f"{refreshed} states were replaced by newer ones")
     print(f"in the end: right in {score(agent):.1%} of the games; without memory {1 / SIGNS:.0%}")
