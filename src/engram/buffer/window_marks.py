@@ -42,7 +42,9 @@ class WindowMarks:
         if isinstance(sampler, WindowSampler):
             truncated, even = sampler.truncated_key, sampler.settings.even_steps(shape[-1])
         done = truncated and (*truncated[:-1], "done")
+        rules = sampler.rules if isinstance(sampler, WindowSampler) else None
         if isinstance(unit, WindowUnit):
+            rules = unit.rules
             done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
         self._shape, self._kept, ends = shape, {*kept} - {WINDOW_ENDS}, _ends_in(info, shape, truncated, even)
         #: The last steps of windows, bool ``[*shape]``, where the rows are; None: not known.
@@ -50,7 +52,7 @@ class WindowMarks:
         #: Flags in which ends of windows are set.
         self._flags = [path for path in (truncated, done) if path is not None]
         #: Those that end trajectories, which are set too where they are stored; None: the usual ones.
-        self._named = sampler.rules.end_keys if isinstance(sampler, WindowSampler) and sampler.rules else None
+        self._named = rules.end_keys if rules is not None else None
         #: By path: what is set in a batch, ``[*shape, ...]``, and what was stored there.
         self._marks: dict[FieldPath, Tensor] = {
             path_of(key): value
