@@ -41,6 +41,7 @@ from engram.buffer.services import Direct, Service, as_remote, deployed, makes_c
 from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.tracing import leave_untraced
+from engram.buffer.window_priorities import of_batch
 from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
@@ -1013,13 +1014,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """New priorities of rows; a sampler without priorities warns and does nothing.
 
         Args:
-            index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts.
-            priority: needed: a number for all, or ``[B]``: at least 0 and finite.
+            index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts. Or
+                the whole ``info`` of a batch, which has the generations, too; of a :class:`Sequence` the anchors get the priorities.
+            priority: needed: a number for all, or ``[B]``: at least 0 and finite. Of windows also one for each, which the step
+                gets that the window was drawn by: its first one, or the first behind the burn-in.
             generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
 
         Raises:
             PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
-            RowError: a row outside the storage. RuntimeError: another number of priorities than rows. Nothing is changed.
+            RowError: a row outside the storage. RuntimeError: another number of priorities than of rows, or of windows. Nothing is
+                changed.
             TypeError: no rows, such as a TensorDict, or no priorities. Nothing is changed.
 
         >>> import torch
@@ -1035,7 +1039,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
                 f"update_priority: expected rows and their priorities, got a {type(index).__name__}. For a sampled TensorDict: "
                 "update_tensordict_priority(batch), which TensorDict buffers have."
             )
-        rows = self._wiring.rows_named(index)
+        rows, priority, generation = of_batch(self._wiring, index, priority, generation)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
         self._recipe.note_priorities()
 

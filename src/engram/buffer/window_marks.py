@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.types import Entry
 
-_MASKS = (("collector", "mask"), "validity_mask")
+#: Entries that say which steps of windows are padding.
+MASKS = (("collector", "mask"), "validity_mask")
 
 
 class WindowMarks:
@@ -61,7 +62,7 @@ class WindowMarks:
         }
         self._stored: dict[FieldPath, object] = {}
         #: Whether the flags that the sampler has made say all.
-        self._as_marked = not any(key in info for key in _MASKS) and "sequence_id" not in info
+        self._as_marked = not any(key in info for key in MASKS) and "sequence_id" not in info
 
     def set_in(self, data: object) -> object:
         """A batch, new from the storage, with the marks. Another form than a TensorDict or a dict stays as it is."""
@@ -118,7 +119,7 @@ def _ends_in(info: Mapping[Entry, object], shape: tuple[int, ...], last: FieldPa
     """
     if isinstance(known := info.get(WINDOW_ENDS), Tensor):
         return known.reshape(*shape, -1)[..., 0]
-    found = [info.get(key) for key in (public(last or ()), "sequence_id", *_MASKS)]
+    found = [info.get(key) for key in (public(last or ()), "sequence_id", *MASKS)]
     marked, number, *masks = (of if isinstance(of, Tensor) else None for of in found)
     mask = next((of.reshape(shape) for of in masks if of is not None), None)
     if marked is not None and mask is None and number is None:
