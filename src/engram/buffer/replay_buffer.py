@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram import _fork, inspect, storages, writers
+from engram._checks import NoRows
 from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
@@ -259,11 +260,11 @@ class ReplayBuffer(Shown, Generic[Batch]):
             timeout: as for :meth:`add`. The rows are admitted together.
 
         Returns:
-            int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
-            With ``ndim > 1`` ``[rows written, ndim]`` in storage order.
+            int64 ``[n]`` rows, none for no rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer
+            rejected. With ``ndim > 1`` ``[rows written, ndim]`` in storage order.
 
         Raises:
-            KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
+            KeyError, RuntimeError, TypeError: as :meth:`add`; one row without batch dimension.
             RowError: no such lane, or none for an environment. RuntimeError: several lanes, of which none was named, and another number
                 of rows than of lanes; with ``layout`` no multiple of it. ValueError: another ``layout``, or ``lane_key`` beside another
                 way to name lanes.
@@ -282,7 +283,10 @@ class ReplayBuffer(Shown, Generic[Batch]):
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "extend")
-        return self._writing.extend(data, lane, layout, lane_key, timeout)
+        try:
+            return self._writing.extend(data, lane, layout, lane_key, timeout)
+        except NoRows:
+            return self._wiring.no_index().squeeze(1)
 
     listens: bool = alias("_wiring.of_sampler.listens", "Whether the sampler wants to hear of writes.")
 

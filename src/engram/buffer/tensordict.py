@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from torch import Tensor
 
 from engram import writers
+from engram._checks import NoRows
 from engram._tensordict import children, is_lazy_stack, is_tensor_collection, is_tensorclass, put, tensordict_type
 from engram._words import warn
 from engram.buffer.read_path import ReadPath
@@ -218,7 +219,10 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
             if tensordicts is not None:
                 raise TypeError("extend: expected one of tensordicts and data, which are the same, got both.")
             tensordicts = data
-        return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
+        try:
+            return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
+        except NoRows:
+            return self._wiring.no_index().squeeze(1)
 
     @overload
     def sample(

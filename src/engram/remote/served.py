@@ -226,9 +226,9 @@ class ServedStorage(Storage):
         if self.ndim > 1:
             data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
             batched = True
-            if columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
+        if self.ndim > 1 and columns != self.columns:
+            raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         check_count(call, count, n)
         return self.structure.flatten(data, n if batched else None, call, ignored), n
 

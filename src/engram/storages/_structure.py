@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._checks import NoRows
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import (
     children,
@@ -612,7 +613,7 @@ def stacked(
     ``dtypes``: as for :meth:`Structure.of`. ``known``: the structure of rows that are stored already, if there are any.
     """
     if not items:
-        raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
+        raise NoRows(f"{call}: expected at least one row, got an empty list.")
     if known is not None:
         with contextlib.suppress(KeyError):  # of other fields: those of the first one tell them apart
             return _stacked(known, items, call, ignored)
@@ -637,7 +638,7 @@ def leading_size(data: object, call: str) -> int:
 
     Raises:
         TypeError: data without a batch dimension.
-        RuntimeError: leaves of different leading sizes, or no rows.
+        RuntimeError: leaves of different leading sizes. NoRows: no rows.
     """
     sizes: dict[int, tuple[str, ...]] = {}
     if is_tensor_collection(data) and data.batch_size:  # the common case
@@ -651,7 +652,7 @@ def leading_size(data: object, call: str) -> int:
         raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
     (n,) = sizes
     if n == 0:
-        raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+        raise NoRows(f"{call}: expected at least one row, got an empty batch.")
     return n
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._checks import NoRows
 from engram._devices import existing_device
 from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
@@ -151,7 +152,7 @@ class ListStorage(Storage):
     ) -> tuple[list[object], int]:
         items = self._split(data, call) if batched else [data]
         if not items:
-            raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+            raise NoRows(f"{call}: expected at least one row, got an empty batch.")
         check_count(call, count, len(items))
         return self._stored(items), len(items)
 

@@ -369,9 +369,9 @@ class TensorStorage(Storage):
         if self.ndim > 1:
             data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
             batched = True
-            if self.memory is not None and columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
+        if columns and self.memory is not None and columns != self.columns:
+            raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         check_count(call, count, n)
         if self.memory is not None:
             try:

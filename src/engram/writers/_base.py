@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
+from engram._checks import NoRows, as_numbers
 from engram._overrides import meanwhile, overrides
 from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
@@ -165,7 +165,10 @@ class NativeWriter(Component):
         >>> rb.writer.extend(torch.arange(3)).tolist()
         [0, 1, 2]
         """
-        write = self._write("extend", data, None, batched=True)
+        try:
+            write = self._write("extend", data, None, batched=True)
+        except NoRows:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return write.survivors if self.traits.rejects else write.rows
 
     @property
