@@ -22,7 +22,7 @@ def test_rows_are_slot_after_slot(columns, time, rest):
     batch = np.stack([slot + 1000 * t for t in range(time)], axis=ndim - 1)  # [*columns, time, *rest]
     expected = np.concatenate([(slot + 1000 * t).reshape(np.prod(columns), *rest) for t in range(time)])
     data = {"a": torch.from_numpy(batch), "b": (batch, Pair(batch, TensorDict({"c": batch}, batch.shape[:ndim])))}
-    rows, found = rows_of_batch(data, ndim, "extend")
+    rows, found = rows_of_batch(data, ndim, "extend", ndim - 1)
     assert found == tuple(columns)
     for leaf in (rows["a"], rows["b"][0], rows["b"][1].left, rows["b"][1].right["c"]):
         assert np.array_equal(leaf, expected)

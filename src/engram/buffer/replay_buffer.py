@@ -869,11 +869,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
     prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
 
-    @property
-    def dim_extend(self) -> int:
-        """Dimension of ``extend``'s data along which time runs."""
-        return int(self._wiring.storage.ndim) - 1
-
+    dim_extend: int = alias("_wiring.storage.dim_extend", "Dimension of ``extend``'s data along which time runs.")
     shared: bool = alias("_wiring.storage.shared", "Whether several processes may use the buffer.")
 
     def share(self, shared: bool = True) -> Self:
@@ -941,6 +937,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         wiring.check_storage(made)
         self._discard_prefetched("set_storage")
         named = self._lanes.named
+        if made.time_dim is None and made.ndim == previous.ndim:
+            made.time_dim = previous.time_dim
         wiring.storage = made
         self._lanes.take(named)
         previous.detach(self)

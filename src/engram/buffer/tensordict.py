@@ -90,7 +90,7 @@ class TensorDictWritePath(WritePath):
             return super().extend(data, lane, None, None, timeout)
         columns = self._wiring.storage.ndim - 1
         if columns:  # [*columns, time, ...], but a row is a step of one column
-            priority = priority.movedim(columns, 0).flatten(0, columns)
+            priority = priority.movedim(self._wiring.storage.dim_extend, 0).flatten(0, columns)
         rows = self.arrived_rows(data)
         if rows is HELD_BACK:
             return self._wiring.no_index()

@@ -93,7 +93,7 @@ class WritePath:
         if n == 1:
             row = map_dimensioned(batch, lambda x: _without_dim(x, at))
             return Arrived(row, batched=False, rows=rows_of(row, at))
-        batch = map_dimensioned(batch, lambda x: _move_dim(x, at))
+        batch = map_dimensioned(batch, lambda x: _move_dim(x, at, self._wiring.storage.dim_extend))
         return Arrived(batch, batched=True, rows=rows_of(batch, at + 1))
 
     def _in_batch(self, leaf: object, path: Path) -> object:
@@ -368,9 +368,9 @@ def _without_dim(x: Any, at: int) -> object:
     return x.squeeze(at) if x.ndim > at else x
 
 
-def _move_dim(x: Any, at: int) -> object:
-    """Several rows in the layout of ``extend``."""
+def _move_dim(x: Any, at: int, to: int) -> object:
+    """Several rows in the layout of ``extend``. ``at``: where they are in a tensor; in a TensorDict they come last."""
     if not is_tensor_collection(x):
-        return x
+        return x if at == to else torch.as_tensor(x).movedim(at, to)
     last = len(x.batch_size) - 1
-    return x.permute(*range(at), last, *range(at, last))
+    return x.permute(*range(to), last, *range(to, last))

@@ -158,12 +158,13 @@ class Query:
             A trajectory ends with its id, and at every stored end: ``("next", "done")``, ``"terminated"``, ``"truncated"``, or a step
             type. Where no id is stored, a warning says so.
 
-    Returns a list of :class:`Trajectory`, copies, oldest first, around TensorDicts, whatever the rows are; lane by lane, and with ``ndim > 1`` column by column. One that goes on
-    across the end of the storage is whole; one that a writer overwrites during the call is left out. Read transforms are applied to
-    each. An empty buffer has none.
+    Returns a list of :class:`Trajectory`, copies, oldest first; lane by lane, and with ``ndim > 1`` column by column. Each is around a
+    TensorDict, whatever the rows are. One that goes on across the end of the storage is whole; one that a writer overwrites during the
+    call is left out. Read transforms are applied to each. An empty buffer has none.
 
     Raises:
-        TypeError: rows have no fields, or are several steps each, or the predicate is none, or compares steps without ``any()`` or ``all()``.
+        TypeError: rows have no fields, or are several steps each; the predicate is none, or compares steps without ``any()`` or
+            ``all()``.
         KeyError: no such field, or nothing that tells trajectories apart. RuntimeError: the buffer is a connection.
 
     Cost: the first call scans the rows once for their trajectories; afterwards O(trajectories + steps that are read). Predicates
