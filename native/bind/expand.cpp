@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <deque>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -105,10 +106,8 @@ void bind_expand(nb::module_& m) {
             o.field = field;
             o.ahead = ahead;
             o.gamma = gamma;
-            o.code = made.code;
-            o.bits = made.bits;
-            made.code = 2;
-            made.bits = static_cast<std::uint8_t>(8 * o.sum_bytes());
+            std::tie(o.code, o.bits) = std::tie(made.code, made.bits);
+            made = {2, static_cast<std::uint8_t>(8 * o.sum_bytes()), std::move(made.shape)};
             self.add(std::move(o), std::move(made));
           },
           "field"_a, "spec"_a, "ahead"_a, "gamma"_a, "Sum of gamma ** i times the field of step i: float32 [n, *shape], of float64 float64.")

@@ -17,10 +17,6 @@ from engram.errors import RowError
 _MOST = 1 << 62
 
 
-class NoRows(RuntimeError):
-    """A batch has no rows: ``extend`` of a buffer or a writer writes none then."""
-
-
 def check_count(what: str, value: object, noun: str = "", *, least: int = 1, most: int = _MOST) -> int:
     """A number of things: an int, or what Python takes for one, such as ``np.int64``. Returns it as an int.
 

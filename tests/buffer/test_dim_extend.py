@@ -163,6 +163,3 @@ def test_what_is_no_dimension_of_rows_is_refused():
     with pytest.raises(TypeError, match="which has dim_extend=0 already"):
         ReplayBuffer(storage=storage, dim_extend=1)
     assert ReplayBuffer(storage=storage).dim_extend == 0
-    rb = ReplayBuffer(storage=LazyTensorStorage(40, ndim=2), dim_extend=0)
-    rb.set_storage(LazyTensorStorage(20, ndim=2))
-    assert rb.dim_extend == 0

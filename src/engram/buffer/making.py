@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -87,7 +86,7 @@ class Arguments(NamedTuple):
                     f"{call}: dim_extend: expected None or one of the {storage.ndim} dimensions that index rows of the storage{given}, got "
                     f"{self.dim_extend!r}. Make the storage with ndim={storage.ndim + 1} or more, or move that dimension of the data first."
                 )
-            storage.time_dim = operator.index(self.dim_extend)
+            storage.time_dim = self.dim_extend
         wiring = Wiring(
             storage,
             Compose.of(transform if factory is None else factory()),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engram import _fork, inspect, storages, writers
-from engram._checks import NoRows
 from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
@@ -283,10 +282,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "extend")
-        try:
-            return self._writing.extend(data, lane, layout, lane_key, timeout)
-        except NoRows:
-            return self._wiring.no_index().squeeze(1)
+        return self._writing.extend(data, lane, layout, lane_key, timeout)
 
     listens: bool = alias("_wiring.of_sampler.listens", "Whether the sampler wants to hear of writes.")
 
@@ -937,8 +933,6 @@ class ReplayBuffer(Shown, Generic[Batch]):
         wiring.check_storage(made)
         self._discard_prefetched("set_storage")
         named = self._lanes.named
-        if made.time_dim is None and made.ndim == previous.ndim:
-            made.time_dim = previous.time_dim
         wiring.storage = made
         self._lanes.take(named)
         previous.detach(self)

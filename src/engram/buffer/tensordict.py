@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from torch import Tensor
 
 from engram import writers
-from engram._checks import NoRows
 from engram._tensordict import children, is_lazy_stack, is_tensor_collection, is_tensorclass, put, tensordict_type
 from engram._words import warn
 from engram.buffer.read_path import ReadPath
@@ -219,10 +218,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
             if tensordicts is not None:
                 raise TypeError("extend: expected one of tensordicts and data, which are the same, got both.")
             tensordicts = data
-        try:
-            return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
-        except NoRows:
-            return self._wiring.no_index().squeeze(1)
+        return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
 
     @overload
     def sample(
@@ -317,7 +313,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
-def priorities_in(data: Any, priority_key: str | None, who: str) -> tuple[Any, Any, Any]:
+def priorities_in(data: Any, priority_key: str | None, who: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Index, priorities and generations, if there are some, of a sampled batch. ``who``: the class to name.
 
     Raises ``TypeError``: it is no TensorDict. ``KeyError``: an entry is missing.

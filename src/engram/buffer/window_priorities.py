@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from engram.types import Entry
 
 _CALL = "update_priority"
+#: Rows, their priorities, and their generations or None.
+Update: TypeAlias = tuple[Any, object, Any]
 
 
-def of_batch(wiring: Wiring, index: Any, priority: Any, generation: Any) -> tuple[Any, Any, Any]:
+def of_batch(wiring: Wiring, index: object, priority: object, generation: object) -> Update:
     """Rows, their priorities and generations, as samplers take them. ``index``: of a batch, or its whole info.
 
     Raises ``TypeError``: the info names no rows. ``RuntimeError``: neither a priority for each row, nor one for each window.
@@ -49,8 +52,8 @@ def of_batch(wiring: Wiring, index: Any, priority: Any, generation: Any) -> tupl
 
 
 def by_window(
-    info: Any, rows: Any, priority: Any, generation: Any, steps: int = 0, marks: Entry = ("next", "truncated")
-) -> tuple[Any, Any, Any]:
+    info: Any, rows: Tensor, priority: object, generation: object, steps: int = 0, marks: Entry = ("next", "truncated")
+) -> Update:
     """The same, but where there is a priority for each window, only of the steps that windows were drawn by, which get it.
 
     Args:
@@ -79,9 +82,9 @@ def by_window(
     return rows[drawn], values.detach().reshape(count, -1).amax(1), numbers
 
 
-def _of_anchors(unit: object, info: dict[Entry, Any], values: Tensor) -> tuple[Any, Any, Any]:
+def _of_anchors(unit: object, info: dict[Entry, Any], values: Tensor) -> Update:
     """Anchors of sequences, each with the priority of its window, or with what its errors make."""
-    told: Any = {key: as_numbers(_CALL, value) for key, value in info.items() if hasattr(value, "shape")}
+    told: Any = {key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)}
     begun = told["step_in_sequence"] == 0
     if isinstance(unit, Sequence) and values.numel() not in (1, int(begun.count_nonzero())):
         return unit.anchor_priorities(values, told)

@@ -16,7 +16,7 @@ from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
 from engram.buffer import overridden
 from engram.buffer.lanes import BATCHES
-from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
+from engram.nested import NoRows, first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class WritePath:
             if timeout is None:
                 raise
             return wiring.gate.written(partial(self.write_rows, data, lane), storage.memory, refused, timeout)
+        except NoRows:
+            return wiring.no_index().squeeze(1)
         return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
 
     # ---- both ------------------------------------------------------------------------------------------------------------

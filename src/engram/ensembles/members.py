@@ -92,12 +92,6 @@ class Member:
         ignored: tuple[str, ...] = self.buffer._settings.ignored  # noqa: SLF001 - of the facade
         return ignored
 
-    @property
-    def priority_key(self) -> str | None:
-        """The entry of a TensorDict that holds priorities; None: it takes no TensorDicts."""
-        key: str | None = self.buffer._settings.priority_key  # noqa: SLF001 - of the facade
-        return key
-
     def checking(self) -> AbstractContextManager[None]:
         """Errors of checks say which member they are of."""
         return naming(self.number, "Nothing was changed.")
@@ -109,7 +103,7 @@ class Member:
 
     def check_priorities(self, rows: TensorDict) -> None:
         """Raise for priorities that come along with rows and that its sampler would refuse."""
-        key = self.priority_key
+        key = self.buffer._settings.priority_key  # noqa: SLF001 - of the facade
         if key is not None and self.wiring.of_sampler.prioritized and (priority := rows.get(key, None)) is not None:
             self.wiring.bound_sampler().check_priority(priority, len(rows))
 

@@ -12,7 +12,7 @@ from engram._checks import as_numbers, check_count
 from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
-from engram.buffer.tensordict import priorities_in
+from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_priorities import by_window
 from engram.ensembles.refusing import naming
 from engram.ensembles.storages import check_ids, routed
@@ -236,11 +236,12 @@ class RoutedWrites:
             own = None if numbers is None else numbers[at]
             member.buffer.update_priority(rows[at.to(rows.device)], values[at.to(values.device)], generation=own)
 
-    def update_tensordict_priority(self, data: Any) -> None:
+    def update_tensordict_priority(self, data: TensorDict) -> None:
         """What ``ReplayBufferEnsemble.update_tensordict_priority`` does."""
         taking = [member for member in self._members if member.wiring.of_sampler.takes_priorities]
         if taking:
-            key = next((member.priority_key for member in taking if member.priority_key), "td_error")
+            buffers = (member.buffer for member in taking if isinstance(member.buffer, TensorDictReplayBuffer))
+            key = next((buffer.priority_key for buffer in buffers), "td_error")
             index, priority, generation = priorities_in(data, key, "TensorDictReplayBuffer")
             errors = taking[0].wiring.source.reduced(priority.reshape(data.numel(), -1))
             self.update_priority(index, errors, generation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -332,10 +332,10 @@ class Stored:
     def read(self) -> list[TensorDictBase]:
         """All fields of each trajectory."""
         columns = self._columns(None)
-        data: Any = self._storage.batch(columns, len(self._rows))
+        data: object = self._storage.batch(columns, len(self._rows))
         if self._storage.gets:
             data = self._storage.got(self._rows, data)
         if is_tensorclass(data) or not is_tensordict(data):
             entries = {public(key): value for key in self._numbers if (value := find_field(data, key)) is not None}
             data = tensordict_type()(entries, [len(self._rows)])
-        return list(data.split(self._lengths.tolist())) if len(self._lengths) else []
+        return list(cast("TensorDictBase", data).split(self._lengths.tolist())) if len(self._lengths) else []

@@ -40,7 +40,7 @@ def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]
     return _rearrange(data, ndim - 1, lambda x: x.flatten(0, ndim - 2), call, "one slot, laid out [*columns, …]")
 
 
-def rows_of_written(data: Any, storage: Storage, call: str, *, batched: bool) -> tuple[Any, tuple[int, ...]]:
+def rows_of_written(data: object, storage: Storage, call: str, *, batched: bool) -> tuple[Any, tuple[int, ...]]:
     """What is written to a storage as rows, and the columns."""
     if not batched:
         return rows_of_slot(data, storage.ndim, call)

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import NoRows
 from engram._devices import existing_device
 from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.nested import find, map_with_paths
+from engram.nested import NoRows, find, map_with_paths
 from engram.packing import pack, unpack
 from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot

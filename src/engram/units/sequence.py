@@ -307,6 +307,12 @@ class Sequence(WindowUnit):
             raise RuntimeError("Sequence: expected one of done_key and end_keys, got both. Put all into end_keys.")
 
     def config(self) -> dict[str, object]:
+        """As of every unit: the arguments as plain values, of ``end_keys``, ``traj_key`` and ``end_when`` those that were given.
+
+        >>> from engram import Sequence
+        >>> Sequence(4, end_keys=["won"]).config()["end_keys"]
+        ['won']
+        """
         rules = self.rules.config()  # those that were given: earlier versions do not know them
         return {**super().config(), **{name: value for name, value in rules.items() if value is not None}}
 

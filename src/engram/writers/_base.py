@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import NoRows, as_numbers
+from engram._checks import as_numbers
 from engram._overrides import meanwhile, overrides
 from engram.components import Component, adopt
+from engram.nested import NoRows
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:
