@@ -280,7 +280,7 @@ def raised():
 
 
 #: Errors that are caught within the package, or are ones of the tree.
-INTERNAL = ("NotAdmitted", "NotOnce", "OutOfOrder", "TooMany", "_AnotherStore")
+INTERNAL = ("NoRows", "NotAdmitted", "NotOnce", "OutOfOrder", "TooMany", "_AnotherStore")
 
 
 def test_everything_raised_is_in_the_tree_or_builtin():

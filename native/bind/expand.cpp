@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <deque>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -101,15 +102,15 @@ void bind_expand(nb::module_& m) {
           "sum",
           [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead, double gamma) {
             RowSpec made = spec_of(spec);
-            check(made.code == 2 && (made.bits == 32 || made.bits == 64), "float32 or float64");
             Output o{Output::Kind::sum};
             o.field = field;
             o.ahead = ahead;
             o.gamma = gamma;
-            o.number = made.bits == 32 ? Output::Number::f32 : Output::Number::f64;
+            std::tie(o.code, o.bits) = std::tie(made.code, made.bits);
+            made = {2, static_cast<std::uint8_t>(8 * o.sum_bytes()), std::move(made.shape)};
             self.add(std::move(o), std::move(made));
           },
-          "field"_a, "spec"_a, "ahead"_a, "gamma"_a, "Sum of gamma ** i times the field of step i: [n, *shape].")
+          "field"_a, "spec"_a, "ahead"_a, "gamma"_a, "Sum of gamma ** i times the field of step i: float32 [n, *shape], of float64 float64.")
       .def(
           "steps",
           [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::steps, kNumberColumn, ahead); },

@@ -1,7 +1,6 @@
 #include "best_rows.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -9,25 +8,10 @@
 
 #include "check.h"
 #include "random.h"
+#include "reals.h"
 
 namespace engram {
 namespace {
-
-// Stored as 16 bits.
-struct Half {
-  std::uint16_t bits;
-  explicit operator double() const {
-    const unsigned exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const double sign = bits >> 15 != 0 ? -1 : 1;
-    if (exponent == 31) return fraction != 0 ? std::nan("") : sign * INFINITY;
-    if (exponent == 0) return sign * std::ldexp(fraction, -24);
-    return sign * std::ldexp(1024 + fraction, static_cast<int>(exponent) - 25);
-  }
-};
-struct BrainFloat {
-  std::uint16_t bits;
-  explicit operator double() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
-};
 
 template <class T>
 double mean_of(const std::byte* row, std::uint64_t values) {
@@ -41,24 +25,9 @@ double mean_of(const std::byte* row, std::uint64_t values) {
 }
 
 // Null: no real numbers.
-double (*mean_as(std::uint8_t code, std::uint8_t bits))(const std::byte*, std::uint64_t) {
-  constexpr std::uint8_t kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6;
-  switch (code << 8 | bits) {
-    case kInt << 8 | 8: return mean_of<std::int8_t>;
-    case kInt << 8 | 16: return mean_of<std::int16_t>;
-    case kInt << 8 | 32: return mean_of<std::int32_t>;
-    case kInt << 8 | 64: return mean_of<std::int64_t>;
-    case kBool << 8 | 8:
-    case kUint << 8 | 8: return mean_of<std::uint8_t>;
-    case kUint << 8 | 16: return mean_of<std::uint16_t>;
-    case kUint << 8 | 32: return mean_of<std::uint32_t>;
-    case kUint << 8 | 64: return mean_of<std::uint64_t>;
-    case kFloat << 8 | 16: return mean_of<Half>;
-    case kFloat << 8 | 32: return mean_of<float>;
-    case kFloat << 8 | 64: return mean_of<double>;
-    case kBfloat << 8 | 16: return mean_of<BrainFloat>;
-    default: return nullptr;
-  }
+using Mean = double (*)(const std::byte*, std::uint64_t);
+Mean mean_as(std::uint8_t code, std::uint8_t bits) {
+  return of_reals<Mean>(code, bits, []<class T>() -> Mean { return mean_of<T>; }, nullptr);
 }
 
 // How many of the lowest of `ascending` rewards are among the n with the largest variance; the others are the highest. Such rows are

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "check.h"
+#include "reals.h"
 
 namespace engram {
 namespace {
@@ -134,6 +136,7 @@ class Reader {
 // Sums in double precision, from the last step to the first (Horner): of n terms the error is that of n roundings.
 template <class T>
 void add_up(const Reader& reader, const Output& o, const std::byte* values, std::uint64_t row_bytes, std::byte* out) {
+  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
   const std::uint64_t width = row_bytes / sizeof(T);
   for (std::size_t i = 0; i < reader.spans().size(); ++i) {
     const std::uint64_t row = reader.spans()[i].row, last = reader.step(i, o.ahead);
@@ -144,10 +147,16 @@ void add_up(const Reader& reader, const Output& o, const std::byte* values, std:
         std::memcpy(&value, values + k * row_bytes + c * sizeof(T), sizeof(T));
         sum = static_cast<double>(value) + o.gamma * sum;
       }
-      const auto result = static_cast<T>(sum);
-      std::memcpy(out + (i * width + c) * sizeof(T), &result, sizeof(T));
+      const auto result = static_cast<Sum>(sum);
+      std::memcpy(out + (i * width + c) * sizeof(Sum), &result, sizeof(Sum));
     }
   }
+}
+
+// Null: no real numbers.
+using AddUp = void (*)(const Reader&, const Output&, const std::byte*, std::uint64_t, std::byte*);
+AddUp add_up_of(const Output& o) {
+  return of_reals<AddUp>(o.code, o.bits, []<class T>() -> AddUp { return add_up<T>; }, nullptr);
 }
 
 void read_frames(const Store& store, Reader& reader, const Output& o, std::byte* out) {
@@ -187,8 +196,9 @@ void read_frames(const Store& store, Reader& reader, const Output& o, std::byte*
 std::uint64_t bytes_of(const Store& store, const Output& o) {
   switch (o.kind) {
     case Output::Kind::row:
-    case Output::Kind::sum:
       return store.row_bytes(o.field);
+    case Output::Kind::sum:
+      return store.row_bytes(o.field) / (o.bits / 8) * o.sum_bytes();
     case Output::Kind::frames:
       return o.frames * store.row_bytes(o.field);
     case Output::Kind::steps:
@@ -236,8 +246,7 @@ std::vector<std::int64_t> expand_some(const Store& store, const Expansion& expan
         read_frames(store, reader, o, out[f]);
         break;
       case Output::Kind::sum: {
-        const auto add = o.number == Output::Number::f32 ? add_up<float> : add_up<double>;
-        add(reader, o, reader.seen(sums++), store.row_bytes(o.field), out[f]);
+        add_up_of(o)(reader, o, reader.seen(sums++), store.row_bytes(o.field), out[f]);
         break;
       }
       case Output::Kind::steps:
@@ -297,7 +306,7 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
     const std::uint64_t bytes = store.row_bytes(o.field);
     check(o.first < 0 || store.row_bytes(static_cast<std::uint64_t>(o.first)) == bytes, "frames of one size");
     check(o.filling.empty() || o.filling.size() == bytes, "a filling of a row's size");
-    check(o.kind != Output::Kind::sum || bytes % (o.number == Output::Number::f32 ? 4 : 8) == 0, "rows of numbers");
+    check(o.kind != Output::Kind::sum || (add_up_of(o) != nullptr && bytes % (o.bits / 8) == 0), "rows of real numbers");
   }
   std::vector<std::int64_t> moved;
   if (expansion.plain()) {  // no step around a row is looked at

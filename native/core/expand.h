@@ -31,7 +31,6 @@ struct Output {
   };
   /// The step after; nothing, so far; nothing any more, as an end flag says; the first step of another trajectory, without one.
   enum class After : std::uint8_t { step, nothing, end, another };
-  enum class Number { f32, f64 };
 
   Kind kind = Kind::row;
   std::uint64_t field = 0, ahead = 0, frames = 1;
@@ -42,7 +41,9 @@ struct Output {
   std::int64_t first = -1;
   std::vector<std::byte> filling{};
   double gamma = 1;
-  Number number = Number::f32;  // what the field holds, for a sum
+  std::uint8_t code = 2, bits = 32;  // of a sum: the field's dtype, as DLPack names it
+  /// Bytes of a number of that sum: it is float64 of a field that is, else float32.
+  std::uint64_t sum_bytes() const { return code == 2 && bits == 64 ? 8 : 4; }
 };
 
 class Expansion {

@@ -52,7 +52,7 @@ Output output(Output::Kind kind, std::uint64_t field, std::uint64_t ahead) {
   o.kind = kind;
   o.field = field;
   o.ahead = ahead;
-  o.number = Output::Number::f64;
+  o.bits = 64;
   return o;
 }
 

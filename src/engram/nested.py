@@ -34,6 +34,10 @@ def has_dimensions(data: object) -> bool:
     return isinstance(data, Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
 
 
+class NoRows(RuntimeError):
+    """A batch has no rows: ``extend`` of a buffer or a writer writes none then."""
+
+
 def is_numbers(data: object) -> bool:
     """Whether data is a number of Python's or NumPy's, or a list of some, perhaps in each other."""
     if isinstance(data, list):

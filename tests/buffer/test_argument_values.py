@@ -130,7 +130,6 @@ REFUSED = {
         (TypeError, RuntimeError),
     ),
     # rows
-    "an empty batch": (lambda rb: rb.extend(rows(0, 0)), RuntimeError),
     "another dtype": (extended(a=torch.zeros(2)), (TypeError, RuntimeError)),
     "another shape": (extended(b=torch.zeros(2, 3)), RuntimeError),
     "a dimension more": (extended(b=torch.zeros(2, 2, 1)), RuntimeError),

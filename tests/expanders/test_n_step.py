@@ -439,8 +439,8 @@ def test_fields_that_are_missing_or_wrong():
     with pytest.raises(KeyError, match="next_keys"):
         buffer(NStep(RandomSampler(), 3, 0.9, next_keys=["far"]), steps([5])).sample(2)
     data = steps([5])
-    data["next", "reward"] = data["next", "reward"].long()
-    with pytest.raises(TypeError, match="'reward'.*expected float32 or float64, got int64"):
+    data["next", "reward"] = data["next", "reward"].to(torch.complex64)
+    with pytest.raises(TypeError, match="'reward'.*expected real numbers, got complex64"):
         buffer(NStep(RandomSampler(), 3, 0.9), data).sample(2)
     with pytest.raises(RuntimeError, match="expected rows with one of the trajectory ids"):
         buffer(NStep(RandomSampler(), 3, 0.9, reward_key="r"), TensorDict({"r": torch.zeros(4, 1)}, [4])).sample(2)

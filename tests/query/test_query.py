@@ -379,12 +379,12 @@ def test_rows_on_a_server(tmp_path):
 def test_rows_without_trajectories():
     rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
     assert rb.query() == []
-    rb.extend({"episode": torch.arange(4)})
-    with pytest.raises(TypeError, match=r"TensorDicts of one step.*dict"):
+    rb.extend(torch.arange(4))
+    with pytest.raises(TypeError, match=r"rows with fields, of one step each.*leaf"):
         rb.query()
     rb = ReplayBuffer(storage=ListStorage(4), batch_size=2)
     rb.extend([1, 2])
-    with pytest.raises(TypeError, match="TensorDicts of one step"):
+    with pytest.raises(TypeError, match="TensorDicts or dicts of one step"):
         rb.query()
     with pytest.raises(TypeError, match="dict"):
         list(iter_trajectories({"x": torch.zeros(3)}))

@@ -1,5 +1,6 @@
 """Arguments of slice samplers: which are refused, and settings that change between draws."""
 
+import pickle
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ from engram import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
@@ -219,3 +221,16 @@ def test_messages_say_the_class_that_was_used(make, arguments, kind, message):
     own = {"alpha": 1.0, "beta": 1.0} if make is PrioritizedSliceSampler else {}
     with pytest.raises(kind, match=f"^{make.__name__}: {re.escape(message)}"):
         make(slice_len=4, **own, **arguments)
+
+
+def test_slices_without_replacement_are_of_both_kinds():
+    made = SliceSamplerWithoutReplacement(slice_len=2)
+    for kind in (SliceSampler, SamplerWithoutReplacement):
+        assert isinstance(made, kind)
+        assert issubclass(SliceSamplerWithoutReplacement, kind)
+        assert not isinstance(RandomSampler(), kind)
+    assert not isinstance(SliceSampler(slice_len=2), SamplerWithoutReplacement)
+    assert not isinstance(SamplerWithoutReplacement(), SliceSampler | SliceSamplerWithoutReplacement)
+    assert not isinstance(PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2), SliceSamplerWithoutReplacement)
+    assert made.own_indexes == ()
+    assert type(pickle.loads(pickle.dumps(made))) is SliceSamplerWithoutReplacement

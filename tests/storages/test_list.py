@@ -195,9 +195,6 @@ def test_copies_are_independent():
 @pytest.mark.parametrize(
     ("write", "error", "says"),
     [
-        (lambda rb: rb.extend([]), RuntimeError, "extend: expected at least one row, got an empty batch"),
-        (lambda rb: rb.extend(()), RuntimeError, "empty batch"),
-        (lambda rb: rb.extend(torch.zeros(0, 2)), RuntimeError, "empty batch"),
         (
             lambda rb: rb.extend({"a": torch.zeros(2)}),
             TypeError,

@@ -53,8 +53,6 @@ LATER = {
     ),
     "a batch": rejected(GOOD, RuntimeError, r"add: .*did you mean extend\(\)\?", call="add"),
     "different counts": rejected({**GOOD, "a": torch.zeros(3, 3)}, RuntimeError, r"'a' has 3, .*has 2"),
-    "empty": rejected({"a": torch.zeros(0, 3), "next": {"b": torch.zeros(0)}}, RuntimeError, "got an empty batch"),
-    "empty list": rejected([], RuntimeError, "got an empty list"),
     "range": rejected(range(3), TypeError, "got range"),
     "set": rejected({1, 2}, TypeError, "got set"),
     "number": rejected(1.0, TypeError, "expected a batch of rows, got a scalar"),
@@ -100,8 +98,6 @@ FIRST = {
     for key in (
         "one row",
         "different counts",
-        "empty",
-        "empty list",
         "range",
         "number",
         "None",

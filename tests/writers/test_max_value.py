@@ -398,12 +398,6 @@ def test_ranks_of_another_kind(value, error):
         rb.extend(TensorDict({"a": value, "b": torch.ones(2)}, [2]))
 
 
-def test_an_empty_batch():
-    rb = best(2)
-    with pytest.raises(RuntimeError, match="at least one row"):
-        rb.extend(rows([]))
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [({"ndim": 2}, "expected a storage with ndim=1"), ({"lanes": 2}, "expected a storage with 1 lane")],

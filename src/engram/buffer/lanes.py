@@ -148,7 +148,7 @@ class Lanes:
             data = _without_time(data, shape)
         elif not self._wiring.storage.initialized:  # later, rows have a shape
             _check_flat(data, len(lanes), layout)
-        n = len(data) if isinstance(data, list) else storages.leading_size(data, "extend")
+        n = len(data) if isinstance(data, list) else storages.leading_size(data, "extend", least=0)
         steps, rest = divmod(n, len(lanes))
         first = layout == "time_first"
         if rest or (len(shape) == 2 and shape[first] != len(lanes)):

@@ -79,11 +79,14 @@ class Arguments(NamedTuple):
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
         storage = first_storage(self.storage, self.size, sampler, call)
-        if self.dim_extend not in (None, storage.ndim - 1):
-            raise TypeError(
-                f"{call}: dim_extend: expected None or {storage.ndim - 1}, as rows of a storage with ndim={storage.ndim} are written, got "
-                f"{self.dim_extend!r}. Move that dimension of the data to {storage.ndim - 1} first."
-            )
+        if self.dim_extend is not None:
+            if self.dim_extend not in range(storage.ndim) or storage.time_dim not in (None, self.dim_extend):
+                given = "" if storage.time_dim is None else f", which has dim_extend={storage.time_dim} already"
+                raise TypeError(
+                    f"{call}: dim_extend: expected None or one of the {storage.ndim} dimensions that index rows of the storage{given}, got "
+                    f"{self.dim_extend!r}. Make the storage with ndim={storage.ndim + 1} or more, or move that dimension of the data first."
+                )
+            storage.time_dim = self.dim_extend
         wiring = Wiring(
             storage,
             Compose.of(transform if factory is None else factory()),

@@ -56,9 +56,7 @@ def write(
 
     with _one_by_one:
         if memory is not None and memory.core.limited:  # first: methods of the user's are called once
-            memory.core.prepay_inserts(
-                (_steps(data, storage.ndim, call) if batched else 1) * math.prod(storage.columns)
-            )
+            memory.core.prepay_inserts((_steps(data, storage, call) if batched else 1) * math.prod(storage.columns))
         try:
             if isinstance(writer, NativeWriter) and overrides(type(writer), call):
                 with doing(writer, own):
@@ -93,7 +91,7 @@ def _set(
     """
     storage, made, extent = wiring.storage, list[Write](), wiring.storage.extent()
     width = math.prod(storage.columns)
-    n, plan = _steps(data, storage.ndim, call) if batched else 1, WritePlan(lane=lanes[1])
+    n, plan = _steps(data, storage, call) if batched else 1, WritePlan(lane=lanes[1])
     if not wiring.appends:
         plan = wiring.placer.place(extent, n, lanes[1], data)
     rows = _following(extent, plan.lane, n, width) if plan.rows is None else plan.rows
@@ -128,13 +126,13 @@ def _set(
     return done if kept is None else Write(plan.reported(done.rows, n), 0, plan.reported(done.tickets, n))
 
 
-def _steps(data: object, ndim: int, call: str) -> int:
+def _steps(data: object, storage: Storage, call: str) -> int:
     """How many steps a batch has, of each column."""
     if isinstance(data, list):
         return len(data)
     leaf: Any = first_leaf(data)
     shape = getattr(leaf, "batch_size" if is_tensor_collection(leaf) else "shape", ())
-    return int(shape[ndim - 1]) if len(shape) >= ndim else leading_size(data, call)
+    return int(shape[storage.dim_extend]) if len(shape) >= storage.ndim else leading_size(data, call)
 
 
 def _following(extent: Extent, lane: object, n: int, width: int) -> Tensor:

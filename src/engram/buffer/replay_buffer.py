@@ -41,6 +41,7 @@ from engram.buffer.services import Direct, Service, as_remote, deployed, makes_c
 from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.tracing import leave_untraced
+from engram.buffer.window_priorities import of_batch
 from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
@@ -258,11 +259,11 @@ class ReplayBuffer(Shown, Generic[Batch]):
             timeout: as for :meth:`add`. The rows are admitted together.
 
         Returns:
-            int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
-            With ``ndim > 1`` ``[rows written, ndim]`` in storage order.
+            int64 ``[n]`` rows, none for no rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer
+            rejected. With ``ndim > 1`` ``[rows written, ndim]`` in storage order.
 
         Raises:
-            KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
+            KeyError, RuntimeError, TypeError: as :meth:`add`; one row without batch dimension.
             RowError: no such lane, or none for an environment. RuntimeError: several lanes, of which none was named, and another number
                 of rows than of lanes; with ``layout`` no multiple of it. ValueError: another ``layout``, or ``lane_key`` beside another
                 way to name lanes.
@@ -875,11 +876,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
     prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
 
-    @property
-    def dim_extend(self) -> int:
-        """Dimension of ``extend``'s data along which time runs."""
-        return int(self._wiring.storage.ndim) - 1
-
+    dim_extend: int = alias("_wiring.storage.dim_extend", "Dimension of ``extend``'s data along which time runs.")
     shared: bool = alias("_wiring.storage.shared", "Whether several processes may use the buffer.")
 
     def share(self, shared: bool = True) -> Self:
@@ -1024,13 +1021,16 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """New priorities of rows; a sampler without priorities warns and does nothing.
 
         Args:
-            index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts.
-            priority: needed: a number for all, or ``[B]``: at least 0 and finite.
+            index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts. Or
+                the whole ``info`` of a batch, which has the generations, too; of a :class:`Sequence` the anchors get the priorities.
+            priority: needed: a number for all, or ``[B]``: at least 0 and finite. Of windows also one for each, which the step
+                gets that the window was drawn by: its first one, or the first behind the burn-in.
             generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
 
         Raises:
             PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
-            RowError: a row outside the storage. RuntimeError: another number of priorities than rows. Nothing is changed.
+            RowError: a row outside the storage. RuntimeError: another number of priorities than of rows, or of windows. Nothing is
+                changed.
             TypeError: no rows, such as a TensorDict, or no priorities. Nothing is changed.
 
         >>> import torch
@@ -1046,7 +1046,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
                 f"update_priority: expected rows and their priorities, got a {type(index).__name__}. For a sampled TensorDict: "
                 "update_tensordict_priority(batch), which TensorDict buffers have."
             )
-        rows = self._wiring.rows_named(index)
+        rows, priority, generation = of_batch(self._wiring, index, priority, generation)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
         self._recipe.note_priorities()
 

@@ -89,7 +89,7 @@ class TensorDictWritePath(WritePath):
             return super().extend(data, lane, None, None, timeout)
         columns = self._wiring.storage.ndim - 1
         if columns:  # [*columns, time, ...], but a row is a step of one column
-            priority = priority.movedim(columns, 0).flatten(0, columns)
+            priority = priority.movedim(self._wiring.storage.dim_extend, 0).flatten(0, columns)
         rows = self.arrived_rows(data)
         if rows is HELD_BACK:
             return self._wiring.no_index()
@@ -299,17 +299,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """
         if not self._wiring.of_sampler.takes_priorities:
             return
-        call = "update_tensordict_priority"
-        if not is_tensor_collection(data):
-            raise TypeError(
-                f"{call}: expected a sampled TensorDict, got {type(data).__name__}. For rows: update_priority."
-            )
-        priority, index = data.get(self._priority_key, None), data.get("index", None)
-        for key, entry in ((self._priority_key, priority), ("index", index)):
-            if entry is None:
-                advice = "" if key == "index" else f" Other keys: {type(self).__name__}(priority_key=…)."
-                raise KeyError(f"{call}: expected the key {key!r}, got {[str(k) for k in children(data)]}.{advice}")
-        generation = data.get("index_generation", None)
+        index, priority, generation = priorities_in(data, self._priority_key, type(self).__name__)
         unit = self._wiring.unit
         if isinstance(unit, Sequence) and "anchor_index" in children(data):
             errors = self._wiring.source.reduced(priority.reshape(data.numel(), -1))
@@ -321,6 +311,22 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     @classmethod
     def open_arguments(cls, record: dict[str, Any]) -> dict[str, Any]:
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
+
+
+def priorities_in(data: Any, priority_key: str | None, who: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Index, priorities and generations, if there are some, of a sampled batch. ``who``: the class to name.
+
+    Raises ``TypeError``: it is no TensorDict. ``KeyError``: an entry is missing.
+    """
+    call = "update_tensordict_priority"
+    if not is_tensor_collection(data):
+        raise TypeError(f"{call}: expected a sampled TensorDict, got {type(data).__name__}. For rows: update_priority.")
+    priority, index = data.get(priority_key, None), data.get("index", None)
+    for key, entry in ((priority_key, priority), ("index", index)):
+        if entry is None:
+            advice = "" if key == "index" else f" Other keys: {who}(priority_key=…)."
+            raise KeyError(f"{call}: expected the key {key!r}, got {[str(k) for k in children(data)]}.{advice}")
+    return index, priority, data.get("index_generation", None)
 
 
 def _to_store(data: Any, call: str) -> object:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.types import Entry
 
-_MASKS = (("collector", "mask"), "validity_mask")
+#: Entries that say which steps of windows are padding.
+MASKS = (("collector", "mask"), "validity_mask")
 
 
 class WindowMarks:
@@ -42,7 +43,9 @@ class WindowMarks:
         if isinstance(sampler, WindowSampler):
             truncated, even = sampler.truncated_key, sampler.settings.even_steps(shape[-1])
         done = truncated and (*truncated[:-1], "done")
+        rules = sampler.rules if isinstance(sampler, WindowSampler) else None
         if isinstance(unit, WindowUnit):
+            rules = unit.rules
             done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
         self._shape, self._kept, ends = shape, {*kept} - {WINDOW_ENDS}, _ends_in(info, shape, truncated, even)
         #: The last steps of windows, bool ``[*shape]``, where the rows are; None: not known.
@@ -50,7 +53,7 @@ class WindowMarks:
         #: Flags in which ends of windows are set.
         self._flags = [path for path in (truncated, done) if path is not None]
         #: Those that end trajectories, which are set too where they are stored; None: the usual ones.
-        self._named = sampler.rules.end_keys if isinstance(sampler, WindowSampler) and sampler.rules else None
+        self._named = rules.end_keys if rules is not None else None
         #: By path: what is set in a batch, ``[*shape, ...]``, and what was stored there.
         self._marks: dict[FieldPath, Tensor] = {
             path_of(key): value
@@ -59,7 +62,7 @@ class WindowMarks:
         }
         self._stored: dict[FieldPath, object] = {}
         #: Whether the flags that the sampler has made say all.
-        self._as_marked = not any(key in info for key in _MASKS) and "sequence_id" not in info
+        self._as_marked = not any(key in info for key in MASKS) and "sequence_id" not in info
 
     def set_in(self, data: object) -> object:
         """A batch, new from the storage, with the marks. Another form than a TensorDict or a dict stays as it is."""
@@ -116,7 +119,7 @@ def _ends_in(info: Mapping[Entry, object], shape: tuple[int, ...], last: FieldPa
     """
     if isinstance(known := info.get(WINDOW_ENDS), Tensor):
         return known.reshape(*shape, -1)[..., 0]
-    found = [info.get(key) for key in (public(last or ()), "sequence_id", *_MASKS)]
+    found = [info.get(key) for key in (public(last or ()), "sequence_id", *MASKS)]
     marked, number, *masks = (of if isinstance(of, Tensor) else None for of in found)
     mask = next((of.reshape(shape) for of in masks if of is not None), None)
     if marked is not None and mask is None and number is None:

@@ -16,7 +16,7 @@ from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
 from engram.buffer import overridden
 from engram.buffer.lanes import BATCHES
-from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
+from engram.nested import NoRows, first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class WritePath:
         if n == 1:
             row = map_dimensioned(batch, lambda x: _without_dim(x, at))
             return Arrived(row, batched=False, rows=rows_of(row, at))
-        batch = map_dimensioned(batch, lambda x: _move_dim(x, at))
+        batch = map_dimensioned(batch, lambda x: _move_dim(x, at, self._wiring.storage.dim_extend))
         return Arrived(batch, batched=True, rows=rows_of(batch, at + 1))
 
     def _in_batch(self, leaf: object, path: Path) -> object:
@@ -185,6 +185,8 @@ class WritePath:
             if timeout is None:
                 raise
             return wiring.gate.written(partial(self.write_rows, data, lane), storage.memory, refused, timeout)
+        except NoRows:
+            return wiring.no_index().squeeze(1)
         return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
 
     # ---- both ------------------------------------------------------------------------------------------------------------
@@ -368,9 +370,9 @@ def _without_dim(x: Any, at: int) -> object:
     return x.squeeze(at) if x.ndim > at else x
 
 
-def _move_dim(x: Any, at: int) -> object:
-    """Several rows in the layout of ``extend``."""
+def _move_dim(x: Any, at: int, to: int) -> object:
+    """Several rows in the layout of ``extend``. ``at``: where they are in a tensor; in a TensorDict they come last."""
     if not is_tensor_collection(x):
-        return x
+        return x if at == to else torch.as_tensor(x).movedim(at, to)
     last = len(x.batch_size) - 1
-    return x.permute(*range(at), last, *range(at, last))
+    return x.permute(*range(to), last, *range(to, last))

@@ -430,8 +430,8 @@ class ReplayBufferEnsemble(Generic[Batch]):
         """New priorities of rows; nothing happens to those of members without priorities.
 
         Args:
-            index: ``batch["index"]``, or what :meth:`extend` returned.
-            priority: a number for all, or one for each row.
+            index: ``batch["index"]``, or what :meth:`extend` returned; or the whole ``info`` of a batch, which has the generations, too.
+            priority: a number for all, or one for each row; with the ``info`` of windows also one for each, as for a ``ReplayBuffer``.
             generation: ``batch["index_generation"]``: rows rewritten since they were drawn are dropped and counted.
 
         Raises:
@@ -448,6 +448,28 @@ class ReplayBufferEnsemble(Generic[Batch]):
         """
         self._materialize()
         self._writing.update_priority(index, priority, generation)
+
+    def update_tensordict_priority(self, data: TensorDict) -> None:
+        """Hand the priorities of a sampled batch to the members that it is of; no effect on those without priorities.
+
+        Args:
+            data: a TensorDict with ``"index"`` and the ``priority_key`` of the first member that has priorities, a number per row or
+                several, of which that member's ``reduction`` makes one.
+
+        Raises:
+            KeyError: no such entry. TypeError: no TensorDict. The others as :meth:`update_priority`. Nothing is changed.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, ReplayBufferEnsemble, TensorDictPrioritizedReplayBuffer
+        >>> rb = ReplayBufferEnsemble(TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(100)))
+        >>> _ = rb[0].extend(TensorDict({"obs": torch.arange(10)}, [10]))
+        >>> batch = rb.sample(8)
+        >>> batch["td_error"] = batch["obs"].float()  # of your model
+        >>> rb.update_tensordict_priority(batch)
+        """
+        self._materialize()
+        self._writing.update_tensordict_priority(data)
 
     def mark_update(self, index: object) -> None:
         """Rows were rewritten: as ``ReplayBuffer.mark_update``, of the members that an index names.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from engram._checks import as_numbers, check_count
 from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
+from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
+from engram.buffer.window_priorities import by_window
 from engram.ensembles.refusing import naming
 from engram.ensembles.storages import check_ids, routed
 from engram.errors import RowError
@@ -205,6 +207,13 @@ class RoutedWrites:
     def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
+        info: Any = index
+        if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:
+            generation = info.get("index_generation", None) if generation is None else generation
+            ids, named = routed(info["index"], len(self._members), call)
+            both = torch.cat([ids.reshape(-1, 1), named.reshape(ids.numel(), -1)], 1)
+            both, priority, generation = by_window(info, both, priority, generation)
+            index = {"buffer_ids": both[:, 0], "index": both[:, 1:].squeeze(1)}
         places, rows = self._placed(index, call)
         n = len(rows)
         given = as_numbers(f"{call}: priority", priority)
@@ -226,6 +235,16 @@ class RoutedWrites:
                 continue
             own = None if numbers is None else numbers[at]
             member.buffer.update_priority(rows[at.to(rows.device)], values[at.to(values.device)], generation=own)
+
+    def update_tensordict_priority(self, data: TensorDict) -> None:
+        """What ``ReplayBufferEnsemble.update_tensordict_priority`` does."""
+        taking = [member for member in self._members if member.wiring.of_sampler.takes_priorities]
+        if taking:
+            buffers = (member.buffer for member in taking if isinstance(member.buffer, TensorDictReplayBuffer))
+            key = next((buffer.priority_key for buffer in buffers), "td_error")
+            index, priority, generation = priorities_in(data, key, "TensorDictReplayBuffer")
+            errors = taking[0].wiring.source.reduced(priority.reshape(data.numel(), -1))
+            self.update_priority(index, errors, generation)
 
     def remove(self, index: object, generation: object) -> int:
         """What ``ReplayBufferEnsemble.remove`` does."""

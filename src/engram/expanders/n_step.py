@@ -45,7 +45,7 @@ class NStep(Expander):
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         n: number of steps, at least 1.
         gamma: discount in [0, 1].
-        reward_key: a float32 or float64 field of any shape.
+        reward_key: a field of floats, integers or bools, of any shape. Sums are float32, those of float64 are float64.
         next_keys: the fields to take from the last step, beside the flags; each names a field, or all fields below it, and ``"next"``
             also those that are called so, as above. Name next observations that are called otherwise: ``["obs2"]``.
         traj_key: a field that is constant within a trajectory. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or
@@ -66,7 +66,7 @@ class NStep(Expander):
         RuntimeError: the storage is a list or on an accelerator; rows have no keys; there are neither ids nor end
             flags.
         KeyError: a field is not stored.
-        TypeError: the reward is neither float32 nor float64.
+        TypeError: the reward is complex, or of 8 bits in floating point.
         IncompatibleStore: ``index`` names a table with other boundaries.
         WriterStalled: for 5 s, a row or a step around it was rewritten at every attempt.
 

@@ -145,14 +145,14 @@ class Reading:
         return [number for number in named if not step_type_bytes(self.fields[number])]
 
     def number_of_reward(self, key: FieldPath, who: str) -> int:
-        """The field of a reward. Raises ``KeyError``: it is not stored. ``TypeError``: it is neither float32 nor float64."""
+        """The field of a reward. Raises ``KeyError``: it is not stored. ``TypeError``: it holds no real numbers."""
         if key not in self.numbers:
             raise KeyError(f"{self._missing(key, who)} Name the one that holds rewards with reward_key=.")
         number = self.numbers[key]
         field = self.fields[number]
-        if field.dtype not in ("float32", "float64"):
+        if field.dtype.startswith(("complex", "float8")):
             raise TypeError(
-                f"sample: {who}: field {field.name}: expected float32 or float64, got {field.dtype}. Store rewards as float32."
+                f"sample: {who}: field {field.name}: expected real numbers, got {field.dtype}. Store rewards as float32."
             )
         return number
 

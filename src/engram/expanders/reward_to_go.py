@@ -29,7 +29,8 @@ class RewardToGo(Expander):
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         gamma: discount in [0, 1].
-        reward_key: a float32 or float64 field of any shape. Summed in double precision.
+        reward_key: a field of floats, integers or bools, of any shape. Summed in double precision; the sums are float32, those of
+            float64 are float64.
         out_key: the name of the sum. The name of the flag is the same followed by ``_complete``.
         steps_key: the name of an entry with the number of summed steps, ``T - t + 1``, int64 ``[B, 1]``. Default: there is none.
         traj_key, end_keys, index, end_when: as for :class:`NStep`.

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from engram._dtypes import DTYPE_NAMES
+from engram._tensordict import is_tensorclass, tensordict_type
 from engram._words import warn
 from engram.field_paths import as_path, public
 from engram.format.schema import Field
+from engram.nested import find_field, is_tensordict
 from engram.query.predicates import Segments, TrajectoryPredicate, holds, missing, reject
-from engram.samplers.trajectory_tables import TrajectoryKeys, numbers_by_path, shared_table, step_type_bytes
+from engram.samplers.trajectory_tables import NAMED, TrajectoryKeys, numbers_by_path, shared_table, step_type_bytes
 from engram.trajectories import find_start_stop_traj
 
 if TYPE_CHECKING:
@@ -156,12 +158,13 @@ class Query:
             A trajectory ends with its id, and at every stored end: ``("next", "done")``, ``"terminated"``, ``"truncated"``, or a step
             type. Where no id is stored, a warning says so.
 
-    Returns a list of :class:`Trajectory`, copies, oldest first; lane by lane, and with ``ndim > 1`` column by column. One that goes on
-    across the end of the storage is whole; one that a writer overwrites during the call is left out. Read transforms are applied to
-    each. An empty buffer has none.
+    Returns a list of :class:`Trajectory`, copies, oldest first; lane by lane, and with ``ndim > 1`` column by column. Each is around a
+    TensorDict, whatever the rows are. One that goes on across the end of the storage is whole; one that a writer overwrites during the
+    call is left out. Read transforms are applied to each. An empty buffer has none.
 
     Raises:
-        TypeError: rows are no TensorDicts of one step each, or the predicate is none, or compares steps without ``any()`` or ``all()``.
+        TypeError: rows have no fields, or are several steps each; the predicate is none, or compares steps without ``any()`` or
+            ``all()``.
         KeyError: no such field, or nothing that tells trajectories apart. RuntimeError: the buffer is a connection.
 
     Cost: the first call scans the rows once for their trajectories; afterwards O(trajectories + steps that are read). Predicates
@@ -195,9 +198,9 @@ class Query:
         if not storage.traits.has_fields:
             return self._of_list(storage, predicate, trajectory_key)
         memory = storage.memory
-        if memory is None or memory.schema.structure.kind != "tensordict" or memory.schema.structure.batch:
+        if memory is None or memory.schema.structure.kind not in NAMED or memory.schema.structure.batch:
             raise TypeError(
-                f"query: expected rows that are TensorDicts of one step each, got those of a {type(storage).__name__} with "
+                f"query: expected rows with fields, of one step each, got those of a {type(storage).__name__} with "
                 f"{'rows elsewhere' if memory is None else memory.schema.structure.kind}."
             )
         stored = Stored(storage, memory, trajectory_key)
@@ -226,16 +229,18 @@ class Query:
         self, storage: Storage, predicate: Callable[[Trajectory], object] | None, trajectory_key: object
     ) -> list[Trajectory]:
         """The same of a list's items, which lie in memory as they are."""
-        from tensordict import TensorDictBase
+        from tensordict import TensorDict, TensorDictBase
 
         from engram.query.trajectory import Trajectory
 
         extent = storage.extent()
         rows = extent.rows(torch.arange(extent.size, device="cpu"))
-        items = storage[rows]
+        items = [TensorDict(item, []) if isinstance(item, dict) else item for item in storage[rows]]
         full = extent.filled[0] == extent.capacity
         if not all(isinstance(item, TensorDictBase) and not item.batch_dims for item in items):
-            raise TypeError("query: expected items that are TensorDicts of one step each, got others in the list.")
+            raise TypeError(
+                "query: expected items that are TensorDicts or dicts of one step each, got others in the list."
+            )
         order = (rows - extent.seam[0] * full).remainder(extent.capacity).argsort()
         parts = torch.tensor_split(order, (rows[order].diff() % extent.capacity != 1).nonzero().flatten() + 1)
         transform = self._buffer.transform
@@ -327,7 +332,10 @@ class Stored:
     def read(self) -> list[TensorDictBase]:
         """All fields of each trajectory."""
         columns = self._columns(None)
-        data = cast("TensorDictBase", self._storage.batch(columns, len(self._rows)))
+        data: object = self._storage.batch(columns, len(self._rows))
         if self._storage.gets:
             data = self._storage.got(self._rows, data)
-        return list(data.split(self._lengths.tolist())) if len(self._lengths) else []
+        if is_tensorclass(data) or not is_tensordict(data):
+            entries = {public(key): value for key in self._numbers if (value := find_field(data, key)) is not None}
+            data = tensordict_type()(entries, [len(self._rows)])
+        return list(cast("TensorDictBase", data).split(self._lengths.tolist())) if len(self._lengths) else []

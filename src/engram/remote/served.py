@@ -11,7 +11,7 @@ import torch
 from engram._unsupported import refused, refusing
 from engram.remote.commands import COALESCED_BYTES, MAX_BATCHES
 from engram.storages import Storage, check_count, leading_size
-from engram.storages._columns import rows_of_batch, rows_of_coordinates, rows_of_slot
+from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._structure import Structure, stacked
 from engram.types import Traits
 
@@ -224,11 +224,11 @@ class ServedStorage(Storage):
         if batched and isinstance(data, list):
             data = stacked(data, call, self.structure.dtypes)
         if self.ndim > 1:
-            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
+            data, columns = rows_of_written(data, self, call, batched=batched)
             batched = True
-            if columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
+        if self.ndim > 1 and columns != self.columns:
+            raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         check_count(call, count, n)
         return self.structure.flatten(data, n if batched else None, call, ignored), n
 

@@ -18,7 +18,7 @@ from engram.remote.connection import Connection, Found
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Storage, check_count, leading_size
-from engram.storages._columns import rows_of_batch, rows_of_slot
+from engram.storages._columns import rows_of_written
 from engram.storages._structure import Structure, as_tensor, stacked
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class AwaitedStorage(ServedStorage):
             first, several = data, batched
             columns: tuple[int, ...] = ()
             if self.ndim > 1:
-                first, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
+                first, columns = rows_of_written(data, self, call, batched=batched)
                 several = True
             n = leading_size(first, call) if several else 1
             check_count(call, count, n)

@@ -13,6 +13,10 @@ from engram.samplers.streaming import StreamingSliceSampler
 from engram.samplers.uniform import RandomSampler
 from engram.samplers.window_spec import WindowSpec
 
+# As in TorchRL it is of both kinds; it shares no code with either.
+SliceSampler.register(SliceSamplerWithoutReplacement)
+SamplerWithoutReplacement.register(SliceSamplerWithoutReplacement)
+
 __all__ = [
     "KNOWN",
     "ConsumingSampler",

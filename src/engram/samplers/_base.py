@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -326,7 +327,7 @@ def key_for(*storages: SampledStorage, generator: torch.Generator | None = None)
     return key
 
 
-class NativeSampler(DeclaredSampler):
+class NativeSampler(DeclaredSampler, metaclass=ABCMeta):
     """Base of the samplers that draw in the native core, with TorchRL's verbs."""
 
     #: Priority of rows without one.

@@ -22,8 +22,9 @@ class PrioritizedSliceSampler(SliceSampler):
     The first step is drawn in proportion to its priority among the rows where a window may start, so long trajectories
     weigh more. With the burn-in of a ``window`` it is the first step to learn from. Samples have ``"priority_weight"``, the
     weight of the step that was drawn at every step of its window, and ``"index_generation"``. Priorities belong to single
-    steps: ``update_priority`` sets those of every row of a batch. New rows, ``alpha`` and ``beta`` are as for
-    ``PrioritizedSampler``. Tree and trajectory table belong to the store under the name ``index``.
+    steps: ``update_priority`` sets those of every row of a batch, or with one for each window those of the steps that were drawn.
+    New rows, ``alpha`` and ``beta`` are as for ``PrioritizedSampler``. Tree and trajectory table belong to the store under the name
+    ``index``.
 
     This class has TorchRL's signature. ``SliceSampler(anchors=PrioritizedSampler(…))`` draws the same windows.
 

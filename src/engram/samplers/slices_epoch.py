@@ -26,7 +26,8 @@ _NO_EPOCH = (0, 0, 0, 0)
 
 
 class SliceSamplerWithoutReplacement(WindowSampler):
-    """Draws every trajectory at most once per epoch, one random window of it.
+    """Draws every trajectory at most once per epoch, one random window of it. ``isinstance`` takes it for a :class:`SliceSampler` and a
+    :class:`SamplerWithoutReplacement`.
 
     A batch takes the next ``num_slices`` trajectories of the epoch. The last batch of an epoch sets ``ran_out``, and
     may be short unless ``drop_last`` is set. The next draw starts a new epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 #: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
 WINDOW_ENDS = "engram.ends"
+#: Draws before there is said to be no window, 5 ms apart, where there are trajectories that are long enough.
+_TRIES = 100
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
 
@@ -307,8 +310,22 @@ class WindowSampler(NativeSampler):
                     f"have a next observation, which the newest {finished[1]} of an open one have not yet. Add data first, or "
                     f"{self._shorter().lower()}."
                 )
-            self._raise_without_windows(bound.table, length)
+            tensors = self._drawn_later(bound.table, arguments, length)
         return marks, tensors
+
+    def _drawn_later(self, table: Table, arguments: Arguments, length: int) -> list[Tensor]:
+        """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
+        needed = self.settings.needed(length) if self.strict_length else 1
+        transient = not (self.streaming or self.traits.has_epochs or self.anchors is not None)
+        for _ in range(_TRIES if transient else 0):
+            if table.census()[1] < needed:
+                break
+            with self._lock:
+                tensors = self._choose(table, arguments)
+            if len(tensors[0]):
+                return tensors
+            time.sleep(0.005)
+        return self._raise_without_windows(table, length)
 
     def sample_natively(
         self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
@@ -413,6 +430,11 @@ class WindowSampler(NativeSampler):
         trajectories, longest = table.census()
         if trajectories == 0:
             raise NoSampleable(EMPTY)
+        if longest >= self.settings.needed(length) or not self.strict_length:
+            raise NoSampleable(
+                f"sample: {self.settings.named(length)}: expected a trajectory that stays while it is drawn, but at every try a writer was "
+                f"in each of those that are long enough. {self._shorter()}, or use a larger storage."
+            )
         raise NoSampleable(
             f"sample: {self.settings.named(length)}: expected a trajectory of at least {self.settings.needed(length)} steps, got "
             f"{trajectories} of at most {longest}. {self._shorter()}, or pass strict_length=False."

@@ -63,6 +63,8 @@ class Storage(Declared, Dumpable, Port):
     pending_limit: Rules | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
+    #: The one of these along which time runs in what is written and read by index; None: the last one.
+    time_dim: int | None = None
 
     #: Makes a batch of items, in place of a dense stack; None: nothing does.
     stacked: Callable[[list[object]], object] | None = None
@@ -177,6 +179,11 @@ class Storage(Declared, Dumpable, Port):
     def requested_size(self) -> int:
         """Rows that were asked for: fewer than fit, where lanes or columns made it more."""
         return self.max_size
+
+    @property
+    def dim_extend(self) -> int:
+        """Dimension of ``extend``'s data along which time runs."""
+        return self.ndim - 1 if self.time_dim is None else self.time_dim
 
     @property
     def columns(self) -> tuple[int, ...]:

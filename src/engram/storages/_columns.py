@@ -20,21 +20,31 @@ from engram.storages._structure import as_tensor, describe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram.storages._base import Storage
 
-def rows_of_batch(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
-    """``[*columns, time, ...]`` as rows ``[time * columns, ...]``, and the columns."""
+
+def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:
+    """``[*columns, ...]`` with the dimension ``time`` among the columns as rows ``[time * columns, ...]``, and the columns."""
 
     def merge(x: Any) -> Any:
-        rest = range(ndim, len(_shape(x)))
-        return x.permute(ndim - 1, *range(ndim - 1), *rest).flatten(0, ndim - 1)
+        rest = [dim for dim in range(len(_shape(x))) if dim != time]
+        return x.permute(time, *rest).flatten(0, ndim - 1)
 
-    rows, shape = _rearrange(data, ndim, merge, call, "data laid out [*columns, time, …]")
-    return rows, shape[:-1]
+    layout = "data laid out [*columns, time, …]" if time == ndim - 1 else f"data whose dimension {time} is time"
+    rows, shape = _rearrange(data, ndim, merge, call, layout)
+    return rows, (*shape[:time], *shape[time + 1 :])
 
 
 def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
     """One slot ``[*columns, ...]`` as rows ``[columns, ...]``, and the columns."""
     return _rearrange(data, ndim - 1, lambda x: x.flatten(0, ndim - 2), call, "one slot, laid out [*columns, …]")
+
+
+def rows_of_written(data: object, storage: Storage, call: str, *, batched: bool) -> tuple[Any, tuple[int, ...]]:
+    """What is written to a storage as rows, and the columns."""
+    if not batched:
+        return rows_of_slot(data, storage.ndim, call)
+    return rows_of_batch(data, storage.ndim, call, storage.dim_extend)
 
 
 def rows_of_stored(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
@@ -58,17 +68,17 @@ def rows_of_selection(data: object, shape: torch.Size, call: str) -> object:
     return rows
 
 
-def selected_rows(index: Any, slots: int, columns: tuple[int, ...]) -> Tensor:
-    """The rows that an index into ``[*columns, slots]`` selects, int64 in the shape it selects.
+def selected_rows(index: Any, slots: int, columns: tuple[int, ...], time: int) -> Tensor:
+    """The rows that an index into ``[*columns]``, with the slots as dimension ``time``, selects: int64 in the shape it selects.
 
     Raises:
         IndexError: out of range.
     """
     if isinstance(index, range):
         index = list(index)
-    grid = (*columns, slots)
+    grid = (*columns[:time], slots, *columns[time:])
     rows = torch.zeros((), dtype=torch.int64, device="cpu")
-    for place in (len(columns), *range(len(columns))):  # time first, as the store lays them out
+    for place in sorted(range(len(grid)), key=lambda dim: dim != time):  # time first, as the store lays them out
         coordinate = torch.arange(grid[place], device="cpu")
         coordinate = coordinate.reshape([-1 if i == place else 1 for i in range(len(grid))])
         rows = rows * grid[place] + coordinate.expand(grid)[index]

@@ -30,7 +30,7 @@ from engram._tensordict import (
 from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import attributes, find_field, first_leaf, is_dataclass, is_numbers, with_fields
+from engram.nested import NoRows, attributes, find_field, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored, overflows
 from engram.storages._keys import at, by_name, taken_by_key
@@ -612,7 +612,7 @@ def stacked(
     ``dtypes``: as for :meth:`Structure.of`. ``known``: the structure of rows that are stored already, if there are any.
     """
     if not items:
-        raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
+        raise NoRows(f"{call}: expected at least one row, got an empty list.")
     if known is not None:
         with contextlib.suppress(KeyError):  # of other fields: those of the first one tell them apart
             return _stacked(known, items, call, ignored)
@@ -632,12 +632,12 @@ def is_batched_collection(data: Any) -> bool:
     return is_tensor_collection(data) and len(data.batch_size) > 0
 
 
-def leading_size(data: object, call: str) -> int:
+def leading_size(data: object, call: str, least: int = 1) -> int:
     """Rows of a batch: the size that all leaves have first.
 
     Raises:
         TypeError: data without a batch dimension.
-        RuntimeError: leaves of different leading sizes, or no rows.
+        RuntimeError: leaves of different leading sizes. NoRows: less than ``least`` rows.
     """
     sizes: dict[int, tuple[str, ...]] = {}
     if is_tensor_collection(data) and data.batch_size:  # the common case
@@ -650,8 +650,8 @@ def leading_size(data: object, call: str) -> int:
     if not sizes:
         raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
     (n,) = sizes
-    if n == 0:
-        raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+    if n < least:
+        raise NoRows(f"{call}: expected at least one row, got an empty batch.")
     return n
 
 

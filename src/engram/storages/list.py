@@ -13,7 +13,7 @@ from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.nested import find, map_with_paths
+from engram.nested import NoRows, find, map_with_paths
 from engram.packing import pack, unpack
 from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
@@ -151,7 +151,7 @@ class ListStorage(Storage):
     ) -> tuple[list[object], int]:
         items = self._split(data, call) if batched else [data]
         if not items:
-            raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+            raise NoRows(f"{call}: expected at least one row, got an empty batch.")
         check_count(call, count, len(items))
         return self._stored(items), len(items)
 

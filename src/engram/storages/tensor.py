@@ -19,11 +19,10 @@ from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Storage, check_count, check_plan
 from engram.storages._columns import (
-    rows_of_batch,
     rows_of_coordinates,
     rows_of_selection,
-    rows_of_slot,
     rows_of_stored,
+    rows_of_written,
     selected_rows,
 )
 from engram.storages._geometry import Geometry, positions_of
@@ -367,11 +366,11 @@ class TensorStorage(Storage):
             data = stacked(data, call, self._geometry.dtypes, known, ignored)
         columns: tuple[int, ...] = ()
         if self.ndim > 1:
-            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
+            data, columns = rows_of_written(data, self, call, batched=batched)
             batched = True
-            if self.memory is not None and columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
+        if columns and self.memory is not None and columns != self.columns:
+            raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         check_count(call, count, n)
         if self.memory is not None:
             try:
@@ -560,7 +559,7 @@ class TensorStorage(Storage):
         columns = []
         for tensor in self.store.views():
             laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
-            columns.append(laid_out.movedim(0, self.ndim - 1)[index])
+            columns.append(laid_out.movedim(0, self.dim_extend)[index])
         own = len(self.written().fields[0].shape)
         batch = columns[0].shape[: columns[0].ndim - own]
         return self._formed(columns, batch, extra)
@@ -590,7 +589,7 @@ class TensorStorage(Storage):
             return where if where.span is None else where._replace(view=slice(*where.span))
         slots = len(self) // math.prod(self.columns)
         try:
-            rows = selected_rows(index, slots, self.columns)
+            rows = selected_rows(index, slots, self.columns, self.dim_extend)
         except IndexError as error:
             raise RowError(f"rb[index]: {error}.") from error
         view = slice(None) if index is Ellipsis else index if isinstance(index, slice) else None

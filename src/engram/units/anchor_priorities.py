@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
@@ -56,7 +55,7 @@ class WindowTable:
                 f"sample: {name}: expected windows of at most {steps} steps, as long as a lane of the storage, got {unit.reach} "
                 f"({unit.total} records, {unit.dilation} apart). Draw shorter ones, or use a larger storage."
             )
-        table = f"sequence-{'-'.join(map(str, boundaries.which)) or 'all'}"
+        table = f"sequence-{'-'.join(map(str, boundaries.which)) or 'all'}{'-whole' if boundaries.all_flags else ''}"
         self.memory = memory
         self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
         """The field that gets a mark at the first record of each window; None: none does."""
@@ -109,13 +108,17 @@ class WindowTable:
 
 def _boundaries_of(memory: Store, numbers: dict[FieldPath, int], unit: WindowUnit, name: str) -> Boundaries:
     """Ids, and the unit's flag; the usual ends, if that is the default one. Raises ``KeyError``: the flag is not stored, or nothing is."""
-    key = unit.done_key
+    key, keys = unit.done_key, unit.rules
     assert key is not None  # else windows cross trajectories
     usual = key == END_KEYS[0]
+    if not usual:
+        keys = keys._replace(end_keys=(key,))
     if usual or key in numbers:
-        with suppress(RuntimeError):
-            keys = TrajectoryKeys(None, None if usual else (key,), None)
+        try:
             return keys.boundaries(memory.schema.fields, numbers, f"sample: {name}")
+        except RuntimeError:
+            if usual and keys != TrajectoryKeys(None, None, None):  # they were named
+                raise
     raise KeyError(
         f"sample: {name}: done_key: expected a stored field, one of {[public(path) for path in numbers]}, got {public(key)!r}. Name "
         "the flag of a trajectory's last step, or pass done_key=None where there is one trajectory."

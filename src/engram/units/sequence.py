@@ -13,13 +13,14 @@ from engram.field_paths import as_path, public
 from engram.samplers import check_drawable
 from engram.samplers.end_marks import with_starts
 from engram.samplers.redraw import Redraw
+from engram.samplers.trajectory_tables import END_KEYS, TrajectoryKeys
 from engram.storages import TensorStorage, coordinates
 from engram.types import Draw
 from engram.units._base import SampleUnit, UnitReader, as_rows
 from engram.units.anchor_priorities import AnchorPriorities, Entries, Windows, WindowTable, checked_eta, of_anchors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from engram.field_paths import FieldPath
     from engram.samplers._base import DeclaredSampler
@@ -144,6 +145,8 @@ class WindowUnit(SampleUnit):
     bootstrap: int
     dilation: int
     init_key: FieldPath | None
+    #: Which trajectories are meant, where :attr:`done_key` does not say it.
+    rules = TrajectoryKeys(None, None, None)
 
     @property
     def total(self) -> int:
@@ -209,7 +212,8 @@ class Sequence(WindowUnit):
         anchor_generation               int64: its generation, where there is "index_generation", that of the record
         is_init                         where it is stored: as stored, or the first record of a window
 
-    Transforms see ``done_key`` set at the last record of each window; afterwards it is as stored.
+    Transforms see ``done_key``, and those of ``end_keys`` that are stored, set at the last record of each window; afterwards they
+    are as stored.
 
     A window holds steps of one trajectory and one lane (of one column, with ``ndim > 1``), and never crosses the seam of a full ring,
     where the newest row precedes the oldest. Where it would reach beyond, the first or last step that it may hold stands for those
@@ -223,8 +227,9 @@ class Sequence(WindowUnit):
         episode_boundary: what happens at the end of a trajectory. ``"pad"``: its last step is repeated. ``"stop"``: the window
             begins as much earlier as is needed to end there, but its anchor no earlier than the trajectory; what is still missing is
             padded. ``"include_reset"``: windows go on into the next trajectory.
-        done_key: the stored flag of a trajectory's last step. By default every usual end counts, as for :class:`SliceSampler`. A
-            trajectory also ends where its id changes. None: all that is stored is one trajectory.
+        done_key: the stored flag of a trajectory's last step. By default every usual end counts, as for :class:`SliceSampler`:
+            rows with ``terminated`` and ``truncated`` need no ``done``. A trajectory also ends where its id changes. None: all that is
+            stored is one trajectory.
         burn_in: records before the anchor.
         bootstrap: records after those to learn from.
         dilation: steps of a trajectory from one record to the next.
@@ -232,12 +237,14 @@ class Sequence(WindowUnit):
             paper (Kapturowski et al., "Recurrent experience replay in distributed reinforcement learning", ICLR 2019, section 2.3).
             None: the largest error of all valid records, as in TorchRL.
         init_key: the flag of first steps; None: it stays as it is stored.
+        end_keys, traj_key, end_when: as for :class:`SliceSampler`; ``end_keys`` stands in place of ``done_key``.
 
     Raises:
         TypeError: no ints, or no key. ValueError: a size out of range, ``priority_eta`` outside [0, 1], another boundary.
+        RuntimeError: ``end_keys`` beside another ``done_key`` than the default one.
         When a buffer takes it: TypeError: a list storage; a sampler of windows, or an expander.
         When drawing: TypeError: rows of one tensor each. KeyError: ``done_key`` is not stored, or by default
-            no end and no id. ValueError: windows longer than a lane.
+            no end and no id. RuntimeError: none of ``end_keys`` is stored, and no id. ValueError: windows longer than a lane.
 
     Cost: O(B · total), of which none depends on how much is stored. The first draw scans the flags once, and keeps 16 bytes per row.
 
@@ -277,6 +284,9 @@ class Sequence(WindowUnit):
         *,
         priority_eta: float | None = None,
         init_key: object = "is_init",
+        end_keys: Iterable[object] | None = None,
+        traj_key: object = None,
+        end_when: str | None = None,
     ) -> None:
         self.length = check_count("Sequence: length", length, "records", most=_MOST)
         if episode_boundary not in _BOUNDARIES:
@@ -292,6 +302,19 @@ class Sequence(WindowUnit):
             raise ValueError(f"Sequence: expected windows over at most {_MOST} steps, got {self.reach}.")
         self.priority_eta = None if priority_eta is None else checked_eta("Sequence: priority_eta", priority_eta)
         self.init_key = as_path(init_key, "Sequence: init_key")
+        self.rules = TrajectoryKeys.of("Sequence", traj_key, end_keys, None, end_when)
+        if self.rules.end_keys is not None and self.done_key != END_KEYS[0]:
+            raise RuntimeError("Sequence: expected one of done_key and end_keys, got both. Put all into end_keys.")
+
+    def config(self) -> dict[str, object]:
+        """As of every unit: the arguments as plain values, of ``end_keys``, ``traj_key`` and ``end_when`` those that were given.
+
+        >>> from engram import Sequence
+        >>> Sequence(4, end_keys=["won"]).config()["end_keys"]
+        ['won']
+        """
+        rules = self.rules.config()  # those that were given: earlier versions do not know them
+        return {**super().config(), **{name: value for name, value in rules.items() if value is not None}}
 
     def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
         """The windows around rows of a storage.

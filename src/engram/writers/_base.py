@@ -11,6 +11,7 @@ from torch import Tensor
 from engram._checks import as_numbers
 from engram._overrides import meanwhile, overrides
 from engram.components import Component, adopt
+from engram.nested import NoRows
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:
@@ -165,7 +166,10 @@ class NativeWriter(Component):
         >>> rb.writer.extend(torch.arange(3)).tolist()
         [0, 1, 2]
         """
-        write = self._write("extend", data, None, batched=True)
+        try:
+            write = self._write("extend", data, None, batched=True)
+        except NoRows:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return write.survivors if self.traits.rejects else write.rows
 
     @property
