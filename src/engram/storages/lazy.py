@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.storages._home import Home
 
+_TAKEN = (
+    " empty() would have given these fields up, but others have the store open, too: empty it before they do, or let the first row "
+    "have the fields, shapes and dtypes of all."
+)
+
 
 class LazyTensorStorage(TensorStorage):
     """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
@@ -76,21 +81,48 @@ class LazyTensorStorage(TensorStorage):
 
     def __getstate__(self) -> dict[str, object]:
         if self.shared:
-            self._forget_fake_row()  # other processes cannot, as long as this one has the store open
+            self._forget_fake_rows()  # other processes cannot, as long as this one has the store open
         return super().__getstate__()
 
-    def _forget_fake_row(self) -> bool:
-        """Be as before the first write, if that was the only one, of one slot, and is forgotten. False: it was not, or others use
-        the store, too.
+    def before_fork(self) -> None:
+        """Before this process forks: give up the fields of rows that :meth:`empty` forgot, which a child could not.
+
+        >>> from engram import LazyTensorStorage
+        >>> LazyTensorStorage(4).before_fork()
+        """
+        if self.shared:
+            self._forget_fake_rows()
+
+    def forked(self, _: None) -> None:
+        """After this process has forked. There is nothing to undo.
+
+        >>> from engram import LazyTensorStorage
+        >>> LazyTensorStorage(4).forked(None)
+        """
+
+    def _forget_fake_rows(
+        self, data: object = None, call: str = "", *, batched: bool = False, error: Exception | None = None
+    ) -> bool:
+        """Be as before the first write, if all rows are forgotten, and none of them was drawn or there was one slot. False: that is
+        not so, or others use the store, too.
+
+        Args:
+            data, call, batched: what is to be written then: it must have fields. ``error``: what it raised with those of the store;
+                it says what to do if they stay.
         """
         with self._lock:
-            store = self.memory
-            if store is None:  # another thread was faster
-                return True
+            store = vars(self).get("memory")
+            if store is None:  # nothing was written, or another thread was faster
+                return error is None
             given = int(store.core.next_ticket) - 1
             one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
-            if given - self._given != one_slot or len(self) or self.write_count:
+            kept = store.core.counted()[1] and given - self._given != one_slot
+            if given == self._given or kept or len(self) or self.write_count or self.written().added.fills:
                 return False
+            if error is not None:
+                self.check_writable()
+                row = data[0] if batched and isinstance(data, list) else data
+                Structure.of(row, batched=batched and row is data, call=call)
             before, limit = self.written(), Rules(*store.core.limit)
             self._looking = True  # it is still there
             try:
@@ -102,6 +134,8 @@ class LazyTensorStorage(TensorStorage):
             if not gone:
                 self._adopt(store, before)
                 self._tell_moved()
+                if error is not None:
+                    error.args = (f"{error.args[0]}{_TAKEN}",)
                 return False
             self._given, self.pending_limit = given, limit if any(limit) else None
             self._capacity = self._geometry.capacity

@@ -235,7 +235,7 @@ class TensorStorage(Storage):
             raise RuntimeError(
                 'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
             )
-        self._forget_fake_row()
+        self._forget_fake_rows()
         with self._lock:
             private: Store | None = self.memory
             self._home = home = Home.in_shared_memory(self, maker)
@@ -362,33 +362,36 @@ class TensorStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        if batched and isinstance(data, list):
-            known = self.structure if self.memory is not None and self.ndim == 1 else None
-            data = stacked(data, call, self._geometry.dtypes, known, ignored)
-        columns: tuple[int, ...] = ()
-        if self.ndim > 1:
-            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
-            batched = True
-            if self.memory is not None and columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
-        n = leading_size(data, call) if batched else 1
-        check_count(call, count, n)
-        if self.memory is not None:
-            try:
-                return self.written().flatten(data, n if batched else None, call, ignored), n
-            except KeyError:
-                if not self._forget_fake_row():
-                    raise
-        with self._lock:
+        given, size = data, batched
+        try:
+            if batched and isinstance(data, list):
+                known = self.structure if self.memory is not None and self.ndim == 1 else None
+                data = stacked(data, call, self._geometry.dtypes, known, ignored)
+            columns: tuple[int, ...] = ()
+            if self.ndim > 1:
+                data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
+                size = True
+                if self.memory is not None and columns != self.columns:
+                    raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
+            n = leading_size(data, call) if size else 1
+            check_count(call, count, n)
             if self.memory is None:
-                self._initialize(data, n if batched else None, columns, call)
-        return self.written().flatten(data, n if batched else None, call, ignored), n
+                with self._lock:
+                    if self.memory is None:
+                        self._initialize(data, n if size else None, columns, call)
+            return self.written().flatten(data, n if size else None, call, ignored), n
+        except (KeyError, RuntimeError, TypeError) as error:
+            if not self._forget_fake_rows(given, call, batched=batched, error=error):
+                raise
+        return self.prepare(given, call, batched=batched, ignored=ignored, count=count)
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
         return as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
 
-    def _forget_fake_row(self) -> bool:
-        """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
+    def _forget_fake_rows(
+        self, data: object = None, call: str = "", *, batched: bool = False, error: Exception | None = None
+    ) -> bool:
+        """Whether this was a storage whose rows say nothing of those to come, and is as before its first write now."""
         return False
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:
