@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from engram._devices import existing_device
 from engram._words import warn
 from engram.limits import Rules
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure, device_of, is_batched_collection
 from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
-from engram.storages.tensor import LaterArguments, TensorStorage, take_later
+from engram.storages.tensor import OF_DATA, LaterArguments, TensorStorage, take_later
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class LazyTensorStorage(TensorStorage):
 
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
-        device: ``"cpu"``, an accelerator, or ``"auto"``: that of the first row.
+        device: ``"cpu"``, an accelerator, or ``"auto"``, as None: that of the first row.
         ndim: leading dimensions of the data that index rows; ``extend`` takes ``[*columns, T, ...]``.
         lanes: rings of consecutive rows, each with a cursor of its own.
         dtypes: what fields are stored as, in place of the first row's dtypes: ``{"reward": torch.float32, ("next", "obs"):
@@ -67,7 +66,7 @@ class LazyTensorStorage(TensorStorage):
         self,
         max_size: int,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         ndim: int = 1,
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
@@ -152,35 +151,11 @@ class LazyTensorStorage(TensorStorage):
         structure = Structure.of(data, batched=n is not None, call=call, dtypes=dtypes)
         if dtypes:
             structure.flatten(data, n, call)  # before there is memory: values may not fit
-        if self._device_argument == "auto":
+        if self._device_argument in OF_DATA and self._home is None:
             self._device = device_of(data)
         self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
         announce(*advice(structure.fields, dtypes))
         warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows lie. It may be set until the first write.
-
-        Setting it raises ``RuntimeError``: no such device on this machine, or rows lie on another one.
-
-        >>> from engram import LazyTensorStorage
-        >>> storage = LazyTensorStorage(10, device="auto")
-        >>> storage.device = "cpu"
-        """
-        return self._device
-
-    @device.setter
-    def device(self, device: torch.device | str) -> None:
-        given = existing_device(device, f"{type(self).__name__}: device")
-        with self._lock:
-            if self.memory is None and self._home is None:
-                self._device_argument, self._device = str(given), given
-            elif given != self._device:
-                raise RuntimeError(
-                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage "
-                    "with device=…, and extend that by the rows."
-                )
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:

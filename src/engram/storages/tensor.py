@@ -68,6 +68,9 @@ class LaterArguments(TracingArguments, total=False):
 
 NOT_YET = carriers(LaterArguments)
 
+#: As which devices those of the first row are asked for. None may be shared before, which takes the CPU.
+OF_DATA = ("auto", "None")
+
 
 def take_later(storage: TensorStorage, arguments: LaterArguments) -> None:
     """Take TorchRL's keywords of tensor storages. Raises ``TypeError``: others, or other values."""
@@ -90,7 +93,7 @@ class TensorStorage(Storage):
             memory becomes the storage's: writes to the buffer change it. Leaves that are not contiguous are copied. Do not let
             torch move it afterwards, as ``share_memory_()`` and queues do: share it first.
         max_size: ``C``, or None.
-        device: where the rows are to be; ``"auto"``: where the data is.
+        device: where the rows are to be; ``"auto"`` or None: where the data is.
         ndim: leading dimensions that index rows; of ``[T, *columns, ...]`` each ``[t, *column]`` is a row.
         lanes: rings that the rows are divided into.
 
@@ -129,7 +132,7 @@ class TensorStorage(Storage):
         storage: object,
         max_size: int | None = None,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         ndim: int = 1,
         lanes: int = 1,
         **later: Unpack[LaterArguments],
@@ -145,7 +148,7 @@ class TensorStorage(Storage):
         if capacity % lanes:
             raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
         structure = Structure.of(rows, batched=True, call="TensorStorage")
-        if self._device_argument == "auto":
+        if self._device_argument in OF_DATA:
             self._device = device_of(rows)
         structure.on_host = self._device.type == "cpu"
         fields = structure.flatten(rows, capacity, "TensorStorage")
@@ -163,11 +166,11 @@ class TensorStorage(Storage):
 
     # ---- set-up --------------------------------------------------------------------------------------------------------
 
-    def _configure(self, geometry: Geometry, device: torch.device | str) -> None:
+    def _configure(self, geometry: Geometry, device: torch.device | str | None) -> None:
         super().__init__()
         where = f"{type(self).__name__}: device"
         self._device_argument = str(device)
-        self._device = torch.device("cpu") if device in ("auto", "cpu") else existing_device(device, where)
+        self._device = torch.device("cpu") if device in ("auto", "cpu", None) else existing_device(device, where)
         self._geometry = geometry
         self.ndim = geometry.ndim
         self._capacity = geometry.capacity
@@ -307,7 +310,27 @@ class TensorStorage(Storage):
 
     @property
     def device(self) -> torch.device | None:
+        """Where rows lie. It may be set until there are some; None, then or later, leaves them where they are written or lie.
+
+        Setting it raises ``RuntimeError``: no such device on this machine, or rows lie on another one.
+
+        >>> from engram import LazyTensorStorage
+        >>> storage = LazyTensorStorage(10, device="auto")
+        >>> storage.device = "cpu"
+        """
         return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | None) -> None:
+        given = None if device is None else existing_device(device, f"{type(self).__name__}: device")
+        with self._lock:
+            if self.memory is None and self._home is None:
+                self._device_argument, self._device = str(given), given or torch.device("cpu")
+            elif given not in (None, self._device):
+                raise RuntimeError(
+                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage "
+                    "with device=…, and extend that by the rows."
+                )
 
     @property
     def lanes(self) -> int:
