@@ -21,8 +21,8 @@ from engram import (
     ReplayBuffer,
     RowError,
     TensorDictReplayBuffer,
+    _streams,
 )
-from engram import _streams
 from engram.testing import StorageContract
 
 

@@ -11,10 +11,11 @@ from engram.buffer.wiring import Wiring, component, consuming_sampler, first_sto
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.pinning import pinning_for
 from engram.removers import FifoRemover
+from engram.storages import DefaultStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.units import SampleUnit
-from engram.writers import RemovingWriter
+from engram.writers import RemovingWriter, RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,9 @@ class Arguments(NamedTuple):
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
-        storage = first_storage(self.storage, self.size, sampler, call)
+        may_be_dicts = self.default_writer is RoundRobinWriter and self.collate_fn is None  # which is handed items
+        kind = DefaultStorage if may_be_dicts else ListStorage
+        storage = first_storage(self.storage, self.size, sampler, call, kind)
         if self.dim_extend not in (None, storage.ndim - 1):
             raise TypeError(
                 f"{call}: dim_extend: expected None or {storage.ndim - 1}, as rows of a storage with ndim={storage.ndim} are written, got "

@@ -343,11 +343,8 @@ def _loaded(saved: object, where: str) -> object:
             raise ValueError(f"{where}: expected a compressed tensor, got {list(saved)}.")
         return _Leaf(data, shape, DTYPE_OF[dtype])
     if isinstance(saved, dict) and _TENSORDICT in saved:
-        entries, batch, device = (
-            saved[_TENSORDICT],
-            _sizes(saved.get("batch"), where),
-            _said(saved.get("device"), where),
-        )
+        entries, batch = saved[_TENSORDICT], _sizes(saved.get("batch"), where)
+        device = _said(saved.get("device"), where)
         if len(saved) != 3 or not isinstance(entries, dict):
             raise ValueError(f"{where}: expected a compressed TensorDict, got {list(saved)}.")
         made = {str(key): _loaded(value, where) for key, value in entries.items()}
@@ -355,11 +352,7 @@ def _loaded(saved: object, where: str) -> object:
     if isinstance(saved, dict):
         return {key: _loaded(value, where) for key, value in saved.items()}
     if isinstance(saved, list | tuple):
-        return (
-            [_loaded(value, where) for value in saved]
-            if isinstance(saved, list)
-            else tuple(_loaded(v, where) for v in saved)
-        )
+        return type(saved)(_loaded(value, where) for value in saved)
     raise ValueError(f"{where}: expected a compressed item, got a {type(saved).__name__}.")
 
 

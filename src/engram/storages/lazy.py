@@ -9,10 +9,10 @@ import torch
 
 from engram._words import warn
 from engram.limits import Rules
-from engram.storages._geometry import Geometry
+from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
 from engram.storages._structure import Structure, device_of, is_batched_collection
 from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
-from engram.storages.tensor import OF_DATA, LaterArguments, TensorStorage, take_later
+from engram.storages.tensor import TensorStorage
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
@@ -99,15 +99,14 @@ class LazyTensorStorage(TensorStorage):
         >>> LazyTensorStorage(4).forked(None)
         """
 
-    def _forget_fake_rows(
-        self, data: object = None, call: str = "", *, batched: bool = False, error: Exception | None = None
-    ) -> bool:
+    def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
         """Be as before the first write, if all rows are forgotten, and none of them was drawn or there was one slot. False: that is
         not so, or others use the store, too.
 
         Args:
-            data, call, batched: what is to be written then: it must have fields. ``error``: what it raised with those of the store;
-                it says what to do if they stay.
+            row: data that is to be written then, and the name of the call: it must have fields.
+            batched: whether it is a batch.
+            error: what it raised with the fields of the store; it says what to do if they stay.
         """
         with self._lock:
             store = vars(self).get("memory")
@@ -120,8 +119,9 @@ class LazyTensorStorage(TensorStorage):
                 return False
             if error is not None:
                 self.check_writable()
-                row = data[0] if batched and isinstance(data, list) else data
-                Structure.of(row, batched=batched and row is data, call=call)
+                data, call = row
+                first = data[0] if batched and isinstance(data, list) else data
+                Structure.of(first, batched=batched and first is data, call=call)
             before, limit = self.written(), Rules(*store.core.limit)
             self._looking = True  # it is still there
             try:

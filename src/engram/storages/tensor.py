@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import EngramError, RowError
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
@@ -26,7 +25,7 @@ from engram.storages._columns import (
     rows_of_stored,
     selected_rows,
 )
-from engram.storages._geometry import Geometry
+from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
 from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
 from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
@@ -54,28 +53,6 @@ if TYPE_CHECKING:
     from engram.priorities import PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
-
-
-class LaterArguments(TracingArguments, total=False):
-    """As those, of tensor storages."""
-
-    #: What it would change is how the memory of the fields lies, which no result shows.
-    consolidated: Annotated[object, Later("", (True,), "True or False, which change nothing here")]
-    #: Processes that share a buffer agree on who makes its store, and the last one removes it.
-    shared_init: Annotated[object, Later("rb.share()", (True,))]
-    cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]
-
-
-NOT_YET = carriers(LaterArguments)
-
-#: As which devices those of the first row are asked for. None may be shared before, which takes the CPU.
-OF_DATA = ("auto", "None")
-
-
-def take_later(storage: TensorStorage, arguments: LaterArguments) -> None:
-    """Take TorchRL's keywords of tensor storages. Raises ``TypeError``: others, or other values."""
-    reject_unsupported(type(storage).__name__, arguments, NOT_YET, type(storage))
-    take_compilable(storage, arguments)
 
 
 class _Unwritten:
@@ -120,6 +97,8 @@ class TensorStorage(Storage):
 
     #: Where processes that have copies of this storage find its store; None: it is private.
     _home: Home | None = None
+    #: What messages about rows that it does not take end with.
+    remedy = ""
     #: Whether a thread is just opening a store that another process has created.
     _looking = False
     #: Why processes cannot share rows that lie in memory which they share; empty: they can.
@@ -405,15 +384,15 @@ class TensorStorage(Storage):
             return self.written().flatten(data, n if size else None, call, ignored), n
         except (KeyError, RuntimeError, TypeError) as error:
             if not self._forget_fake_rows(given, call, batched=batched, error=error):
+                if self.remedy:
+                    error.args = (f"{error.args[0]}{self.remedy}",)
                 raise
         return self.prepare(given, call, batched=batched, ignored=ignored, count=count)
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
         return as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
 
-    def _forget_fake_rows(
-        self, data: object = None, call: str = "", *, batched: bool = False, error: Exception | None = None
-    ) -> bool:
+    def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
         """Whether this was a storage whose rows say nothing of those to come, and is as before its first write now."""
         return False
 
@@ -463,19 +442,16 @@ class TensorStorage(Storage):
         >>> rows.tolist()
         [3, 4]
         """
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.write_natively(self.written().intake, write)
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         check_plan(plan, n, self._geometry.lanes)
         return self.memory.write(plan, prepared, n)  # type: ignore[union-attr] # prepared rows have one
 
     def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.edit(where.rows, range(len(prepared)), prepared)
 
     def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
@@ -501,8 +477,7 @@ class TensorStorage(Storage):
         """
         batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
         which, columns = self.written().columns(entries, batch, single=single, call=call)
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.edit(where.rows, which, columns)
 
     def patch_fields(
@@ -534,8 +509,7 @@ class TensorStorage(Storage):
         >>> rb.storage[:].tolist(), (numbers >= 0).tolist()
         ([5, 1, 8], [False, True])
         """
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.patch(rows, which, columns, tickets, unedited=unedited)
 
     def empty(self, *, keep_write_count: bool) -> None:
