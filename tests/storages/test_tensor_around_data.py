@@ -435,7 +435,7 @@ def test_a_fake_row_that_another_handle_sees_keeps_the_fields(tmp_path):
     rb.add(FAKE)
     other = copy.deepcopy(rb)
     rb.empty()
-    with pytest.raises(KeyError, match=r"expected the fields of the first row.* others have the store open, too"):
+    with pytest.raises(KeyError, match=r"expected the fields of the first row.* others have the store open"):
         rb.extend(REAL)
     other.extend(batch_of_one(FAKE))
     assert len(rb) == 1

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from engram._tensordict import is_tensor_collection
 from engram._words import warn
 from engram.limits import Rules
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
-from engram.storages._structure import Structure, device_of, is_batched_collection
+from engram.storages._structure import Structure, device_of
 from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
 from engram.storages.tensor import TensorStorage
 from engram.store import DeviceStore, Store, skip_numbers
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.storages._home import Home
 
-_TAKEN = (
-    " empty() would have given these fields up, but others have the store open, too: empty it before they do, or let the first row "
-    "have the fields, shapes and dtypes of all."
-)
+#: empty() did not give the fields up.
+_TAKEN = " The fields stay while others have the store open: empty() it before they do, or write a first row that is like all."
 
 
 class LazyTensorStorage(TensorStorage):
@@ -79,8 +78,7 @@ class LazyTensorStorage(TensorStorage):
     _given = 0
 
     def __getstate__(self) -> dict[str, object]:
-        if self.shared:
-            self._forget_fake_rows()  # other processes cannot, as long as this one has the store open
+        self.before_fork()  # other processes cannot, as long as this one has the store open
         return super().__getstate__()
 
     def before_fork(self) -> None:
@@ -91,13 +89,6 @@ class LazyTensorStorage(TensorStorage):
         """
         if self.shared:
             self._forget_fake_rows()
-
-    def forked(self, _: None) -> None:
-        """After this process has forked. There is nothing to undo.
-
-        >>> from engram import LazyTensorStorage
-        >>> LazyTensorStorage(4).forked(None)
-        """
 
     def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
         """Be as before the first write, if all rows are forgotten, and none of them was drawn or there was one slot. False: that is
@@ -142,7 +133,7 @@ class LazyTensorStorage(TensorStorage):
         return True
 
     def _initialize(self, data: Any, n: int | None, columns: tuple[int, ...], call: str) -> None:
-        if call == "add" and is_batched_collection(data) and n is None:
+        if call == "add" and n is None and is_tensor_collection(data) and data.batch_size:
             warn(
                 f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
                 "that shape. If it is a batch of rows, use extend()."

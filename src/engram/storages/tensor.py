@@ -18,6 +18,7 @@ from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Storage, check_count, check_plan
 from engram.storages._columns import (
+    check_even,
     rows_of_batch,
     rows_of_coordinates,
     rows_of_selection,
@@ -383,6 +384,7 @@ class TensorStorage(Storage):
                         self._initialize(data, n if size else None, columns, call)
             return self.written().flatten(data, n if size else None, call, ignored), n
         except (KeyError, RuntimeError, TypeError) as error:
+            check_even(given, call)
             if not self._forget_fake_rows(given, call, batched=batched, error=error):
                 if self.remedy:
                     error.args = (f"{error.args[0]}{self.remedy}",)
@@ -457,7 +459,7 @@ class TensorStorage(Storage):
     def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
         if where.shape is None:
             return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
-        rows = rows_of_selection(data, where.shape, call)
+        rows = rows_of_selection(data, where.shape, call, self.written())
         return self.written().flatten(rows, len(where.rows), call, ignored)
 
     def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], object], call: str) -> Write:
@@ -475,8 +477,7 @@ class TensorStorage(Storage):
         >>> rb["reward"].tolist()
         [1.0, 0.0, 1.0]
         """
-        batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
-        which, columns = self.written().columns(entries, batch, single=single, call=call)
+        which, columns = self.written().columns(entries, where.shape or where.rows.shape, call=call)
         self.begin_change()
         return self.store.edit(where.rows, which, columns)
 
