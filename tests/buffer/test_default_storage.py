@@ -102,7 +102,10 @@ class Step(NamedTuple):
         [{"a": 1}, {"b": 1}],
         [{"a": [1, [2]]}] * 2,
     ],
-    ids=lambda rows: str(rows).replace("\n", "")[:40],
+    ids=[
+        *("TensorDicts", "batch", "tensor", "tensors", "strings", "mixed", "dict and text"),
+        *("named tuples", "range", "texts", "nones", "ragged", "fields", "ragged lists"),
+    ],
 )
 def test_other_rows_are_items(rows):
     rb = ReplayBuffer(100, batch_size=2)

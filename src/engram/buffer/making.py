@@ -79,8 +79,8 @@ class Arguments(NamedTuple):
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
-        may_be_dicts = self.default_writer is RoundRobinWriter and self.collate_fn is None  # which is handed items
-        kind = DefaultStorage if may_be_dicts else ListStorage
+        # A collate function is handed the items of a list.
+        kind = DefaultStorage if self.default_writer is RoundRobinWriter and self.collate_fn is None else ListStorage
         storage = first_storage(self.storage, self.size, sampler, call, kind)
         if self.dim_extend not in (None, storage.ndim - 1):
             raise TypeError(
@@ -99,11 +99,7 @@ class Arguments(NamedTuple):
                 self.checkpointer, StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
             )
         wiring.unit = self.sample_unit
-        wiring.connect(
-            sampler,
-            component(self._writer(), Writer, "writer", self.default_writer),
-            self.batch_size,
-        )
+        wiring.connect(sampler, component(self._writer(), Writer, "writer", self.default_writer), self.batch_size)
         return wiring
 
     def finish(self, buffer: ReplayBuffer, storage: Storage) -> None:

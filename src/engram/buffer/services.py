@@ -18,15 +18,7 @@ if TYPE_CHECKING:
 
 
 #: Arguments of constructors that are of a service.
-_OF_SERVICES = (
-    "service_backend_options",
-    "transport",
-    "transport_options",
-    "shards",
-    "placement",
-    "name",
-    "missing",
-)
+_OF_SERVICES = ("service_backend_options", "transport", "transport_options", "shards", "placement", "name", "missing")
 
 
 class Serviced(Protocol):

@@ -9,10 +9,7 @@ from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from engram.format.parts import PartReader
-    from engram.storages._port import Count
     from engram.types import StorageLoad
 
 
@@ -45,29 +42,27 @@ class DefaultStorage(ListStorage):
     #: In a text about the buffer.
     described = "ListStorage, or LazyTensorStorage for rows that are dicts"
 
-    def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[Any, int]:
+    def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[Any, int]:
         if batched and isinstance(data, list) and not data:
-            return super().prepare(data, call, batched=batched, ignored=ignored, count=count)
+            return super().prepare(data, call, batched=batched, **options)
         with self._lock:
             if isinstance(self, DefaultStorage):  # else another thread was faster
                 if not len(self) and self._are_of_tensors(data, call, batched=batched):
                     self._become_tensors()
                 else:
                     self.__class__ = ListStorage  # type: ignore[assignment]
-        return self.prepare(data, call, batched=batched, ignored=ignored, count=count)
+        return self.prepare(data, call, batched=batched, **options)
 
-    def _are_of_tensors(self, data: Any, call: str, *, batched: bool) -> bool:
+    def _are_of_tensors(self, data: object, call: str, *, batched: bool) -> bool:
         """Whether rows are dicts that a tensor storage takes. Raises what that does of a dict of columns, which no list takes."""
-        listed = batched and isinstance(data, list)
-        if not all(isinstance(row, dict) for row in (data if listed else [data])):
+        rows = data if batched and isinstance(data, list) else [data]
+        if not all(isinstance(row, dict) for row in rows):
             return False
         try:
             with temporary():
                 LazyTensorStorage(1).prepare(data, call, batched=batched)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            if batched and not listed:
+            if batched and rows is not data:
                 raise
             announce(
                 f"{call}: rows are kept in a list, which is several times slower than a LazyTensorStorage: {error}"
@@ -89,7 +84,7 @@ class DefaultStorage(ListStorage):
 
     share, limit, prepare_rows, schema_here = map(_of_tensors, ("share", "limit", "prepare_rows", "schema_here"))
 
-    def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
+    def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
         if isinstance(state_dict, dict) and state_dict.get("schema"):  # type: ignore[redundant-expr] # a user's
             return self._become_tensors().prepare_load(state_dict)
         return super().prepare_load(state_dict)
