@@ -53,6 +53,17 @@ def test_they_are_where_the_sentences_say():
             assert hasattr(importlib.import_module(module), name)
 
 
+def test_a_storage_in_redis_is_a_name_that_says_what_to_use():
+    from engram import Storage, StoreStorage  # as programs do before they choose
+
+    assert not issubclass(StoreStorage, Storage)
+    for make in (lambda: StoreStorage(100), lambda: StoreStorage(max_size=100, host="localhost", port=6379)):
+        with pytest.raises(NotImplementedError, match=r"engram serve DIR.*ReplayBuffer\.connect"):
+            make()
+    with pytest.raises(NotImplementedError, match="engram serve DIR"):
+        ReplayBuffer(storage=StoreStorage)
+
+
 def test_only_transforms_are_said_to_be_taken():
     transforms = pytest.importorskip("torchrl.envs.transforms")
     for name, (module, what) in _absent._MODULES.items():

@@ -138,6 +138,7 @@ NAMES = [
     "StorageEnsembleCheckpointer",
     "StoragePlan",
     "StoreInUse",
+    "StoreStorage",
     "StreamingSliceSampler",
     "TED2Flat",
     "TED2Nested",

@@ -121,7 +121,7 @@ def test_dictionaries_leaf_by_leaf():
         stack([{"a": "text"}, {"a": "text"}])
 
 
-@pytest.mark.parametrize("item", ["text", 3, (torch.zeros(1),), None])
+@pytest.mark.parametrize("item", ["text", 3, {1}, None])
 def test_other_items_need_a_function(item):
     with pytest.raises(TypeError, match=rf"{type(item).__name__}.*collate_fn"):
         stack([item, item])

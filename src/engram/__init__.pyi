@@ -4,6 +4,7 @@ A line a name, as ``from module import Name as Name``. Buffers come from ``prior
 class that a store may have been used with.
 """
 
+from engram._absent import StoreStorage as StoreStorage
 from engram._native import num_threads as num_threads
 from engram._native import set_num_threads as set_num_threads
 from engram._progress import Progress as Progress

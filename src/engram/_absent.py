@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _INSTEAD = {
-    "StoreStorage": "engram serve hands a directory store to other machines.",
     "InPlaceSampler": "TorchRL has deprecated it.",
     "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",
     "VecNormV2": "It is for environments: TorchRL's buffers do not take it, either. engram.VecNorm normalizes the rows of a buffer.",
@@ -44,6 +43,26 @@ _ELSEWHERE = {
     """,
     ("torchrl.objectives.llm", ""): "MCAdvantage",
 }
+
+
+class StoreStorage:
+    """The name of TorchRL's storage in a Redis server, for imports and ``isinstance``. engram has none: making one says what to use.
+
+    Raises ``NotImplementedError``: always.
+
+    >>> from engram import StoreStorage
+    >>> StoreStorage(1_000, host="localhost")
+    Traceback (most recent call last):
+    NotImplementedError: StoreStorage: expected a storage of engram's, got TorchRL's in a Redis server. ...
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise NotImplementedError(
+            "StoreStorage: expected a storage of engram's, got TorchRL's in a Redis server. For rows that several machines write and "
+            "sample, use LazyMemmapStorage(size, scratch_dir=DIR), engram serve DIR, and ReplayBuffer.connect(ADDRESS) elsewhere."
+        )
+
+
 _MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names.split()}
 
 

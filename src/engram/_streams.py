@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
 from typing import TYPE_CHECKING
@@ -13,19 +14,27 @@ if TYPE_CHECKING:
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-def zstd(who: str) -> ModuleType:
-    """Zstandard, of the standard library or its backport. Raises ``ModuleNotFoundError``."""
+@functools.cache
+def zstd() -> ModuleType | None:
+    """Zstandard, of the standard library or its backport; None: there is none."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
         else:
             from backports import zstd
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{who}: Zstandard is part of Python from 3.14 on. Before: pip install 'engram-replay[zstd]', or pass compression_fn and "
-            "decompression_fn."
-        ) from error
+    except ModuleNotFoundError:
+        return None
     return zstd
+
+
+def deflated(data: bytes, level: int) -> bytes:
+    """A stream of Zstandard's; where there is none of zlib's, at the nearest level that it has. Both tell damage."""
+    module = zstd()
+    if module is None:
+        return zlib.compress(data, min(max(level or 6, 1), 9))
+    kind = module.CompressionParameter
+    stream: bytes = module.compress(data, options={kind.compression_level: level, kind.checksum_flag: 1})
+    return stream
 
 
 def is_stream(data: bytes) -> bool:
@@ -48,7 +57,12 @@ def inflated(data: bytes, nbytes: int, who: str) -> bytes:
     """
     kind: type[Exception] = zlib.error
     if data.startswith(_ZSTD):
-        module = zstd(who)
+        module = zstd()
+        if module is None:
+            raise ModuleNotFoundError(
+                f"{who}: expected Zstandard, which wrote this stream, got none. It is part of Python from 3.14 on. Before: pip install "
+                "'engram-replay[zstd]', or pass compression_fn and decompression_fn."
+            )
         stream, kind = module.ZstdDecompressor(), module.ZstdError
     else:
         stream = zlib.decompressobj()

@@ -25,10 +25,11 @@ Batch = TypeVar("Batch")
 __all__ = ["join", "stack"]
 
 
-def stack(items: list[Any]) -> object:
+def stack(items: list[Any], path: Path = ()) -> object:
     """Stack items along a new first dimension.
 
-    Tensors; TensorDicts: dense if their shapes agree, else a lazy stack; (nested) dicts of the same keys, leaf by leaf.
+    Tensors; TensorDicts: dense if their shapes agree, else a lazy stack; dicts of the same keys, tuples, named tuples and lists of one
+    length, and these in each other, leaf by leaf. ``path`` leads to the items, for messages.
 
     Raises:
         TypeError: the items are something else, so the buffer needs a ``collate_fn`` of its own.
@@ -39,9 +40,13 @@ def stack(items: list[Any]) -> object:
         raise RuntimeError("no items to stack. Pass collate_fn= to the buffer (collate_fn=list returns an empty list).")
     first = items[0]
     if isinstance(first, Tensor):
-        return _stack_tensors(items)
+        return _stack_tensors(items, path)
     if isinstance(first, dict):
-        return _stack_dicts(items)
+        return _stack_dicts(items, path)
+    if isinstance(first, tuple | list):
+        _check_kind(items, lambda item: type(item) is type(first) and len(item) == len(first))
+        columns: Any = [stack([*column], (*path, str(i))) for i, column in enumerate(zip(*items, strict=True))]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if is_plain_tensordict(first):
         dense = _stack_flat(items)
         if dense is not None:
@@ -55,7 +60,7 @@ def stack(items: list[Any]) -> object:
     if isinstance(first, np.ndarray | np.generic | bool | int | float):
         advice = f"A ListStorage keeps objects as they are: for arrays and numbers, use storage=LazyTensorStorage(size). {advice}"
     raise TypeError(
-        f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. {advice}"
+        f"sample: expected items that are tensors, TensorDicts, or dicts or tuples of them, got {type(first).__name__}. {advice}"
     )
 
 
@@ -122,7 +127,7 @@ def _at(batch: object, path: Path) -> Tensor:
     return cast("Tensor", batch)
 
 
-def _stack_tensors(items: list[Tensor]) -> Tensor:
+def _stack_tensors(items: list[Tensor], path: Path) -> Tensor:
     """As torch.stack, at a fifth of its cost for small dense CPU tensors."""
     first = items[0]
     if first.is_cpu and first.layout is torch.strided:
@@ -130,6 +135,12 @@ def _stack_tensors(items: list[Tensor]) -> Tensor:
         if _native.stack(items, out):
             return out
     _check_kind(items, lambda item: isinstance(item, Tensor))
+    odd = next((item for item in items if item.shape != first.shape), None)
+    if odd is not None:
+        raise RuntimeError(
+            f"sample: {f'field {public(path)!r}: ' if path else ''}expected tensors of one shape to stack, got {list(first.shape)} and "
+            f"{list(odd.shape)}. Pad them, use a LazyStackStorage of TensorDicts, or pass collate_fn= (collate_fn=list)."
+        )
     return torch.stack(items)
 
 
@@ -142,14 +153,14 @@ def _check_kind(items: Sequence[object], fits: Callable[[object], bool]) -> None
         )
 
 
-def _stack_dicts(items: list[dict[str, object]]) -> dict[str, object]:
+def _stack_dicts(items: list[dict[str, object]], path: Path) -> dict[str, object]:
     _native.prefetch(items)
     _check_kind(items, lambda item: isinstance(item, dict))
     keys = items[0].keys()
     for item in items:
         if item.keys() != keys:
             raise KeyError(f"sample: expected items with the keys {list(keys)}, got {list(item)}. Pass collate_fn=.")
-    return {key: stack([item[key] for item in items]) for key in keys}
+    return {key: stack([item[key] for item in items], (*path, str(key))) for key in keys}
 
 
 def _stack_flat(items: list[TensorDict]) -> TensorDict | None:

@@ -30,7 +30,7 @@ def seeded(seed):
 
 def test_all_defaults():
     rb = ReplayBuffer()
-    assert type(rb.storage) is ListStorage
+    assert isinstance(rb.storage, ListStorage)
     assert rb.storage.max_size == 1000
     assert type(rb.sampler) is RandomSampler
     assert type(rb.writer) is RoundRobinWriter
@@ -512,7 +512,8 @@ class TestEmpty:
 
     def test_keeps_fields(self):
         rb = ReplayBuffer(storage=LazyTensorStorage(4))
-        rb.add(torch.zeros(3))
+        rb.extend(torch.zeros(2, 3))
+        rb.sample(1)
         rb.empty()
         with pytest.raises(RuntimeError, match=r"\[3\]"):
             rb.add(torch.zeros(2))

@@ -291,7 +291,7 @@ class TestUpdate:
 
 
 def test_list_storages_have_no_fields():
-    rb = ReplayBuffer(5)
+    rb = ReplayBuffer(storage=ListStorage(5))
     rb.extend([{"a": torch.tensor(i)} for i in range(3)])
     for call in (
         lambda: rb.set_at_("a", torch.tensor(1), 0),

@@ -102,7 +102,7 @@ def test_the_device_of_a_storage_is_set(monkeypatch, tmp_path):
     on_disk.device = "cpu"
     with pytest.raises(RuntimeError, match="LazyTensorStorage: device: no such device, 'cuda:99'"):
         storage.device = "cuda:99"
-    for module in ("lazy", "list"):  # as if there were one more
+    for module in ("tensor", "list"):  # as if there were one more
         monkeypatch.setattr(f"engram.storages.{module}.existing_device", lambda device, where: torch.device(device))
     for full in (storage, on_disk):
         with pytest.raises(RuntimeError, match=r"Storage: device: expected cpu, where its rows are, got meta"):

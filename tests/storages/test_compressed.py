@@ -21,6 +21,7 @@ from engram import (
     ReplayBuffer,
     RowError,
     TensorDictReplayBuffer,
+    _streams,
 )
 from engram.testing import StorageContract
 
@@ -181,6 +182,50 @@ def test_dumps_of_other_kinds_are_refused(tmp_path):
 def test_refusals(arguments, error, match):
     with pytest.raises(error, match=match):
         with_zstd(**{"max_size": 3, **arguments})
+
+
+@pytest.fixture
+def without_zstd(monkeypatch):
+    """As on an interpreter that has no Zstandard."""
+    for name in ("compression", "compression.zstd", "backports", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _streams.zstd.cache_clear()
+    yield
+    _streams.zstd.cache_clear()
+
+
+@pytest.mark.parametrize("level", [-7, 0, 3, 22])
+def test_zlib_where_there_is_no_zstandard(without_zstd, level):
+    rb = ReplayBuffer(storage=CompressedListStorage(10, compression_level=level), batch_size=4)
+    rows = TensorDict({"pixels": torch.zeros(3, 40, 50), "next": {"step": torch.arange(3)}}, [3])
+    rb.extend(rows)
+    rb.add({"pixels": torch.zeros(40, 50)})
+    assert rb.storage.bytes() < 4 * 1_000
+    assert (rb[:3][1] == rows[1]).all()
+    assert rb[3]["pixels"].shape == (40, 50)
+    stream = rb.storage._items[3]["pixels"].data
+    assert zlib.decompress(stream.numpy().tobytes()) == bytes(8_000)
+    other = CompressedListStorage(10)
+    other.load_state_dict(rb.storage.state_dict())
+    assert (other[0] == rows[0]).all()
+
+
+def test_what_zlib_has_compressed_is_read_with_zstandard(monkeypatch, without_zstd):
+    rb = ReplayBuffer(storage=CompressedListStorage(10))
+    rb.add({"a": torch.arange(5)})
+    monkeypatch.undo()
+    _streams.zstd.cache_clear()
+    other = with_zstd(10)
+    other.load_state_dict(rb.storage.state_dict())
+    assert other[0]["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_reading_needs_what_has_compressed(monkeypatch):
+    rb = ReplayBuffer(storage=with_zstd(10))
+    rb.add({"a": torch.arange(5)})
+    monkeypatch.setattr(_streams, "zstd", lambda: None)
+    with pytest.raises(ModuleNotFoundError, match=r"CompressedListStorage: expected Zstandard.*engram-replay\[zstd\]"):
+        rb[0]
 
 
 def test_levels_are_used():

@@ -149,7 +149,6 @@ def test_lists_of_them(dtype):
 
 @every_dtype
 def test_compressed_lists_of_them(dtype):
-    pytest.importorskip("zstandard") if not _has_zstd() else None
     rb, other = (ReplayBuffer(storage=CompressedListStorage(16), batch_size=8) for _ in range(2))
     rb.extend([{"x": row} for row in values(dtype)])
     other.load_state_dict(rb.state_dict())
@@ -205,12 +204,3 @@ def test_they_are_cast_to_others():
     for dtype in DTYPES:
         rb.extend({"x": torch.tensor([1.0, 2.0]).to(dtype)})
     assert rb["x"].tolist() == [0.0, 0.0, *[1.0, 2.0] * len(DTYPES)]
-
-
-def _has_zstd():
-    from engram._streams import zstd
-
-    try:
-        return bool(zstd("test"))
-    except ModuleNotFoundError:
-        return False

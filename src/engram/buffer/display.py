@@ -220,7 +220,7 @@ class Display:
         facts = [("size", rows.replace("_", " "))]
         store = storage.memory
         if store is None:
-            facts.append(("storage", type(storage).__name__))
+            facts.append(("storage", storage.described or type(storage).__name__))
         else:
             names = [field.name for field in store.schema.fields]
             shown = ", ".join(names[:8])

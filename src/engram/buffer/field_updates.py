@@ -206,9 +206,14 @@ class FieldUpdates:
         self, storage: storages.TensorStorage, patch: object, version_key: object, version: object, batch: torch.Size
     ) -> tuple[Sequence[int], list[Tensor], tuple[int, Tensor] | None]:
         """The fields of a patch and their columns, and what :meth:`_versions` returns."""
-        entries = dict(_entries(patch))
+        entries, dims = dict(_entries(patch)), storage.ndim
+        if dims > 1:  # what is laid out as the data of extend comes in the order of its index
+            laid_out = (*storage.columns, batch.numel() // math.prod(storage.columns))
+            for key, value in entries.items():
+                if isinstance(value, Tensor | np.ndarray) and tuple(value.shape[:dims]) == laid_out:
+                    entries[key] = torch.as_tensor(value).movedim(dims - 1, 0)
         try:
-            which, columns = storage.written().columns(entries, batch, single=False, call=CALL)
+            which, columns = storage.written().columns(entries, batch, call=CALL, loose=True)
         except RuntimeError as error:  # TorchRL's class
             raise ValueError(str(error)) from None
         versions = self._versions(storage, version_key, version, batch)
@@ -267,7 +272,7 @@ class FieldUpdates:
             given = given.reshape(shape)
         typed = isinstance(version, Tensor | np.ndarray | np.generic)  # others have no dtype of their own
         try:
-            return number, structure.column(number, given if typed else given.tolist(), batch, single=False, call=CALL)
+            return number, structure.column(number, given if typed else given.tolist(), batch, call=CALL)
         except RuntimeError as error:  # TorchRL's class
             raise ValueError(str(error)) from None
 

@@ -11,10 +11,11 @@ from engram.buffer.wiring import Wiring, component, consuming_sampler, first_sto
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.pinning import pinning_for
 from engram.removers import FifoRemover
+from engram.storages import DefaultStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.units import SampleUnit
-from engram.writers import RemovingWriter
+from engram.writers import RemovingWriter, RoundRobinWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,9 @@ class Arguments(NamedTuple):
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
-        storage = first_storage(self.storage, self.size, sampler, call)
+        # A collate function is handed the items of a list.
+        kind = DefaultStorage if self.default_writer is RoundRobinWriter and self.collate_fn is None else ListStorage
+        storage = first_storage(self.storage, self.size, sampler, call, kind)
         if self.dim_extend is not None:
             if self.dim_extend not in range(storage.ndim) or storage.time_dim not in (None, self.dim_extend):
                 given = "" if storage.time_dim is None else f", which has dim_extend={storage.time_dim} already"
@@ -99,11 +102,7 @@ class Arguments(NamedTuple):
                 self.checkpointer, StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
             )
         wiring.unit = self.sample_unit
-        wiring.connect(
-            sampler,
-            component(self._writer(), Writer, "writer", self.default_writer),
-            self.batch_size,
-        )
+        wiring.connect(sampler, component(self._writer(), Writer, "writer", self.default_writer), self.batch_size)
         return wiring
 
     def finish(self, buffer: ReplayBuffer, storage: Storage) -> None:

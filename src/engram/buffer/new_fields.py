@@ -160,7 +160,7 @@ def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored:
             return
         new.append(field)
     if new:
-        rows = data if where.shape is None else rows_of_selection(data, where.shape, call)
+        rows = data if where.shape is None else rows_of_selection(data, where.shape, call, structure)
         structure.grown(schema).flatten(rows, len(where.rows), call, ignored)
         for field in new:
             _add(storage, field, bytes(field.row_bytes))

@@ -72,7 +72,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
     Args:
         size: rows; must equal the storage's ``max_size`` if both are given, and bounds a ``ListStorage`` that has none.
-        storage: where the rows are: a storage or a class of one. Default ``ListStorage(size or 1000)``.
+        storage: where the rows are: a storage or a class of one. Default: of ``size or 1000`` rows, a
+            :class:`LazyTensorStorage` if the first rows are dicts of tensors, arrays and numbers, else a :class:`ListStorage`.
         sampler: which rows a batch has: a sampler or a class of one. Default :class:`RandomSampler`.
         writer: where new rows go: a writer or a class of one. Default :class:`RoundRobinWriter`.
         collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
@@ -349,6 +350,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
 
         ``lane=``, an int, several ints or ``"each"``: forget the rows of these lanes only, as :func:`remove` does with each of them.
         The lane's next row goes where it would have gone, and no window or return reaches back over the gap. Counts stay.
+
+        If no batch was drawn before, rows with other fields, shapes or dtypes may follow, which allocate memory again, unless others
+        have the store open: programs write fake rows to allocate it before their workers start.
 
         A process that is killed in here leaves the rest to the others, who find it within half a second: a priority that one of
         them gives meanwhile to a row that was written since becomes the default one, 1.

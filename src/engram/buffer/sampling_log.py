@@ -209,14 +209,7 @@ class SamplingLog:
             )
 
     def _note(
-        self,
-        key: int,
-        n: int,
-        drawn: Drawn,
-        rows: Tensor,
-        tickets: Tensor,
-        info: Info,
-        young: _Young | None,
+        self, key: int, n: int, drawn: Drawn, rows: Tensor, tickets: Tensor, info: Info, young: _Young | None
     ) -> None:
         said = {name: value for name, value in info.items() if name not in drawn.computed}
         entries = tuple(entry_of(name, value, rows) for name, value in said.items())

@@ -223,12 +223,7 @@ class Saving:
     # ---- loading ---------------------------------------------------------------------------------------------------------
 
     def loads(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        convert: bool,
-        default_rng: bool,
-        progress: OnProgress | None,
+        self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool, progress: OnProgress | None
     ) -> None:
         """As :meth:`ReplayBuffer.loads`."""
         check_path("loads: path", path)

@@ -435,8 +435,8 @@ def checked_size(size: object, call: str) -> int | None:
         raise
 
 
-def first_storage(given: object, size: int | None, sampler: Sampler, call: str) -> Storage:
-    """The storage of a new buffer, by default a list, of ``size`` rows or as many as the sampler can draw from.
+def first_storage(given: object, size: int | None, sampler: Sampler, call: str, kind: Any) -> Storage:
+    """The storage of a new buffer, by default of a ``kind``, of ``size`` rows or as many as the sampler can draw from.
 
     Raises:
         TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
@@ -444,7 +444,7 @@ def first_storage(given: object, size: int | None, sampler: Sampler, call: str) 
     if size is not None:
         size = checked_size(size, call)
     room = size or samplers.declared(sampler).max_size or 1000
-    storage: Storage = component(given, storages.Storage, "storage", lambda: storages.ListStorage(room))
+    storage: Storage = component(given, storages.Storage, "storage", lambda: kind(room))
     if size is not None:
         storage.bound(size)
         if size not in (storage.max_size, storage.requested_size):

@@ -309,10 +309,7 @@ class WritePath:
             used = used[order[int(met.sum()) :]]
         k = len(used)
         written: list[Write] = []
-        for plan, which, count in (
-            (WritePlan(rows=used), slice(k), k),
-            (WritePlan(lane=0), slice(k, None), n - k),
-        ):
+        for plan, which, count in ((WritePlan(rows=used), slice(k), k), (WritePlan(lane=0), slice(k, None), n - k)):
             if count:
                 written.append(storage.write(plan, storage.some(prepared, which) if count < n else prepared, count))
         if len(written) == 1:

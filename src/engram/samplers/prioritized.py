@@ -473,7 +473,7 @@ class PrioritizedSampler(NativeSampler):
         where = "PrioritizedSampler"
         check_keys(state_dict, NAMES, where)
         index = self._attached()
-        rows = capacity or (self.max_size if index is None else index.core.rows)
+        rows = capacity or (self.max_size or torch.iinfo(torch.int64).max if index is None else index.core.rows)
         config = check_priorities(state_dict, self._config, rows, where)
         if self._alpha_was_set:
             state_dict = with_parameters(state_dict, self.alpha, config.eps)

@@ -8,6 +8,7 @@ from engram.storages._dtypes import Dtypes, checked_dtypes
 from engram.storages._port import Count, Rows
 from engram.storages._structure import leading_size
 from engram.storages.compressed import CompressedListStorage, LazyStackStorage
+from engram.storages.default import DefaultStorage
 from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage
@@ -21,6 +22,7 @@ __all__ = [
     "METHODS",
     "CompressedListStorage",
     "Count",
+    "DefaultStorage",
     "Dtypes",
     "LazyMemmapStorage",
     "LazyStackStorage",

@@ -69,6 +69,8 @@ class Storage(Declared, Dumpable, Port):
     #: Makes a batch of items, in place of a dense stack; None: nothing does.
     stacked: Callable[[list[object]], object] | None = None
 
+    #: What a text about a buffer calls it; empty: by its class.
+    described = ""
     #: Whether :meth:`get` and :meth:`set` are the user's own: a buffer reads and writes through them.
     gets, sets = False, False
 

@@ -6,14 +6,16 @@ that a slot, one time step of every column, is a run of consecutive rows.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engram._checks import check_count
-from engram._tensordict import is_tensor_collection
-from engram.nested import map_with_paths
+from engram._tensordict import is_lazy_stack, is_non_tensor, is_tensor_collection
+from engram.format.layout import SINGLE
+from engram.nested import flatten, has_entries, map_with_paths
 from engram.storages._keys import at
 from engram.storages._structure import as_tensor, describe
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.storages._base import Storage
+    from engram.storages._structure import Structure
 
 
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:
@@ -54,13 +57,22 @@ def rows_of_stored(data: object, ndim: int, call: str) -> tuple[object, tuple[in
     return rows, shape[1:]
 
 
-def rows_of_selection(data: object, shape: torch.Size, call: str) -> object:
-    """Data for rows that an index selected, ``[*shape, ...]``, as rows ``[n, ...]``."""
+def rows_of_selection(data: object, shape: torch.Size, call: str, structure: Structure) -> object:
+    """Data for rows that an index selected, ``[*shape, ...]`` or what is broadcast to that, as rows ``[n, ...]``."""
+    own = {field.key: field.shape for field in structure.fields}
+
+    def spread(x: Any, path: tuple[str, ...]) -> Any:
+        if is_tensor_collection(x):
+            return x.expand(*shape) if shape[len(shape) - x.ndim :] == x.batch_size else x
+        with contextlib.suppress(RuntimeError):  # what differs is said below
+            return structure.number(x, path).expand(*shape, *own.get(path or (SINGLE,), ()))
+        return x
 
     def merge(x: Any) -> object:
         return x.flatten(0, len(shape) - 1) if shape else x.unsqueeze(0)
 
-    rows, found = _rearrange(data, len(shape), merge, call, "data for the rows of the index")
+    spreads = map_with_paths(data, spread)
+    rows, found = _rearrange(spreads, len(shape), merge, call, "data for the rows of the index")
     if found != tuple(shape):
         raise RuntimeError(
             f"{call}: expected leading dimensions {list(shape)}, as the index selects, got {list(found)}."
@@ -103,6 +115,22 @@ def coordinates(rows: Tensor, columns: tuple[int, ...]) -> Tensor:
         places.append(rows % width)
         rows = rows // width
     return torch.stack([rows, *reversed(places)], -1)
+
+
+def check_even(data: Any, call: str, path: tuple[str, ...] = ()) -> None:
+    """Raise ``RuntimeError`` where the TensorDicts of a lazy stack have tensors of several shapes under a key."""
+    if is_lazy_stack(data):
+        rows: list[dict[Any, Any]] = [dict(flatten(row, path)) for row in data.tensordicts]
+        for key in rows[0]:
+            shapes = {str(list(row[key].shape)): None for row in rows if isinstance(row.get(key), Tensor)}
+            if len(shapes) > 1:
+                raise RuntimeError(
+                    f"{call}: {at(key)}: expected tensors of one shape in a stack, got {', '.join(shapes)}. Pad them, or use a "
+                    "LazyStackStorage, whose rows may have several shapes."
+                ) from None
+    elif has_entries(data) and not is_non_tensor(data):
+        for key, child in data.items():
+            check_even(child, call, (*path, str(key)))
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
-"""How many rows a storage has, how they are divided, what fields become, and which schemas fit that."""
+"""What storages of tensors are asked for: how many rows they have, how they are divided, what fields become, and which schemas fit that."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
 from engram._checks import check_count
+from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -19,11 +20,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store import Store
+    from engram.types import Declared
 
 #: What takes rows of another size. A layout, a storage saved alone and a state dict have no such way.
 _OTHER_SIZES = (
     " A buffer of another size takes what rb.dumps saved without a layout or hooks, with rb.loads(path, convert=True)."
 )
+
+
+class LaterArguments(TracingArguments, total=False):
+    """As those, of tensor storages."""
+
+    #: What it would change is how the memory of the fields lies, which no result shows.
+    consolidated: Annotated[object, Later("", (True,), "True or False, which change nothing here")]
+    #: Processes that share a buffer agree on who makes its store, and the last one removes it.
+    shared_init: Annotated[object, Later("rb.share()", (True,))]
+    cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]
+
+
+NOT_YET = carriers(LaterArguments)
+
+#: As which devices those of the first row are asked for. None may be shared before, which takes the CPU.
+OF_DATA = ("auto", "None")
+
+
+def take_later(storage: Declared, arguments: LaterArguments) -> None:
+    """Take TorchRL's keywords of tensor storages. Raises ``TypeError``: others, or other values."""
+    reject_unsupported(type(storage).__name__, arguments, NOT_YET, type(storage))
+    take_compilable(storage, arguments)
 
 
 class Geometry(NamedTuple):

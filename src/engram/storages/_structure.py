@@ -199,23 +199,28 @@ class Structure:
         self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
         return [found[i] for i in range(len(found))]
 
-    def column(self, i: int, value: object, batch: tuple[int, ...], *, single: bool, call: str) -> Tensor:
-        """Values ``[*batch, *shape]`` for one field as rows ``[n, *shape]``; for a single row ``[*shape]`` will do."""
-        shape = self._specs[i][1]
-        value = as_tensor(value, self.fields[i].key, call, self._specs[i][0])
-        if single and value.shape == shape:
-            value = value.unsqueeze(0)
-        return self._leaf(i, value, torch.Size((*batch, *shape)), call).reshape(math.prod(batch), *shape)
+    def column(self, i: int, value: object, batch: tuple[int, ...], *, call: str, loose: bool = False) -> Tensor:
+        """Values ``[*batch, *shape]`` for one field as rows ``[n, *shape]``; for a single row ``[*shape]`` will do.
+
+        ``loose``: rows may be in other dimensions, in the same order, and dimensions of size 1 be missing or elsewhere.
+        """
+        shape, value = self._specs[i][1], as_tensor(value, self.fields[i].key, call, self._specs[i][0])
+        expected = torch.Size((*batch, *shape))
+        given, own = ([size for size in dims if size != 1] for dims in (value.shape, shape))
+        fits = given[len(given) - len(own) :] == own if loose else value.shape == shape
+        if fits and value.numel() == expected.numel():
+            value = value.reshape(expected)
+        return self._leaf(i, value, expected, call).reshape(math.prod(batch), *shape)
 
     def columns(
-        self, entries: Mapping[tuple[str, ...], object], batch: tuple[int, ...], *, single: bool, call: str
+        self, entries: Mapping[tuple[str, ...], object], batch: tuple[int, ...], *, call: str, loose: bool = False
     ) -> tuple[list[int], list[Tensor]]:
         """Numbers of the fields under some paths, and their values as rows. Raises as :meth:`flatten`."""
         which, columns = [], []
         for key, value in entries.items():
             check_tensor(value, key, call)
             which.append(self.field_of(key, call))
-            columns.append(self.column(which[-1], value, batch, single=single, call=call))
+            columns.append(self.column(which[-1], value, batch, call=call, loose=loose))
         return which, columns
 
     def number(self, value: object, path: tuple[str, ...]) -> Tensor:
@@ -625,11 +630,6 @@ def _stacked(structure: Structure, items: Sequence[object], call: str, ignored: 
     except RuntimeError as error:
         raise RuntimeError(f"{error} For rows of several shapes there is ListStorage.") from None
     return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))
-
-
-def is_batched_collection(data: Any) -> bool:
-    """Whether data is a TensorDict or tensorclass with a batch dimension."""
-    return is_tensor_collection(data) and len(data.batch_size) > 0
 
 
 def leading_size(data: object, call: str, least: int = 1) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engram._checks import check_count
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._raw import raw_bytes
-from engram._streams import inflated, zstd
+from engram._streams import deflated, inflated, zstd
 from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type
 from engram.nested import map_leaves
 from engram.storages._item_groups import ItemGroups
@@ -165,10 +165,7 @@ class _CompressedItems(ListStorage):
                         f"{type(data).__name__}. Return one: torch.frombuffer(bytearray(data), dtype=torch.uint8) makes it of bytes."
                     )
             else:
-                module = zstd(type(self).__name__)
-                kind = module.CompressionParameter  # with a sum, so that damage of a state is no other value
-                options = {kind.compression_level: self.compression_level, kind.checksum_flag: 1}
-                raw = module.compress(_bytes_of(plain), options=options)
+                raw = deflated(_bytes_of(plain), self.compression_level)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             return _Leaf(data, leaf.shape, leaf.dtype)
         if is_plain_tensordict(leaf):
@@ -222,14 +219,15 @@ class CompressedListStorage(_CompressedItems):
     Args:
         max_size: rows.
         compression_fn: makes a uint8 tensor ``[n]`` of a tensor. Default: Zstandard, of Python's standard library from 3.14 on, and
-            before of ``engram-replay[zstd]``.
+            before of ``engram-replay[zstd]``; zlib, which is slower, where neither is installed. Both are read.
         decompression_fn: makes a tensor of that and of a dict with its ``"shape"``, ``"dtype"`` and ``"device"``.
-        compression_level: of Zstandard: larger is smaller and slower.
+        compression_level: of Zstandard: larger is smaller and slower. Of zlib the nearest one in [1, 9].
         device: where tensors that are read are to be.
 
     Raises:
         ValueError: ``max_size`` below 1, or a level that Zstandard does not know. TypeError: one of the two functions alone, or no
-            function; when rows are written: ``compression_fn`` returned no tensor. ModuleNotFoundError: there is no Zstandard.
+            function; when rows are written: ``compression_fn`` returned no tensor. ModuleNotFoundError: when rows are read: Zstandard
+            compressed them, and is not installed here.
 
     Objects that are no tensors are kept as they are. :meth:`bytes` says how much the tensors take.
 
@@ -258,7 +256,7 @@ class CompressedListStorage(_CompressedItems):
         compression_fn: Callable[[Tensor], Tensor] | None = None,
         decompression_fn: Callable[[Tensor, dict[str, object]], Tensor] | None = None,
         compression_level: int = 3,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         **later: Unpack[TracingArguments],
     ) -> None:
         super().__init__(max_size, device=device, **later)
@@ -271,8 +269,8 @@ class CompressedListStorage(_CompressedItems):
         level = check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
         self.compression_level = level
         self._compress, self._decompress = compression_fn, decompression_fn
-        if compression_fn is None:
-            low, high = zstd(who).CompressionParameter.compression_level.bounds()
+        if compression_fn is None and (module := zstd()) is not None:
+            low, high = module.CompressionParameter.compression_level.bounds()
             if not low <= level <= high:
                 raise ValueError(
                     f"{who}: compression_level: expected one in [{low}, {high}], as Zstandard has, got {level}."
@@ -345,11 +343,8 @@ def _loaded(saved: object, where: str) -> object:
             raise ValueError(f"{where}: expected a compressed tensor, got {list(saved)}.")
         return _Leaf(data, shape, DTYPE_OF[dtype])
     if isinstance(saved, dict) and _TENSORDICT in saved:
-        entries, batch, device = (
-            saved[_TENSORDICT],
-            _sizes(saved.get("batch"), where),
-            _said(saved.get("device"), where),
-        )
+        entries, batch = saved[_TENSORDICT], _sizes(saved.get("batch"), where)
+        device = _said(saved.get("device"), where)
         if len(saved) != 3 or not isinstance(entries, dict):
             raise ValueError(f"{where}: expected a compressed TensorDict, got {list(saved)}.")
         made = {str(key): _loaded(value, where) for key, value in entries.items()}
@@ -357,11 +352,7 @@ def _loaded(saved: object, where: str) -> object:
     if isinstance(saved, dict):
         return {key: _loaded(value, where) for key, value in saved.items()}
     if isinstance(saved, list | tuple):
-        return (
-            [_loaded(value, where) for value in saved]
-            if isinstance(saved, list)
-            else tuple(_loaded(v, where) for v in saved)
-        )
+        return type(saved)(_loaded(value, where) for value in saved)
     raise ValueError(f"{where}: expected a compressed item, got a {type(saved).__name__}.")
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from engram._devices import existing_device
+from engram._tensordict import is_tensor_collection
 from engram._words import warn
 from engram.limits import Rules
-from engram.storages._geometry import Geometry
-from engram.storages._structure import Structure, device_of, is_batched_collection
+from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
+from engram.storages._structure import Structure, device_of
 from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
-from engram.storages.tensor import LaterArguments, TensorStorage, take_later
+from engram.storages.tensor import TensorStorage
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.storages._home import Home
+
+#: empty() did not give the fields up.
+_TAKEN = " The fields stay while others have the store open: empty() it before they do, or write a first row that is like all."
 
 
 class LazyTensorStorage(TensorStorage):
@@ -31,7 +34,7 @@ class LazyTensorStorage(TensorStorage):
 
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
-        device: ``"cpu"``, an accelerator, or ``"auto"``: that of the first row.
+        device: ``"cpu"``, an accelerator, or ``"auto"``, as None: that of the first row.
         ndim: leading dimensions of the data that index rows; ``extend`` takes ``[*columns, T, ...]``.
         lanes: rings of consecutive rows, each with a cursor of its own.
         dtypes: what fields are stored as, in place of the first row's dtypes: ``{"reward": torch.float32, ("next", "obs"):
@@ -62,7 +65,7 @@ class LazyTensorStorage(TensorStorage):
         self,
         max_size: int,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         ndim: int = 1,
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
@@ -75,22 +78,41 @@ class LazyTensorStorage(TensorStorage):
     _given = 0
 
     def __getstate__(self) -> dict[str, object]:
-        if self.shared:
-            self._forget_fake_row()  # other processes cannot, as long as this one has the store open
+        self.before_fork()  # other processes cannot, as long as this one has the store open
         return super().__getstate__()
 
-    def _forget_fake_row(self) -> bool:
-        """Be as before the first write, if that was the only one, of one slot, and is forgotten. False: it was not, or others use
-        the store, too.
+    def before_fork(self) -> None:
+        """Before this process forks: give up the fields of rows that :meth:`empty` forgot, which a child could not.
+
+        >>> from engram import LazyTensorStorage
+        >>> LazyTensorStorage(4).before_fork()
+        """
+        if self.shared:
+            self._forget_fake_rows()
+
+    def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
+        """Be as before the first write, if all rows are forgotten, and none of them was drawn or there was one slot. False: that is
+        not so, or others use the store, too.
+
+        Args:
+            row: data that is to be written then, and the name of the call: it must have fields.
+            batched: whether it is a batch.
+            error: what it raised with the fields of the store; it says what to do if they stay.
         """
         with self._lock:
-            store = self.memory
-            if store is None:  # another thread was faster
-                return True
+            store = vars(self).get("memory")
+            if store is None:  # nothing was written, or another thread was faster
+                return error is None
             given = int(store.core.next_ticket) - 1
             one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
-            if given - self._given != one_slot or len(self) or self.write_count:
+            kept = store.core.counted()[1] and given - self._given != one_slot
+            if given == self._given or kept or len(self) or self.write_count or self.written().added.fills:
                 return False
+            if error is not None:
+                self.check_writable()
+                data, call = row
+                first = data[0] if batched and isinstance(data, list) else data
+                Structure.of(first, batched=batched and first is data, call=call)
             before, limit = self.written(), Rules(*store.core.limit)
             self._looking = True  # it is still there
             try:
@@ -102,6 +124,8 @@ class LazyTensorStorage(TensorStorage):
             if not gone:
                 self._adopt(store, before)
                 self._tell_moved()
+                if error is not None:
+                    error.args = (f"{error.args[0]}{_TAKEN}",)
                 return False
             self._given, self.pending_limit = given, limit if any(limit) else None
             self._capacity = self._geometry.capacity
@@ -109,7 +133,7 @@ class LazyTensorStorage(TensorStorage):
         return True
 
     def _initialize(self, data: Any, n: int | None, columns: tuple[int, ...], call: str) -> None:
-        if call == "add" and is_batched_collection(data) and n is None:
+        if call == "add" and n is None and is_tensor_collection(data) and data.batch_size:
             warn(
                 f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
                 "that shape. If it is a batch of rows, use extend()."
@@ -118,35 +142,11 @@ class LazyTensorStorage(TensorStorage):
         structure = Structure.of(data, batched=n is not None, call=call, dtypes=dtypes)
         if dtypes:
             structure.flatten(data, n, call)  # before there is memory: values may not fit
-        if self._device_argument == "auto":
+        if self._device_argument in OF_DATA and self._home is None:
             self._device = device_of(data)
         self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
         announce(*advice(structure.fields, dtypes))
         warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows lie. It may be set until the first write.
-
-        Setting it raises ``RuntimeError``: no such device on this machine, or rows lie on another one.
-
-        >>> from engram import LazyTensorStorage
-        >>> storage = LazyTensorStorage(10, device="auto")
-        >>> storage.device = "cpu"
-        """
-        return self._device
-
-    @device.setter
-    def device(self, device: torch.device | str) -> None:
-        given = existing_device(device, f"{type(self).__name__}: device")
-        with self._lock:
-            if self.memory is None and self._home is None:
-                self._device_argument, self._device = str(given), given
-            elif given != self._device:
-                raise RuntimeError(
-                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage "
-                    "with device=…, and extend that by the rows."
-                )
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:

@@ -181,8 +181,7 @@ class ListStorage(Storage):
         if plan.kept is not None:
             write = self.write(WritePlan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
             return Write(plan.reported(write.rows, n), write.first)
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         check_plan(plan, n, lanes=1)
         with self._lock:
             if plan.rows is not None:

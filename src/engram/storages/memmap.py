@@ -51,7 +51,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
         scratch_dir: the folder. None: a fresh temporary one on disk, removed when the buffer is closed or collected.
-        device: must be ``"cpu"``.
+        device: must be ``"cpu"``, or None.
         ndim, lanes, dtypes: as for :class:`LazyTensorStorage`. The folder notes ``dtypes`` for :meth:`ReplayBuffer.open`.
         existsok: erase a store, or files of the same names, that lie in the folder.
         auto_cleanup: remove the files when the buffer is closed; None: only those of a temporary folder.
@@ -98,7 +98,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         max_size: int,
         *,
         scratch_dir: str | os.PathLike[str] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         ndim: int = 1,
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
@@ -110,7 +110,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     ) -> None:
         reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
         take_compilable(self, later)
-        if str(device).split(":")[0] != "cpu":
+        if str(device).split(":")[0] not in ("cpu", "None"):
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )

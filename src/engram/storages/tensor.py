@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import EngramError, RowError
+from engram.nested import NoRows
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
@@ -19,13 +19,14 @@ from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Storage, check_count, check_plan
 from engram.storages._columns import (
+    check_even,
     rows_of_coordinates,
     rows_of_selection,
     rows_of_stored,
     rows_of_written,
     selected_rows,
 )
-from engram.storages._geometry import Geometry, positions_of
+from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
 from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
@@ -55,25 +56,6 @@ if TYPE_CHECKING:
     from engram.types import RowsSource, StorageLoad
 
 
-class LaterArguments(TracingArguments, total=False):
-    """As those, of tensor storages."""
-
-    #: What it would change is how the memory of the fields lies, which no result shows.
-    consolidated: Annotated[object, Later("", (True,), "True or False, which change nothing here")]
-    #: Processes that share a buffer agree on who makes its store, and the last one removes it.
-    shared_init: Annotated[object, Later("rb.share()", (True,))]
-    cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]
-
-
-NOT_YET = carriers(LaterArguments)
-
-
-def take_later(storage: TensorStorage, arguments: LaterArguments) -> None:
-    """Take TorchRL's keywords of tensor storages. Raises ``TypeError``: others, or other values."""
-    reject_unsupported(type(storage).__name__, arguments, NOT_YET, type(storage))
-    take_compilable(storage, arguments)
-
-
 class _Unwritten:
     """``memory`` of a storage until it has a store, which then lies before this in the instance."""
 
@@ -89,7 +71,7 @@ class TensorStorage(Storage):
             memory becomes the storage's: writes to the buffer change it. Leaves that are not contiguous are copied. Do not let
             torch move it afterwards, as ``share_memory_()`` and queues do: share it first.
         max_size: ``C``, or None.
-        device: where the rows are to be; ``"auto"``: where the data is.
+        device: where the rows are to be; ``"auto"`` or None: where the data is.
         ndim: leading dimensions that index rows; of ``[T, *columns, ...]`` each ``[t, *column]`` is a row.
         lanes: rings that the rows are divided into.
 
@@ -116,6 +98,8 @@ class TensorStorage(Storage):
 
     #: Where processes that have copies of this storage find its store; None: it is private.
     _home: Home | None = None
+    #: What messages about rows that it does not take end with.
+    remedy = ""
     #: Whether a thread is just opening a store that another process has created.
     _looking = False
     #: Why processes cannot share rows that lie in memory which they share; empty: they can.
@@ -128,7 +112,7 @@ class TensorStorage(Storage):
         storage: object,
         max_size: int | None = None,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         ndim: int = 1,
         lanes: int = 1,
         **later: Unpack[LaterArguments],
@@ -144,7 +128,7 @@ class TensorStorage(Storage):
         if capacity % lanes:
             raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
         structure = Structure.of(rows, batched=True, call="TensorStorage")
-        if self._device_argument == "auto":
+        if self._device_argument in OF_DATA:
             self._device = device_of(rows)
         structure.on_host = self._device.type == "cpu"
         fields = structure.flatten(rows, capacity, "TensorStorage")
@@ -162,11 +146,11 @@ class TensorStorage(Storage):
 
     # ---- set-up --------------------------------------------------------------------------------------------------------
 
-    def _configure(self, geometry: Geometry, device: torch.device | str) -> None:
+    def _configure(self, geometry: Geometry, device: torch.device | str | None) -> None:
         super().__init__()
         where = f"{type(self).__name__}: device"
         self._device_argument = str(device)
-        self._device = torch.device("cpu") if device in ("auto", "cpu") else existing_device(device, where)
+        self._device = torch.device("cpu") if device in ("auto", "cpu", None) else existing_device(device, where)
         self._geometry = geometry
         self.ndim = geometry.ndim
         self._capacity = geometry.capacity
@@ -234,7 +218,7 @@ class TensorStorage(Storage):
             raise RuntimeError(
                 'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
             )
-        self._forget_fake_row()
+        self._forget_fake_rows()
         with self._lock:
             private: Store | None = self.memory
             self._home = home = Home.in_shared_memory(self, maker)
@@ -306,7 +290,27 @@ class TensorStorage(Storage):
 
     @property
     def device(self) -> torch.device | None:
+        """Where rows lie. It may be set until there are some; None, then or later, leaves them where they are written or lie.
+
+        Setting it raises ``RuntimeError``: no such device on this machine, or rows lie on another one.
+
+        >>> from engram import LazyTensorStorage
+        >>> storage = LazyTensorStorage(10, device="auto")
+        >>> storage.device = "cpu"
+        """
         return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | None) -> None:
+        given = None if device is None else existing_device(device, f"{type(self).__name__}: device")
+        with self._lock:
+            if self.memory is None and self._home is None:
+                self._device_argument, self._device = str(given), given or torch.device("cpu")
+            elif given not in (None, self._device):
+                raise RuntimeError(
+                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage "
+                    "with device=…, and extend that by the rows."
+                )
 
     @property
     def lanes(self) -> int:
@@ -361,33 +365,39 @@ class TensorStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        if batched and isinstance(data, list):
-            known = self.structure if self.memory is not None and self.ndim == 1 else None
-            data = stacked(data, call, self._geometry.dtypes, known, ignored)
-        columns: tuple[int, ...] = ()
-        if self.ndim > 1:
-            data, columns = rows_of_written(data, self, call, batched=batched)
-            batched = True
-        n = leading_size(data, call) if batched else 1
-        if columns and self.memory is not None and columns != self.columns:
-            raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
-        check_count(call, count, n)
-        if self.memory is not None:
-            try:
-                return self.written().flatten(data, n if batched else None, call, ignored), n
-            except KeyError:
-                if not self._forget_fake_row():
-                    raise
-        with self._lock:
+        given, size = data, batched
+        try:
+            if batched and isinstance(data, list):
+                known = self.structure if self.memory is not None and self.ndim == 1 else None
+                data = stacked(data, call, self._geometry.dtypes, known, ignored)
+            columns: tuple[int, ...] = ()
+            if self.ndim > 1:
+                data, columns = rows_of_written(data, self, call, batched=batched)
+                size = True
+            n = leading_size(data, call) if size else 1
+            if columns and self.memory is not None and columns != self.columns:
+                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
+            check_count(call, count, n)
             if self.memory is None:
-                self._initialize(data, n if batched else None, columns, call)
-        return self.written().flatten(data, n if batched else None, call, ignored), n
+                with self._lock:
+                    if self.memory is None:
+                        self._initialize(data, n if size else None, columns, call)
+            return self.written().flatten(data, n if size else None, call, ignored), n
+        except NoRows:
+            raise
+        except (KeyError, RuntimeError, TypeError) as error:
+            check_even(given, call)
+            if not self._forget_fake_rows(given, call, batched=batched, error=error):
+                if self.remedy:
+                    error.args = (f"{error.args[0]}{self.remedy}",)
+                raise
+        return self.prepare(given, call, batched=batched, ignored=ignored, count=count)
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
         return as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
 
-    def _forget_fake_row(self) -> bool:
-        """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
+    def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
+        """Whether this was a storage whose rows say nothing of those to come, and is as before its first write now."""
         return False
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:
@@ -436,13 +446,11 @@ class TensorStorage(Storage):
         >>> rows.tolist()
         [3, 4]
         """
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         return self.store.write_natively(self.written().intake, write)
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if self._inherited:
-            self.check_inherited()
+        self.begin_change()
         check_plan(plan, n, self._geometry.lanes)
         return self.memory.write(plan, prepared, n)  # type: ignore[union-attr] # prepared rows have one
 
@@ -453,7 +461,7 @@ class TensorStorage(Storage):
     def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
         if where.shape is None:
             return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
-        rows = rows_of_selection(data, where.shape, call)
+        rows = rows_of_selection(data, where.shape, call, self.written())
         return self.written().flatten(rows, len(where.rows), call, ignored)
 
     def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], object], call: str) -> Write:
@@ -471,8 +479,7 @@ class TensorStorage(Storage):
         >>> rb["reward"].tolist()
         [1.0, 0.0, 1.0]
         """
-        batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
-        which, columns = self.written().columns(entries, batch, single=single, call=call)
+        which, columns = self.written().columns(entries, where.shape or where.rows.shape, call=call)
         self.begin_change()
         return self.store.edit(where.rows, which, columns)
 
