@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -17,12 +17,14 @@ from engram.samplers.windows import WindowSampler
 from engram.units import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engram.buffer.wiring import Wiring
     from engram.types import Entry
 
 _CALL = "update_priority"
 #: Rows, their priorities, and their generations or None.
-Update: TypeAlias = tuple[Any, object, Any]
+Update: TypeAlias = tuple[object, object, Tensor | None]
 
 
 def of_batch(wiring: Wiring, index: object, priority: object, generation: object) -> Update:
@@ -30,7 +32,7 @@ def of_batch(wiring: Wiring, index: object, priority: object, generation: object
 
     Raises ``TypeError``: the info names no rows. ``RuntimeError``: neither a priority for each row, nor one for each window.
     """
-    info: dict[Entry, Any] = index if isinstance(index, dict) else {"index": index}
+    info: dict[Entry, object] = index if isinstance(index, dict) else {"index": index}
     if "index" not in info:
         raise TypeError(f"{_CALL}: expected the info of a batch, with 'index', got one with {[*map(str, info)]}.")
     if generation is None and info is index:
@@ -52,7 +54,7 @@ def of_batch(wiring: Wiring, index: object, priority: object, generation: object
 
 
 def by_window(
-    info: Any, rows: Tensor, priority: object, generation: object, steps: int = 0, marks: Entry = ("next", "truncated")
+    info: Mapping[Entry, object], rows: Tensor, priority: object, generation: object, steps: int = 0, marks: Entry = ("next", "truncated")
 ) -> Update:
     """The same, but where there is a priority for each window, only of the steps that windows were drawn by, which get it.
 
@@ -82,9 +84,9 @@ def by_window(
     return rows[drawn], values.detach().reshape(count, -1).amax(1), numbers
 
 
-def _of_anchors(unit: object, info: dict[Entry, Any], values: Tensor) -> Update:
+def _of_anchors(unit: object, info: Mapping[Entry, object], values: Tensor) -> Update:
     """Anchors of sequences, each with the priority of its window, or with what its errors make."""
-    told: Any = {key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)}
+    told: dict[Entry, Tensor] = {key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)}
     begun = told["step_in_sequence"] == 0
     if isinstance(unit, Sequence) and values.numel() not in (1, int(begun.count_nonzero())):
         return unit.anchor_priorities(values, told)

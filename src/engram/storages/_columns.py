@@ -120,9 +120,9 @@ def coordinates(rows: Tensor, columns: tuple[int, ...]) -> Tensor:
 def check_even(data: Any, call: str, path: tuple[str, ...] = ()) -> None:
     """Raise ``RuntimeError`` where the TensorDicts of a lazy stack have tensors of several shapes under a key."""
     if is_lazy_stack(data):
-        rows: list[dict[Any, Any]] = [dict(flatten(row, path)) for row in data.tensordicts]
+        rows: list[dict[tuple[str, ...], object]] = [dict(flatten(row, path)) for row in data.tensordicts]
         for key in rows[0]:
-            shapes = {str(list(row[key].shape)): None for row in rows if isinstance(row.get(key), Tensor)}
+            shapes = {str(list(it.shape)): None for row in rows if isinstance(it := row.get(key), Tensor)}
             if len(shapes) > 1:
                 raise RuntimeError(
                     f"{call}: {at(key)}: expected tensors of one shape in a stack, got {', '.join(shapes)}. Pad them, or use a "

@@ -42,7 +42,7 @@ class DefaultStorage(ListStorage):
     #: In a text about the buffer.
     described = "ListStorage, or LazyTensorStorage for rows that are dicts"
 
-    def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[Any, int]:
+    def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[list[Any], int]:
         if batched and isinstance(data, list) and not data:
             return super().prepare(data, call, batched=batched, **options)
         with self._lock:
