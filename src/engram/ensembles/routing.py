@@ -17,6 +17,7 @@ from engram.ensembles.storages import check_ids, routed
 from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path, public
 from engram.nested import find, has_entries, map_leaves
+from engram.samplers._base import refuse_batch
 from engram.samplers.prioritized import rows_of
 
 if TYPE_CHECKING:
@@ -207,6 +208,8 @@ class RoutedWrites:
         call = "update_priority"
         places, rows = self._placed(index, call)
         n = len(rows)
+        if priority is None:
+            refuse_batch(index)
         given = as_numbers(f"{call}: priority", priority)
         if given.numel() not in (1, n):
             raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.transforms import Compose
 
+    Predicate = Callable[[Trajectory], object] | None
+
 
 #: Step types, as dm_env numbers them.
 _FIRST, _LAST = 0, 2
@@ -180,9 +182,7 @@ class Query:
     def __init__(self, buffer: Queried) -> None:
         self._buffer = buffer
 
-    def __call__(
-        self, predicate: Callable[[Trajectory], object] | None = None, *, trajectory_key: object = None
-    ) -> list[Trajectory]:
+    def __call__(self, predicate: Predicate = None, *, trajectory_key: object = None) -> list[Trajectory]:
         """As the class says."""
         reject(predicate, "query")
         storage = self._buffer.storage
@@ -208,13 +208,10 @@ class Query:
             return self._chosen(stored.read(), predicate)
         segments = stored.segments(keys)
         if len(segments.lengths):
-            many = known.many or _one_by_one(known)
-            stored.keep(many(segments))
+            stored.keep((known.many or _one_by_one(known))(segments))
         return self._chosen(stored.read(), None)
 
-    def _chosen(
-        self, parts: Sequence[TensorDictBase], predicate: Callable[[Trajectory], object] | None
-    ) -> list[Trajectory]:
+    def _chosen(self, parts: Sequence[TensorDictBase], predicate: Predicate) -> list[Trajectory]:
         """The trajectories of which it is true, through the transforms. The others only go through those that it needs."""
         from engram.query.trajectory import Trajectory
 
@@ -228,9 +225,7 @@ class Query:
                 found.append(Trajectory(every.forward(data)) if partly else shown)
         return found
 
-    def _of_list(
-        self, storage: Storage, predicate: Callable[[Trajectory], object] | None, trajectory_key: object
-    ) -> list[Trajectory]:
+    def _of_list(self, storage: Storage, predicate: Predicate, trajectory_key: object) -> list[Trajectory]:
         """The same of a list's items, which lie in memory as they are."""
         from tensordict import TensorDictBase
 

@@ -16,6 +16,7 @@ from engram._words import warn
 from engram.components import Component, adopt
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.field_paths import as_paths, public
+from engram.nested import has_entries
 from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
 from engram.store import Key
@@ -32,6 +33,15 @@ def check_drawable(size: int) -> None:
     """Raise ``NoSampleable`` if no row is live."""
     if size < 1:
         raise NoSampleable(EMPTY)
+
+
+def refuse_batch(index: object) -> None:
+    """Raise ``TypeError`` for a batch in place of the rows of ``update_priority``."""
+    if has_entries(index):
+        raise TypeError(
+            f"update_priority: expected rows and their priorities, got a {type(index).__name__}. For a sampled TensorDict: "
+            'update_tensordict_priority(batch). For others: update_priority(info["index"], …), info of sample(return_info=True).'
+        )
 
 
 class DeclaredSampler(Component):

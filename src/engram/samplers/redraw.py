@@ -91,9 +91,7 @@ class Redraw:
         storage, retries, call = self._storage, self.retries, self._call
         extent = storage.extent()
         if extent.size == 0:
-            raise NoSampleable(
-                EMPTY if call == "sample" else f"{call}: the buffer was emptied meanwhile. Add data first."
-            )
+            raise NoSampleable(EMPTY if call == "sample" else f"{call}: the buffer was emptied meanwhile.")
         if waiting:
             retries.count += 1
         else:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engram._checks import check_count
 from engram._tensordict import is_tensor_collection
-from engram.nested import map_with_paths
+from engram.nested import describe, map_with_paths
 from engram.storages._keys import at
-from engram.storages._structure import as_tensor, describe
+from engram.storages._structure import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

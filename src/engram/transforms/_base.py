@@ -337,8 +337,7 @@ class Compose(Stateful):
         >>> len(Compose(DoubleToFloat(["a"]), DoubleToFloat(["b"])).needed(["b"]))
         1
         """
-        paths = {checked_path(key, "needed") for key in keys}
-        paths |= {("next", *path) for path in paths if len(path) == 1}
+        paths = {(*prefix, *checked_path(key, "needed")) for key in keys for prefix in ((), ("next",))}
         chain = Compose()
         for number, step in reversed([*enumerate(self._steps)]):
             written = None if step.invert else getattr(step.transform, "out_keys", None)
