@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
             raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
         unit: object = self.sample_unit
         if not isinstance(unit, SampleUnit | None):
-            name = getattr(unit, "__name__", type(unit).__name__)
+            name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
             advice = f" Write {name}(…)." if isinstance(unit, type) else ""
             if name == "Trajectory":
                 advice = " It is what rb.query returns. Pass Sequence(length=…), or sampler=SliceSampler(…)."

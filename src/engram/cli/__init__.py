@@ -9,7 +9,7 @@ from __future__ import annotations
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 
 import click
 
@@ -526,7 +526,7 @@ def _ours(path: Path) -> None:
         kind_of(_folder(path))
 
 
-def _known(path: Path) -> dict[str, Any]:
+def _known(path: Path) -> dict[str, object]:
     """The numbers of a store that are known without torch, which takes seconds."""
     from engram.format.describe import describe
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 import click
 import msgspec
@@ -245,10 +245,10 @@ def show_description(found: dict[str, object]) -> None:
     show_problems(found)
 
 
-def echo(lines: Iterable[str], **style: Any) -> None:
-    """Print lines."""
+def echo(lines: Iterable[str], *, damaged: bool = False) -> None:
+    """Print lines; what is damaged in red."""
     for line in lines:
-        click.echo(click.style(line, **style) if style else line)
+        click.echo(click.style(line, fg="red", bold=True) if damaged else line)
 
 
 def fitted(lines: Iterable[str]) -> Iterator[str]:
@@ -260,7 +260,7 @@ def fitted(lines: Iterable[str]) -> Iterator[str]:
         yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) if wraps else [line]
 
 
-def stat_lines(found: Mapping[str, float], unused: Iterable[str] = ()) -> Iterator[str]:
+def stat_lines(found: Mapping[str, object], unused: Iterable[str] = ()) -> Iterator[str]:
     """A line for each number of ``engram stats``."""
     for name, value in found.items():
         yield f"{name:<24}  {'none: no process has the store open' if name in unused else said_number(value)}"
@@ -307,7 +307,7 @@ def told(found: Mapping[str, object], entry: str) -> list[Problem]:
 
 def _say(notes: Iterable[object] = (), problems: Iterable[object] = ()) -> None:
     echo(f"note: {plain(note)}" for note in notes)
-    echo((f"DAMAGED {plain(problem)}" for problem in problems), fg="red", bold=True)
+    echo((f"DAMAGED {plain(problem)}" for problem in problems), damaged=True)
 
 
 def checkpoint_lines(found: Mapping[str, object]) -> Iterator[str]:

@@ -590,7 +590,7 @@ def check_tensor(value: object, key: tuple[str, ...], call: str) -> None:
 def _no_tensor(value: object, key: tuple[str, ...], call: str) -> TypeError:
     advice = "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
     known = isinstance(value, np.ndarray | np.generic) or is_tensor_collection(value)
-    if hasattr(value, "shape") and not known:  # such as a data set of h5py
+    if "shape" in dir(value) and not known:  # such as a data set of h5py
         advice = f"Read it first: {key[-1] if key else 'data'}[:], an array."
     return TypeError(f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. {advice}")
 

@@ -340,14 +340,14 @@ class Compose(Stateful):
         paths = {(*prefix, *checked_path(key, "needed")) for key in keys for prefix in ((), ("next",))}
         chain = Compose()
         for number, step in reversed([*enumerate(self._steps)]):
-            written = None if step.invert else getattr(step.transform, "out_keys", None)
-            if step.forward is not None and not written:
+            written, read = (getattr(step.transform, name, None) for name in ("out_keys", "in_keys"))
+            if step.forward is not None and (step.invert or not written):
                 chain._steps[:0] = self._steps[: number + 1]
                 break
             found = as_paths(written or [], "out_keys", empty=True) or ()
             if any(one[: len(other)] == other[: len(one)] for one in found for other in paths):
                 chain._steps.insert(0, step)
-                paths.update(as_paths(getattr(step.transform, "in_keys", None), "in_keys", empty=True) or ())
+                paths.update(as_paths(read, "in_keys", empty=True) or ())
         chain._update_directions()
         return chain
 
