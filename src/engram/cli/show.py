@@ -255,9 +255,8 @@ def fitted(lines: Iterable[str]) -> Iterator[str]:
     """Lines, of which one that is wider than the terminal goes on below its second column, or indented."""
     width = shutil.get_terminal_size((0, 0)).columns
     for line in lines:
-        indent = " " * max(line.rfind("  ", 0, width // 2) + 2, 4)
-        wraps = 0 < width < len(line)
-        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) if wraps else [line]
+        below = " " * max(line.rfind("  ", 0, width // 2) + 2, 4)
+        yield from textwrap.wrap(line, width, subsequent_indent=below) if 0 < width < len(line) else [line]
 
 
 def stat_lines(found: Mapping[str, object], unused: Iterable[str] = ()) -> Iterator[str]:

@@ -229,9 +229,10 @@ class TensorDictMaxValueWriter(NativeWriter):
                 "RoundRobinWriter for other data."
             )
         value: object = find(data, self._rank_key)
-        if value is None:
-            keys = [str(key) for key in data.keys()]  # noqa: SIM118 - TensorDicts iterate over rows
-            raise _NoRank(f"{type(self).__name__}: expected the rank key {self.rank_key!r}, got {keys}.")
+        if value is None:  # TensorDicts iterate over rows
+            got = f"{self.rank_key!r}, got {[*map(str, data.keys())]}"
+            missing = _NoRank(f"{type(self).__name__}: expected the rank key {got}.")
+            raise missing
         return value
 
     def _reduced(self, value: object, n: int) -> NDArray[np.float64]:
