@@ -27,10 +27,13 @@ struct ReadOnly : std::runtime_error {
             "them stay as they are, and it cannot be saved either, as its writers would have to wait. Open it without readonly=True") {}
 };
 
+/// How each message about a draw from a store without live rows begins, as TorchRL's does: programs look for it.
+inline constexpr const char* kEmptyStore = "Cannot sample from an empty storage";
+
 /// Nothing can be drawn: no row is live. Says why, and what to do.
 struct NothingLive : std::runtime_error {
   explicit NothingLive(const std::string& why, const std::string& advice = "Add data before sampling")
-      : std::runtime_error("sample: " + why + ". " + advice) {}
+      : std::runtime_error(why + ". " + advice) {}
 };
 
 /// Memory for so many rows of so many bytes is not there.

@@ -504,7 +504,10 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   std::vector<std::int64_t> found(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
   const Lock guard(*this);
-  if (total_of(tree_) == 0) throw NothingLive("every priority is zero", "Add data, or give rows a priority above zero");
+  if (total_of(tree_) == 0) {
+    if (tickets_ != nullptr && tickets_->size() == 0) throw NothingLive(kEmptyStore);
+    throw NothingLive("sample: every priority is zero", "Add data, or give rows a priority above zero");
+  }
   tree_.find(u.data(), n, found.data());
   std::copy(found.begin(), found.end(), rows);
   if (masses != nullptr) *masses = masses_locked();
@@ -569,7 +572,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
   std::vector<double> its_weight;
   std::vector<std::byte*> memory(batch.size());
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
-    if (store.control().size() == 0) throw NothingLive("no row is live: the store was emptied");  // a copy of the priorities is not
+    if (store.control().size() == 0) throw NothingLive(kEmptyStore);  // a copy of the priorities is not
     if (attempt > kRedraws) {
       if (deadline.passed()) throw in_vain("rows moved at every try");
       let_go();

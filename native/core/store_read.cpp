@@ -22,8 +22,10 @@ constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks a
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
-constexpr const char* kNoneLive = "no row is live: the store was just emptied, or all its rows are void";
 constexpr std::uint64_t kMostTries = 8;            // per row, until void rows are left out before they are drawn
+
+// Why `n` live rows are too few.
+std::string too_few(std::uint64_t n) { return n == 0 ? kEmptyStore : "sample: rows were forgotten meanwhile"; }
 
 // The rows inside the lanes' extents, in order: all of them, or those that are not among the given void ones.
 class Spans {
@@ -207,7 +209,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   const std::span<const std::uint64_t> which = all().first(batch.size());
   const std::uint64_t live = control_.size(), gaps = control_.void_rows();
   const Spans spans(control_, gaps > live * (kMostTries - 1) ? voids() : nullptr);
-  if (spans.total() == 0) throw NothingLive(gaps == 0 ? "no row has been written" : kNoneLive);
+  if (spans.total() == 0) throw NothingLive(kEmptyStore);
   if (masses != nullptr) *masses = {static_cast<double>(live), 1.0, live};
   const Random random(key);
   const std::uint64_t block = block_rows(which);
@@ -268,7 +270,7 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
   std::vector<std::int64_t> live = live_rows();
   for (std::uint64_t i = 0; i < n; ++i) {
     for (std::uint64_t attempt = kPatience + 1;; ++attempt) {
-      if (live.empty()) throw NothingLive(kNoneLive);
+      if (live.empty()) throw NothingLive(kEmptyStore);
       const std::int64_t row = live[random.below(live.size(), i, attempt)];
       if (rows_out != nullptr) rows_out[i] = row;
       control_.count_redraws(1);
@@ -285,7 +287,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
   std::vector<std::int64_t> rows(ranks, ranks + n);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto rank = static_cast<std::uint64_t>(rows[i]);
-    if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
+    if (rank >= total) throw NothingLive(too_few(total));
     if (!as_they_are) rows[i] = spans.row(rank);
   }
   const std::span<const std::uint64_t> which = all().first(batch.size());
@@ -302,7 +304,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
       moved.pop_back();
       continue;
     }
-    if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
+    if (control_.size() == 0) throw NothingLive(kEmptyStore);
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!control_.inside(row) || state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided) {
       ranks[i] = rows[i] = another_live(rows[i], rows.data(), n);  // no writer is at work on it: waiting is of no use
@@ -320,7 +322,7 @@ std::int64_t Store::another_live(std::int64_t gone, const std::int64_t* rows, st
     const std::int64_t row = live[(start + i) % live.size()];
     if (std::find(rows, rows + n, row) == rows + n) return row;
   }
-  throw NothingLive("rows were forgotten meanwhile");
+  throw NothingLive(too_few(live.size()));
 }
 
 void Store::tickets_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {

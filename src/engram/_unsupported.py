@@ -86,6 +86,8 @@ def meant(name: str, taker: Callable[..., object] | Iterable[str]) -> str:
     names = _arguments_of(taker)
     if name in ("capacity", "buffer_size", "max_size") and "storage" in names:
         return " Write storage=LazyTensorStorage(n), a storage of n rows."
+    if name in ("alpha", "beta", "eps") and "sampler" in names:
+        return " Use (TensorDict)PrioritizedReplayBuffer, or sampler=PrioritizedSampler(alpha=…, beta=…)."
     close = difflib.get_close_matches(name.lower(), names, n=1)
     return f" Did you mean {close[0]}?" if close else ""
 

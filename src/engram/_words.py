@@ -10,10 +10,10 @@ def count(number: int, noun: str) -> str:
     """A number of things.
 
     >>> from engram._words import count
-    >>> count(1, "episode"), count(2, "step")
-    ('1 episode', '2 steps')
+    >>> count(1, "episode"), count(20_000, "step")
+    ('1 episode', '20,000 steps')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def said_wait(seconds: float) -> str:
@@ -29,6 +29,43 @@ def said_bytes(nbytes: int) -> str:
     ('40 bytes', '28.224 MB')
     """
     return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1000 else count(nbytes, "byte")
+
+
+def said_number(value: object) -> str:
+    """A number for people, as everywhere: thousands apart, six figures of what is no whole number. Anything else as ``str`` has it.
+
+    >>> from engram._words import said_number
+    >>> said_number(100_000), said_number(2_500_000.0), said_number(0.1234567)
+    ('100,000', '2,500,000', '0.123457')
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.6g}"
+
+
+def said_size(nbytes: int) -> str:
+    """A size for people, in three figures.
+
+    >>> from engram._words import said_size
+    >>> said_size(40), said_size(28_224_000)
+    ('40 B', '28.2 MB')
+    """
+    size, units = float(nbytes), ["TB", "GB", "MB", "kB", "B"]
+    while size >= 999.5 and len(units) > 1:  # 1000 in three figures
+        size, _ = size / 1000, units.pop()
+    return f"{size:,.3g} {units[-1]}"
+
+
+def no_space(nbytes: int, free: int, advice: str = "Use fewer rows, a smaller dtype or another folder") -> str:
+    """What to say where so many bytes are not there.
+
+    >>> from engram._words import no_space
+    >>> no_space(3 << 40, 5 << 29, "Use fewer rows")
+    'expected 3,072.0 GiB, got 2.5 GiB that are free. Use fewer rows; engram.plan(row, capacity) says what they take'
+    """
+    unit, size = ("GiB", 1 << 30) if nbytes >= 1 << 30 else ("MiB", 1 << 20)
+    there = f"expected {nbytes / size:,.1f} {unit}, got {free / size:,.1f} {unit} that are free"
+    return f"{there}. {advice}; engram.plan(row, capacity) says what they take"
 
 
 def warn(message: str) -> None:

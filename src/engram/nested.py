@@ -50,6 +50,17 @@ def has_entries(data: object) -> bool:
     return isinstance(data, dict) or is_tensor_collection(data)
 
 
+def describe(value: object) -> str:
+    """What messages say of data that was not expected."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if is_tensor_collection(value):
+        return f"a {type(value).__name__} of batch size {list(value.batch_size)}"
+    if isinstance(value, dict):
+        return f"a {type(value).__name__} with {[*map(str, value)]!r:.80}"
+    return f"{type(value).__name__} {value!r:.60}"
+
+
 def is_dataclass(data: object) -> bool:
     """Whether data is an instance of a dataclass, and no tensorclass."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type) and not is_tensor_collection(data)

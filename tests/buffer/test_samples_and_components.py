@@ -286,13 +286,13 @@ class TestRepr:
             TensorDict({"obs": torch.zeros(1234, 25), "next": {"r": torch.zeros(1234)}}, batch_size=[1234]), lane=0
         )
         assert len(repr(rb)) <= 120
-        assert repr(rb).startswith("TensorDictReplayBuffer(size=1 234/9 999 (12.3 %), ")
+        assert repr(rb).startswith("TensorDictReplayBuffer(size=1,234/9,999 (12.3 %), ")
         assert "sampler=SamplerWithoutReplacement" in repr(rb)
         text = rb._repr_html_()
         for part in (
             "<caption>TensorDictReplayBuffer</caption>",
             "<progress value='1234' max='9999'>",
-            "1 234/9 999 (12.3 %)",
+            "1,234/9,999 (12.3 %)",
             "obs</td><td style='text-align:left'>float32</td><td style='text-align:left'>[25]<",
             "100 B</td><td style='text-align:left'>1 MB<",
             "(&#x27;next&#x27;, &#x27;r&#x27;)",
@@ -301,7 +301,7 @@ class TestRepr:
             "obs",
             "r",
             "lanes</th><td style='text-align:left'>3<",
-            "asked for</th><td style='text-align:left'>10000<",
+            "asked for</th><td style='text-align:left'>10,000<",
             "SamplerWithoutReplacement(drop_last=True",
             "Compose(Identity)",
             "batch_size</th><td style='text-align:left'>32<",

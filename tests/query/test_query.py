@@ -393,3 +393,71 @@ def test_rows_without_trajectories():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(iter_trajectories(TensorDict({"episode": torch.zeros(0)}, [0]))) == []
+
+
+class Counted(torch.nn.Module):
+    """A transform that says what it reads and writes, and how many steps went through it."""
+
+    def __init__(self, key, out=None, change=lambda value: value + 1):
+        super().__init__()
+        self.in_keys, self.change, self.steps = [key], change, 0
+        if out is not None:
+            self.out_keys = [out]
+
+    def forward(self, data):
+        self.steps += len(data)
+        return data.set(self.out_keys[0], self.change(data[self.in_keys[0]])) if hasattr(self, "out_keys") else data
+
+
+STORAGES = [LazyTensorStorage, ListStorage, lambda size: LazyTensorStorage(size, shared_init=True)]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_predicate_over_stored_fields_runs_no_transform_on_what_it_refuses(storage):
+    rb = buffer(steps([3, 4, 5]), storage=storage)
+    slow, other = Counted("obs", "obs"), Counted("row", "more")
+    rb.append_transform(slow).append_transform(other)
+    (found,) = rb.query((traj.reward.sum() > 10) & (traj.length == 4))
+    assert found.row.tolist() == [3, 4, 5, 6]
+    assert found.obs[:, 0].tolist() == [4, 5, 6, 7]  # once, where all go through them in the end
+    assert (slow.steps, other.steps) == (4, 4)
+    assert rb.query(traj.reward.sum() > 1000) == []
+    assert (slow.steps, other.steps) == (4, 4)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_predicate_runs_the_transforms_that_it_needs_alone(storage):
+    rb = buffer(steps([3, 4, 5]), storage=storage)
+    first, unneeded = Counted("row", "twice", lambda value: value * 2), Counted("obs", "obs")
+    second, last = Counted("twice", ("next", "more")), Counted("episode", "last")
+    for transform in (first, unneeded, second, last):
+        rb.append_transform(transform)
+    (found,) = rb.query(traj.more.max() == 13)  # of row 6, as ("next", "more")
+    assert found.twice.tolist() == [6, 8, 10, 12]
+    assert found.obs[:, 0].tolist() == [4, 5, 6, 7]
+    assert (unneeded.steps, last.steps) == (4, 4)
+    assert (first.steps, second.steps) == (16, 16)
+
+
+def test_what_does_not_say_what_it_writes_is_run_with_all_before_it():
+    rb = buffer(steps([3, 4]))
+    before, unknown, after = Counted("obs", "obs"), Counted("obs"), Counted("obs", "more")
+    for transform in (before, unknown, after):
+        rb.append_transform(transform)
+    assert rb.query(traj.reward.sum() > 1000) == []
+    assert (before.steps, unknown.steps, after.steps) == (7, 7, 0)
+    assert rb.query(lambda it: bool((it.obs < 0).any())) == []  # a callable may read all
+    assert (before.steps, unknown.steps, after.steps) == (14, 14, 7)
+    rb.append_transform(lambda data: data.set("reward", -data["next", "reward"]))
+    assert len(rb.query(traj["reward"].sum() < 0)) == 2
+
+
+def test_transforms_of_torchrl_are_run_as_it_runs_them():
+    torchrl_transforms = pytest.importorskip("torchrl.envs.transforms")
+    rb = buffer(steps([3, 4, 5]))
+    rb.append_transform(torchrl_transforms.RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]))
+    rb.append_transform(torchrl_transforms.ExcludeTransform("obs"))
+    rb.append_transform(torchrl_transforms.RenameTransform(["row"], ["place"]))
+    (found,) = rb.query(traj.reward.sum() > 26)
+    assert found.total_reward == 36
+    assert found.data.get("obs") is None

@@ -340,6 +340,15 @@ class TestRefused:
                 write()
             unchanged(rb, before)
 
+    def test_no_rank_key_is_each_error_that_programs_expect(self, storage, filled):
+        rb, before = self.start(storage, 0)
+        data = rows([5]).exclude("score")
+        for write in (lambda: rb.extend(data), lambda: rb.add(data[0]), lambda: rb.writer.get_insert_index(data[0])):
+            for kind in (KeyError, RuntimeError):
+                with pytest.raises(kind, match="^TensorDictMaxValueWriter: expected the rank key 'score', got "):
+                    write()
+            unchanged(rb, before)
+
     def test_no_tensordict(self, storage, filled):
         rb, before = self.start(storage, filled)
         rb = ReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from engram._words import said_number, said_size
 from engram.expanders import finals_of
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
@@ -154,7 +155,7 @@ class Display:
         storage = self._wiring.storage
         if not storage.closed and not storage.traits.is_remote and storage.memory is not None:
             for field in storage.memory.schema.fields:
-                nbytes = _human(field.row_bytes), _human(field.row_bytes * storage.max_size)
+                nbytes = said_size(field.row_bytes), said_size(field.row_bytes * storage.max_size)
                 yield name_of(field.key), field.dtype, str(list(field.shape)), *nbytes
 
     def _priorities(self) -> Histogram | None:
@@ -216,20 +217,20 @@ class Display:
     def _facts_of_storage(self) -> list[tuple[str, str]]:
         storage = self._wiring.storage
         size, capacity = len(storage), storage.max_size
-        rows = f"{size:_}/{capacity:_} ({100 * size / capacity:.3g} %)" if _is_bounded(capacity) else f"{size:_}"
-        facts = [("size", rows.replace("_", " "))]
+        of = f"/{capacity:,} ({100 * size / capacity:.3g} %)" if _is_bounded(capacity) else ""
+        facts = [("size", f"{size:,}{of}")]
         store = storage.memory
         if store is None:
             facts.append(("storage", storage.described or type(storage).__name__))
         else:
             names = [field.name for field in store.schema.fields]
             shown = ", ".join(names[:8])
-            facts.append(("memory", f"{_human(storage.nbytes)} {store.place}"))
+            facts.append(("memory", f"{said_size(storage.nbytes)} {store.place}"))
             facts.append(("fields", shown if len(names) <= 8 else f"{len(names)}: {shown}, …"))
         if storage.lanes > 1:
             facts.append(("lanes", str(storage.lanes)))
         if storage.requested_size != capacity:
-            facts.append(("asked for", str(storage.requested_size)))
+            facts.append(("asked for", said_number(storage.requested_size)))
         return facts
 
 
@@ -242,7 +243,7 @@ def _bars(found: Histogram) -> str:
     """A histogram as HTML: a bar for each, which says its range and number when the pointer is on it."""
     edges, counts = found["edges"], found["counts"]
     bars = "".join(
-        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {number} rows' style='display:inline-block;width:1.4em;"
+        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {number:,} rows' style='display:inline-block;width:1.4em;"
         f"margin-right:1px;background:#1f77b4;height:{max(3 * number / max(counts), 0.1 if number else 0):.2f}em'></span>"
         for i, number in enumerate(counts)
     )
@@ -251,12 +252,3 @@ def _bars(found: Histogram) -> str:
 
 def _is_bounded(capacity: int) -> bool:
     return capacity < torch.iinfo(torch.int64).max
-
-
-def _human(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:  # 1000 in three figures
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

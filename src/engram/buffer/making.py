@@ -71,10 +71,14 @@ class Arguments(NamedTuple):
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
-        if not isinstance(self.sample_unit, SampleUnit | None):
+        unit: object = self.sample_unit
+        if not isinstance(unit, SampleUnit | None):
+            name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
+            advice = f" Write {name}(…)." if isinstance(unit, type) else ""
+            if name == "Trajectory":
+                advice = " It is what rb.query returns. Pass Sequence(length=…), or sampler=SliceSampler(…)."
             raise TypeError(
-                f"{call}: sample_unit: expected a SampleUnit, such as Sequence(length=…), got {type(self.sample_unit).__name__}."
-                f"{' Write ' + self.sample_unit.__name__ + '(…).' if isinstance(self.sample_unit, type) else ''}"
+                f"{call}: sample_unit: expected a SampleUnit, such as Sequence(length=…), got {name}.{advice}"
             )
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)

@@ -47,6 +47,7 @@ from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.limits import WAIT_S, checked_timeout
 from engram.plotting import Plots
+from engram.samplers._base import refuse_batch
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
@@ -1045,11 +1046,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         >>> batch, info = rb.sample(return_info=True)
         >>> rb.update_priority(info["index"], torch.rand(4), generation=info["index_generation"])
         """
-        if is_tensor_collection(index):
-            raise TypeError(
-                f"update_priority: expected rows and their priorities, got a {type(index).__name__}. For a sampled TensorDict: "
-                "update_tensordict_priority(batch), which TensorDict buffers have."
-            )
+        refuse_batch(index, priority)
         rows, priority, generation = of_batch(self._wiring, index, priority, generation)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
         self._recipe.note_priorities()

@@ -333,7 +333,7 @@ def _to_store(data: Any, call: str) -> object:
     """A TensorDict without the entries that are synthesised on reading."""
     if not is_tensor_collection(data) or is_tensorclass(data):
         raise ValueError(
-            f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data."
+            f"{call}: expected a TensorDict, got {type(data).__name__}. Write TensorDict(data, [n]), or use a ReplayBuffer for other data."
         )
     entries = data.keys() if is_lazy_stack(data) else children(data)  # whose entries may not go together
     if "index" in entries or "index_generation" in entries:

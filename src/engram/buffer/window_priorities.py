@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 _CALL = "update_priority"
 #: Rows, their priorities, and their generations or None.
-Update: TypeAlias = tuple[object, object, Tensor | None]
+Update: TypeAlias = tuple[Any, object, Tensor | None]
 
 
-def of_batch(wiring: Wiring, index: object, priority: object, generation: object) -> Update:
+def of_batch(wiring: Wiring, index: object, priority: object, generation: Tensor | None) -> Update:
     """Rows, their priorities and generations, as samplers take them. ``index``: of a batch, or its whole info.
 
-    Raises ``TypeError``: the info names no rows. ``RuntimeError``: neither a priority for each row, nor one for each window.
+    Raises ``RuntimeError``: neither a priority for each row, nor one for each window.
     """
-    info: dict[Entry, object] = index if isinstance(index, dict) else {"index": index}
-    if "index" not in info:
-        raise TypeError(f"{_CALL}: expected the info of a batch, with 'index', got one with {[*map(str, info)]}.")
+    info: dict[Entry, Any] = index if isinstance(index, dict) else {"index": index}
     if generation is None and info is index:
         generation = info.get("index_generation")
     if "anchor_index" in info:
@@ -54,7 +52,12 @@ def of_batch(wiring: Wiring, index: object, priority: object, generation: object
 
 
 def by_window(
-    info: Mapping[Entry, object], rows: Tensor, priority: object, generation: object, steps: int = 0, marks: Entry = ("next", "truncated")
+    info: Mapping[Entry, object],
+    rows: Tensor,
+    priority: object,
+    generation: Tensor | None,
+    steps: int = 0,
+    marks: Entry = ("next", "truncated"),
 ) -> Update:
     """The same, but where there is a priority for each window, only of the steps that windows were drawn by, which get it.
 
@@ -86,7 +89,9 @@ def by_window(
 
 def _of_anchors(unit: object, info: Mapping[Entry, object], values: Tensor) -> Update:
     """Anchors of sequences, each with the priority of its window, or with what its errors make."""
-    told: dict[Entry, Tensor] = {key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)}
+    told: dict[Entry, Tensor] = {
+        key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)
+    }
     begun = told["step_in_sequence"] == 0
     if isinstance(unit, Sequence) and values.numel() not in (1, int(begun.count_nonzero())):
         return unit.anchor_priorities(values, told)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+from engram._words import said_number, said_size
 from engram.cli.show import told
 from engram.errors import EngramError
 from engram.format.describe import describe
@@ -70,6 +71,7 @@ def picture(path: Path, what: Sequence[str], form: str) -> bytes:
         OSError, :data:`REFUSALS`: as :func:`opened`; a figure is asked for by name, and there is nothing to show; no such form.
         ModuleNotFoundError: matplotlib is missing.
     """
+    _figure(1, 1)  # raises before torch is imported, which takes seconds
     with opened(path) as buffer:
         names = what or [name for name, (drawn, _) in _figures(buffer).items() if drawn is not None]
         if not names:
@@ -142,7 +144,7 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
     if memory is not None:
         fields = memory.schema.fields
         rows = [
-            (".".join(it.key), it.dtype, list(it.shape), _bytes(it.row_bytes), _bytes(it.row_bytes * capacity))
+            (".".join(it.key), it.dtype, list(it.shape), said_size(it.row_bytes), said_size(it.row_bytes * capacity))
             for it in fields
         ]
         yield _table(("field", "dtype", "shape", "a row", "in all"), rows, "fields")
@@ -164,7 +166,7 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
 
 def _records(name: str, records: object) -> str:
     """A table of dictionaries; nothing, if there are none."""
-    rows = [row for row in _listed(records) if isinstance(row, dict)]
+    rows = [row for row in (records if isinstance(records, list) else []) if isinstance(row, dict)]
     columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
     return _table(columns, [[_said(key, row.get(key, "")) for key in columns] for row in rows], name) if rows else ""
 
@@ -178,14 +180,10 @@ def _table(header: Iterable[object], rows: Iterable[Iterable[object]], title: st
 
 def _said(name: str, value: object) -> str:
     if "bytes" in name and isinstance(value, int):
-        return _bytes(value)
+        return said_size(value)
     if isinstance(value, list):
         return ".".join(value) if name == "key" else str(value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
+    return said_number(value)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -233,13 +231,6 @@ def _encoded(figure: Figure, form: str) -> bytes:
         warnings.filterwarnings("ignore", message="Glyph")  # a name of a folder that the font cannot write
         figure.savefig(into, format=form, dpi=110)
     return into.getvalue()
-
-
-def _bytes(nbytes: int) -> str:
-    return next(f"{nbytes / size:.3g} {unit}" for size, unit in _UNITS if nbytes >= size or size == 1)
-
-
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 
 def _is_ours(path: Path) -> bool:

@@ -6,9 +6,9 @@ import itertools
 import shutil
 from typing import TYPE_CHECKING
 
-import click
 import msgspec
 
+from engram.cli import show
 from engram.cli.show import checkpoint_lines, plain, said_age, said_size, show_description, show_problems, table
 from engram.format.histograms import Histogram
 
@@ -107,19 +107,17 @@ def show_short(found: dict[str, object]) -> None:
         or (kind == "store" and "rows" not in found)
         or (kind in _SAVED and "shards" not in found)
     ):
-        show_description(
-            found
-        )  # of a part or an attempt there is no shorter form; of what is damaged, all that could be read
+        # Of a part or an attempt there is no shorter form; of what is damaged, all that could be read.
+        show_description(found)
         return
-    lines = [f"{kind} {plain(found['path'])}"]
+    lines = [*show.fitted([f"{kind} {plain(found['path'])}"])]
     if kind == "store":
         lines += _store(msgspec.convert(found, _Store))
     elif kind == "series":
         lines += ["", *checkpoint_lines(found)]
     else:
         lines += _checkpoint(msgspec.convert(found, _Checkpoint))
-    for line in lines:
-        click.echo(line)
+    show.echo(lines)
     show_problems(found)
 
 
@@ -134,7 +132,7 @@ def _store(store: _Store) -> Iterator[str]:
         state = f"open, or not closed in order; processes: {named}"
     share = f" ({store.rows / store.capacity:.1%})"
     lanes = f", {store.lanes.count} lanes of {store.lanes.fewest_rows:,} to {store.lanes.most_rows:,}"
-    yield from table(
+    facts = table(
         [
             ("created", store.created or "–"),
             ("written", f"{store.written}, {said_age(store.age_s)} ago" if store.written else "–"),
@@ -143,6 +141,7 @@ def _store(store: _Store) -> Iterator[str]:
             ("size", f"{said_size(store.bytes)}, {said_size(store.row_bytes)} a row"),
         ]
     )
+    yield from show.fitted(facts)
     yield from _fields(store.fields)
     for index in store.indexes:
         yield from _priorities(index)
@@ -154,19 +153,19 @@ def _checkpoint(found: _Checkpoint) -> Iterator[str]:
     totals = found.totals
     kinds = ((kind, totals.get(kind)) for kind in _KINDS)
     episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in kinds if isinstance(it, dict) and it["episodes"])
-    size = " in all".join([said_size(_whole(totals, "bytes_logical")), ""])
+    size, linked = (said_size(_whole(totals, f"bytes_{which}")) for which in ("logical", "linked"))
     facts = [
         ("saved", f"{found.saved}, {said_age(found.age_s)} ago" if found.saved else "–"),
         ("step", f"{found.step:,} ({plain(found.trigger)}), {found.world} {'rank' if found.world == 1 else 'ranks'}"),
         ("rows", f"{_whole(totals, 'steps'):,} in {_whole(totals, 'episodes'):,} episodes"),
         ("episodes", episodes or "–"),
-        ("size", f"{size}, {said_size(_whole(totals, 'bytes_linked'))} of it also the parent's"),
+        ("size", f"{size} in all, {linked} of it also the parent's"),
     ]
     if found.parent:
         facts.append(("parent", plain(found.parent["name"] if isinstance(found.parent, dict) else found.parent)))
     if found.user:
         facts.append(("user", plain(found.user)))
-    yield from table(facts)
+    yield from show.fitted(table(facts))
     parts = found.shards[0].parts if found.shards else {}
     of = "" if found.world == 1 else " of rank 0"
     for part in parts.values():
@@ -201,13 +200,14 @@ def _priorities(index: _Priorities, of: str = "") -> Iterator[str]:
     ]
     name = f" {plain(index.name)}" if index.name else ""
     yield ""
-    yield f"priorities{name}{of}: {', '.join([*parameters, f'{index.drawable:,} rows can be drawn'])}"
+    said = ", ".join([*parameters, f"{index.drawable:,} rows can be drawn"])
+    yield from show.fitted([f"priorities{name}{of}: {said}"])
     yield from _bars(index.histogram)
 
 
 def _lengths(lengths: Histogram, where: str) -> Iterator[str]:
     yield ""
-    yield f"lengths of {sum(lengths['counts']):,} whole trajectories{' ' if where else ''}{where}"
+    yield from show.fitted([f"lengths of {sum(lengths['counts']):,} whole trajectories{' ' if where else ''}{where}"])
     yield from _bars(lengths, whole=True)
 
 

@@ -9,14 +9,16 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
 import click
 import msgspec
 
-from engram._words import count
+from engram._words import count, said_number
 from engram.errors import EngramError
 from engram.format.problems import Problem
 
@@ -239,9 +241,28 @@ def show_description(found: dict[str, object]) -> None:
         lines += ["", *checkpoint_lines(found)]
     if "votes" in found:
         lines += ["", *what_to_do(found)]
-    for line in lines:
-        click.echo(line)
+    echo(lines)
     show_problems(found)
+
+
+def echo(lines: Iterable[str], *, damaged: bool = False) -> None:
+    """Print lines; what is damaged in red."""
+    for line in lines:
+        click.echo(click.style(line, fg="red", bold=True) if damaged else line)
+
+
+def fitted(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, of which one that is wider than the terminal goes on below its second column, or indented."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    for line in lines:
+        below = " " * max(line.rfind("  ", 0, width // 2) + 2, 4)
+        yield from textwrap.wrap(line, width, subsequent_indent=below) if 0 < width < len(line) else [line]
+
+
+def stat_lines(found: Mapping[str, object], unused: Iterable[str] = ()) -> Iterator[str]:
+    """A line for each number of ``engram stats``."""
+    for name, value in found.items():
+        yield f"{name:<24}  {'none: no process has the store open' if name in unused else said_number(value)}"
 
 
 def show_findings(found: Sequence[Finding]) -> None:
@@ -284,10 +305,8 @@ def told(found: Mapping[str, object], entry: str) -> list[Problem]:
 
 
 def _say(notes: Iterable[object] = (), problems: Iterable[object] = ()) -> None:
-    for note in notes:
-        click.echo(f"note: {plain(note)}")
-    for problem in problems:
-        click.secho(f"DAMAGED {plain(problem)}", fg="red", bold=True)
+    echo(f"note: {plain(note)}" for note in notes)
+    echo((f"DAMAGED {plain(problem)}" for problem in problems), damaged=True)
 
 
 def checkpoint_lines(found: Mapping[str, object]) -> Iterator[str]:
@@ -373,10 +392,7 @@ def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> Iter
         all(isinstance(row.get(column, 0), int | float) or column in ("linked", "age") for row in rows)
         for column in columns
     ]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in (columns, *cells):
-        texts = (f"{text:{'>' if to else '<'}{width}}" for text, width, to in zip(line, widths, right, strict=True))
-        yield "  ".join(texts).rstrip()
+    yield from table((columns, *cells), right=[number for number, to in enumerate(right) if to])
 
 
 def _short(key: str, value: object) -> str | None:
@@ -393,9 +409,7 @@ def _short(key: str, value: object) -> str | None:
         return plain(".".join(value))
     if "bytes" in key and type(value) is int:
         return said_size(value)
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "–" if value in (None, "", [], (), {}) and key != "shape" else plain(value)
+    return "–" if value in (None, "", [], (), {}) and key != "shape" else plain(said_number(value))
 
 
 def plain(value: object) -> str:

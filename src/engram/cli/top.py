@@ -10,24 +10,26 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from engram.buffer.prioritized import ReplayBuffer
+from engram.cli.show import stat_lines
 from engram.inspect import effective_size
 from engram.samplers import RandomSampler
 from engram.store.readonly import ReaderStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 #: Of the last seconds, which say nothing of a store that no process uses.
 _RATES = ("add_per_s", "sample_per_s")
 
 
-def stats(directory: Path, form: str) -> str:
+def stats(directory: Path, form: str, known: Iterable[str] = ()) -> str:
     """``rb.stats()`` of the store in a directory, which is only read.
 
     Args:
         directory: of the store.
         form: ``"text"``, ``"json"`` or ``"prometheus"``.
+        known: names of numbers that a text leaves out.
 
     Raises what opening the store raises. ``ModuleNotFoundError``: prometheus-client is missing.
     """
@@ -39,13 +41,9 @@ def stats(directory: Path, form: str) -> str:
     if form == "json":
         rates = dict.fromkeys(unused)
         return json.dumps({"store": str(directory), **found, **rates, "problems": []}, indent=2)
-    width = max(map(len, found))
-    lines = [
-        f"{name:<{width}}  {'none: no process has the store open' if name in unused else f'{value:,.6g}'}"
-        for name, value in found.items()
-    ]
+    lines = [*stat_lines({name: value for name, value in found.items() if name not in known}, unused)]
     if not found["usage_counted"]:
-        lines.append(f"{'never_sampled_frac':<{width}}  not counted: rb.count_usage() begins")
+        lines.append(f"{'never_sampled_frac':<24}  not counted: rb.count_usage() begins")
     return "\n".join(lines)
 
 

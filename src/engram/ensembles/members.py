@@ -13,6 +13,7 @@ from engram.collate import join
 from engram.ensembles.refusing import naming
 from engram.errors import NoSampleable
 from engram.limits import Room
+from engram.samplers._base import check_drawable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,11 +129,11 @@ class Member:
             return
         left = source.drawable(wiring.storage) * source.draws_of_a_row
         if left < rows:
-            error = NoSampleable(
-                f"sample: expected {rows} rows for a batch, got {left} that are left to draw. Add data before sampling, or draw fewer."
-            )
-            error.add_note(f"Raised by member {self.number} of the ensemble.")
-            raise error
+            with naming(self.number):
+                check_drawable(len(wiring.storage))
+                raise NoSampleable(
+                    f"sample: expected {rows} rows for a batch, got {left} that are left to draw. Add data before sampling, or draw fewer."
+                )
 
     def draw(self, key: int, rows: int, timeout: float) -> Drawn:
         """So many rows. Where its sampler comes to the end of an epoch it goes on with the next one.

@@ -426,7 +426,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
 
     submit_update_if_present = submit_update_if_present
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object = None, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; nothing happens to those of members without priorities.
 
         Args:
@@ -972,7 +972,7 @@ class ReplayBufferEnsemble(Generic[Batch]):
     def __repr__(self) -> str:
         sampler = self._wiring.sampler
         how = "sample_from_all=True" if sampler.sample_from_all else f"num_buffer_sampled={sampler.num_buffer_sampled}"
-        rows = ", ".join(f"{len(rb.storage)}/{rb.storage.max_size}" for rb in self._rbs)
+        rows = ", ".join(f"{len(rb.storage):,}/{rb.storage.max_size:,}" for rb in self._rbs)
         return (
             f"{type(self).__name__}({len(self)} members of {rows} rows, {how}, batch_size={self._settings.batch_size})"
         )

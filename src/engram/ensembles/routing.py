@@ -19,6 +19,7 @@ from engram.ensembles.storages import check_ids, routed
 from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path, public
 from engram.nested import find, has_entries, map_leaves
+from engram.samplers._base import refuse_batch
 from engram.samplers.prioritized import rows_of
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ class RoutedWrites:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
         info: Any = index
+        if priority is None:
+            refuse_batch(index, priority)
         if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:
             generation = info.get("index_generation", None) if generation is None else generation
             ids, named = routed(info["index"], len(self._members), call)

@@ -16,7 +16,7 @@ from engram.ensembles.refusing import naming
 from engram.ensembles.storages import StorageEnsemble, members_named, split_index
 from engram.errors import NoSampleable
 from engram.fleet import plans
-from engram.samplers._base import DeclaredSampler, declared, key_for
+from engram.samplers._base import DeclaredSampler, check_drawable, declared, key_for
 from engram.state import Loads, check_keys, prepare_load, saved
 from engram.types import Sampler, Traits
 
@@ -147,6 +147,7 @@ class Choice:
         if isinstance(self.p, str):
             ends = list(accumulate(_drawable(source, storage, rows) for source, storage in sources))
             if not ends[-1]:
+                check_drawable(sum(len(storage) for _, storage in sources))
                 raise NoSampleable(
                     f"sample: expected a member of the ensemble that can give {rows} rows, got {n} that cannot."
                 )

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram._words import no_space
 from engram.errors import CorruptStore
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def reserve(path: Path, nbytes: int) -> None:
                 written += os.write(fd, _ZEROES[: nbytes - written])
     except OSError as error:
         os.unlink(path)
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)} (reserving {nbytes} bytes)", str(path)) from error
+        told = f"{os.strerror(error.errno or 0)} (reserving {nbytes:,} bytes)"
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            told += f": {no_space(nbytes, shutil.disk_usage(path.parent).free)}"
+        raise OSError(error.errno, told, str(path)) from error
     except BaseException:
         os.unlink(path)
         raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from engram._words import count
 from engram.errors import RowError
 from engram.expanders import Expander
 from engram.field_paths import public
@@ -192,7 +193,7 @@ class Explanation(NamedTuple):
     """Since it was written; None: that is not counted, which ``rb.count_usage()`` begins."""
 
     def __str__(self) -> str:
-        age, steps = _many(self.age, "write"), _many(self.steps_ago, "step")
+        age, steps = count(self.age, "write"), count(self.steps_ago, "step")
         said = [f"row {self.row}: ticket {self.ticket}, {age} ago; lane {self.lane}, {steps} ago"]
         if self.trajectory is not None:
             before, after, begun, ended = self.trajectory
@@ -204,12 +205,8 @@ class Explanation(NamedTuple):
         if self.probability is not None:
             said.append(f"drawn with probability {self.probability:.3g}")
         often = "not counted how often sampled: rb.count_usage()"
-        said.append(often if self.times_sampled is None else f"sampled {_many(self.times_sampled, 'time')}")
+        said.append(often if self.times_sampled is None else f"sampled {count(self.times_sampled, 'time')}")
         return "; ".join(said)
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.transforms import Compose
 
+    Predicate = Callable[[Trajectory], object] | None
+
 
 #: Step types, as dm_env numbers them.
 _FIRST, _LAST = 0, 2
@@ -160,7 +162,8 @@ class Query:
 
     Returns a list of :class:`Trajectory`, copies, oldest first; lane by lane, and with ``ndim > 1`` column by column. Each is around a
     TensorDict, whatever the rows are. One that goes on across the end of the storage is whole; one that a writer overwrites during the
-    call is left out. Read transforms are applied to each. An empty buffer has none.
+    call is left out. Read transforms are applied to each of the result; before, to decide, only those that write (``out_keys``) what
+    the predicate reads, all up to one that does not say what it writes, and all for a callable. An empty buffer has none.
 
     Raises:
         TypeError: rows have no fields, or are several steps each; the predicate is none, or compares steps without ``any()`` or
@@ -182,9 +185,7 @@ class Query:
     def __init__(self, buffer: Queried) -> None:
         self._buffer = buffer
 
-    def __call__(
-        self, predicate: Callable[[Trajectory], object] | None = None, *, trajectory_key: object = None
-    ) -> list[Trajectory]:
+    def __call__(self, predicate: Predicate = None, *, trajectory_key: object = None) -> list[Trajectory]:
         """As the class says."""
         reject(predicate, "query")
         storage = self._buffer.storage
@@ -204,34 +205,32 @@ class Query:
                 f"{'rows elsewhere' if memory is None else memory.schema.structure.kind}."
             )
         stored = Stored(storage, memory, trajectory_key)
-        transforms = self._buffer.transform.reads
-        if predicate is None:
-            return self._made(stored)
         known = predicate if isinstance(predicate, TrajectoryPredicate) else None
         keys = None if known is None else known.required_keys()
-        if transforms or known is None or keys is None:
-            return [it for it in self._made(stored) if holds(predicate, it)]
+        if known is None or keys is None or self._buffer.transform.needed(keys).reads:
+            return self._chosen(stored.read(), predicate)
         segments = stored.segments(keys)
         if len(segments.lengths):
-            many = known.many or _one_by_one(known)
-            stored.keep(many(segments))
-        return self._made(stored)
+            stored.keep((known.many or _one_by_one(known))(segments))
+        return self._chosen(stored.read(), None)
 
-    def _made(self, stored: Stored) -> list[Trajectory]:
-        """All trajectories that are left, with all fields."""
+    def _chosen(self, parts: Sequence[TensorDictBase], predicate: Predicate) -> list[Trajectory]:
+        """The trajectories of which it is true, through the transforms. The others only go through those that it needs."""
         from engram.query.trajectory import Trajectory
 
-        transform = self._buffer.transform
-        made = [Trajectory(data) for data in stored.read()]
-        return [Trajectory(transform.forward(it.data)) for it in made] if transform.reads else made
+        every, found = self._buffer.transform, []
+        keys = predicate.required_keys() if isinstance(predicate, TrajectoryPredicate) else None
+        needed = every if keys is None else every.needed(keys)
+        partly = len(needed) < len(every) and every.reads
+        for data in parts:
+            shown = Trajectory(needed.forward(data.clone() if partly else data))
+            if predicate is None or holds(predicate, shown):
+                found.append(Trajectory(every.forward(data)) if partly else shown)
+        return found
 
-    def _of_list(
-        self, storage: Storage, predicate: Callable[[Trajectory], object] | None, trajectory_key: object
-    ) -> list[Trajectory]:
+    def _of_list(self, storage: Storage, predicate: Predicate, trajectory_key: object) -> list[Trajectory]:
         """The same of a list's items, which lie in memory as they are."""
         from tensordict import TensorDict, TensorDictBase
-
-        from engram.query.trajectory import Trajectory
 
         extent = storage.extent()
         rows = extent.rows(torch.arange(extent.size, device="cpu"))
@@ -243,17 +242,9 @@ class Query:
             )
         order = (rows - extent.seam[0] * full).remainder(extent.capacity).argsort()
         parts = torch.tensor_split(order, (rows[order].diff() % extent.capacity != 1).nonzero().flatten() + 1)
-        transform = self._buffer.transform
-        found = [
-            trajectory
-            for part in parts  # void rows are between them
-            for trajectory in filter_trajectories(
-                torch.stack([items[i] for i in part.tolist()]), None, trajectory_key=trajectory_key
-            )
-        ]
-        if transform.reads:
-            found = [Trajectory(transform.forward(it.data.clone())) for it in found]
-        return [it for it in found if predicate is None or holds(predicate, it)]
+        stacks = [torch.stack([items[i] for i in part.tolist()]) for part in parts]  # void rows are between them
+        found = [it.data for stack in stacks for it in iter_trajectories(stack, trajectory_key)]
+        return self._chosen([data.clone() for data in found] if self._buffer.transform.reads else found, predicate)
 
 
 def _one_by_one(predicate: TrajectoryPredicate) -> Callable[[Segments], Tensor]:

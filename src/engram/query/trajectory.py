@@ -50,7 +50,8 @@ class Trajectory(_Steps):
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, TensorDictBase):
-            raise TypeError(f"Trajectory: data: expected a TensorDict [T], got {self.data!r:.60}.")
+            got = f"{self.data!r:.60}. To draw steps of one: sample_unit=Sequence(length=…)"
+            raise TypeError(f"Trajectory: data: expected a TensorDict [T], got {got}.")
         if not self.batch_size and self.data.batch_dims:
             if self.data.batch_dims != 1:
                 raise ValueError(

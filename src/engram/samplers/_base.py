@@ -13,6 +13,7 @@ from torch import Tensor
 from engram import _fork
 from engram._checks import as_numbers
 from engram._overrides import overrides
+from engram._tensordict import is_tensor_collection
 from engram._words import warn
 from engram.components import Component, adopt
 from engram.errors import EMPTY, NoSampleable, RowError
@@ -33,6 +34,15 @@ def check_drawable(size: int) -> None:
     """Raise ``NoSampleable`` if no row is live."""
     if size < 1:
         raise NoSampleable(EMPTY)
+
+
+def refuse_batch(index: object, priority: object) -> None:
+    """Raise ``TypeError`` for a batch in place of the rows of ``update_priority``; a whole ``info`` is taken with priorities."""
+    if is_tensor_collection(index) or (isinstance(index, dict) and (priority is None or "index" not in index)):
+        raise TypeError(
+            f"update_priority: expected rows and their priorities, got a {type(index).__name__}. For a sampled TensorDict: "
+            'update_tensordict_priority(batch). For others: update_priority(info["index"], …), info of sample(return_info=True).'
+        )
 
 
 class DeclaredSampler(Component):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engram.errors import NoSampleable, RowError
+from engram.errors import EMPTY, NoSampleable, RowError
 from engram.retries import Retries
 from engram.samplers.uniform import RandomSampler
 from engram.types import Draw
@@ -91,7 +91,7 @@ class Redraw:
         storage, retries, call = self._storage, self.retries, self._call
         extent = storage.extent()
         if extent.size == 0:
-            raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
+            raise NoSampleable(EMPTY if call == "sample" else f"{call}: the buffer was emptied meanwhile.")
         if waiting:
             retries.count += 1
         else:

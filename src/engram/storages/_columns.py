@@ -15,9 +15,9 @@ from torch import Tensor
 from engram._checks import check_count
 from engram._tensordict import is_lazy_stack, is_non_tensor, is_tensor_collection
 from engram.format.layout import SINGLE
-from engram.nested import flatten, has_entries, map_with_paths
+from engram.nested import describe, flatten, has_entries, map_with_paths
 from engram.storages._keys import at
-from engram.storages._structure import as_tensor, describe
+from engram.storages._structure import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

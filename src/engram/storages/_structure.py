@@ -30,7 +30,7 @@ from engram._tensordict import (
 from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import NoRows, attributes, find_field, first_leaf, is_dataclass, is_numbers, with_fields
+from engram.nested import NoRows, attributes, describe, find_field, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored, overflows
 from engram.storages._keys import at, by_name, taken_by_key
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from engram.storages._dtypes import Dtypes
 
+#: What makes a row of this kind of one of another.
+_REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."
 _FLOATS = tuple(dtype for dtype in DTYPE_NAMES if dtype.is_floating_point or dtype.is_complex)
@@ -54,6 +56,8 @@ class Structure:
     on_host = True
     #: What it was before a field was added; None: it has those of the first row.
     _before: Structure | None = None
+    #: What messages compare data with.
+    first_row = "the first row"
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class Structure:
     def grown(self, schema: Schema) -> Structure:
         """The structure of rows with more fields."""
         grown = Structure(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema), self.names)
-        grown.on_host, grown._before = self.on_host, self
+        grown.on_host, grown._before, grown.first_row = self.on_host, self, self.first_row
         return grown
 
     # ---- data to columns ---------------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ class Structure:
     def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str, given: object) -> str:
         field = self.fields[i]
         message = (
-            f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in the first row, "
+            f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in {self.first_row}, "
             f"got {list(value.shape)} {str(value.dtype).removeprefix('torch.')}."
         )
         row, (dtype, _, is_float) = torch.Size(field.shape), self._specs[i]
@@ -307,8 +311,10 @@ class Structure:
         given, source = _opened(value, of_numbers=node.kind == "list")
         if given != node.kind or (node.type and not takes_rows_of(type(value), node, self._types, vars(self))):
             check_tensor(value, path, call)
-            kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
-            raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
+            kind = f"{node.kind} {node.type.partition(':')[2]}".rstrip().replace("tensordict", "TensorDict")
+            remedy = _REMEDIES.get(node.kind, "") if isinstance(value, dict) or is_tensor_collection(value) else ""
+            got = f"{describe(value)}.{remedy}"
+            raise TypeError(f"{call}: {at(path)}: expected a {kind} as in {self.first_row}, got {got}")
         named = by_name(source.items(), path, call) if node.integers else source
         children = self.added.without(node.children, named) if self.added.fills else node.children
         keys: Iterable[object] = map(node.key_of, children) if node.integers else children
@@ -317,7 +323,7 @@ class Structure:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
             raise KeyError(
-                f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row; "
+                f"{call}: {at(path)}: expected the fields of {self.first_row}, got others: {differs}. Write the same fields in every row; "
                 "rb.add_field(key, example) adds one to all rows."
             )
         for key, child in children.items():
@@ -587,18 +593,11 @@ def check_tensor(value: object, key: tuple[str, ...], call: str) -> None:
 
 
 def _no_tensor(value: object, key: tuple[str, ...], call: str) -> TypeError:
-    return TypeError(
-        f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. "
-        "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
-    )
-
-
-def describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
-    if is_tensor_collection(value):
-        return f"a {type(value).__name__} of batch size {list(value.batch_size)}"
-    return f"{type(value).__name__} {value!r:.40}"
+    advice = "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
+    known = isinstance(value, np.ndarray | np.generic) or is_tensor_collection(value)
+    if "shape" in dir(value) and not known:  # such as a data set of h5py
+        advice = f"Read it first: {key[-1] if key else 'data'}[:], an array."
+    return TypeError(f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. {advice}")
 
 
 def device_of(data: object) -> torch.device:

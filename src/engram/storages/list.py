@@ -13,7 +13,7 @@ from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.nested import NoRows, find, map_with_paths
+from engram.nested import NoRows, describe, find, map_with_paths
 from engram.packing import pack, unpack
 from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
@@ -24,7 +24,6 @@ from engram.storages._geometry import Geometry
 from engram.storages._indexes import checked_priorities, saved_priorities
 from engram.storages._item_groups import ItemGroups
 from engram.storages._port import Count
-from engram.storages._structure import describe
 from engram.store import check_index_name
 from engram.types import Extent, Write, WritePlan
 
@@ -523,8 +522,8 @@ class ListStorage(Storage):
         return values, moved
 
     def __repr__(self) -> str:
-        bound = "unbounded" if self._max_size is None else f"{self._max_size}"
-        return f"{type(self).__name__}(size={len(self)}/{bound})"
+        bound = "unbounded" if self._max_size is None else f"{self._max_size:,}"
+        return f"{type(self).__name__}(size={len(self):,}/{bound})"
 
 
 class _ItemsPreparation(NamedTuple):

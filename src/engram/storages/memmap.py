@@ -164,9 +164,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage = cls._in(Home(store.folder), geometry, io)
         try:
             structure = Structure.from_schema(schema, dtypes)
-        except (TypeError, IncompatibleStore):
+        except (TypeError, IncompatibleStore) as error:
             store.close()
-            raise
+            raise type(error)(f"{str(path)!r}: {error}") from None
+        structure.first_row = f"the first row of {str(path)!r}"
         storage._adopt(store, structure)
         return storage
 

@@ -278,7 +278,7 @@ class OwnStorage(TensorStorage):
 
     def __repr__(self) -> str:
         fields = "not written yet" if self.structure is None else f"{len(self.structure.fields)} fields"
-        return f"OwnStorage({self._columns.name}, size={len(self)}/{self._capacity}, {fields})"
+        return f"OwnStorage({self._columns.name}, size={len(self):,}/{self._capacity:,}, {fields})"
 
 
 class _Preparation(NamedTuple):

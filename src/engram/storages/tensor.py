@@ -824,6 +824,6 @@ class TensorStorage(Storage):
     def __repr__(self) -> str:
         geometry = self._geometry
         lanes = f", lanes={geometry.lanes}" if geometry.lanes > 1 else ""
-        asked = f", max_size={geometry.max_size} asked" if geometry.max_size != self._capacity else ""
+        asked = f", max_size={geometry.max_size:,} asked" if geometry.max_size != self._capacity else ""
         fields = "not allocated yet" if self.structure is None else f"{len(self.structure.fields)} fields"
-        return f"{type(self).__name__}(size={len(self)}/{self._capacity}{lanes}{asked}, {fields}, {self._device})"
+        return f"{type(self).__name__}(size={len(self):,}/{self._capacity:,}{lanes}{asked}, {fields}, {self._device})"

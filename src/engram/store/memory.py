@@ -16,7 +16,8 @@ import torch
 
 from engram import _native
 from engram._mappings import bytes_of, map_piece, open_files
-from engram._words import said_bytes
+from engram._memory import available_memory
+from engram._words import no_space
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
@@ -113,9 +114,7 @@ def private_block(nbytes: int, field: Field | None = None) -> Block:
     except (OSError, OverflowError) as error:
         what = "row numbers" if field is None else f"field {field.name}, {nbytes // field.row_bytes} rows"
         advice = "Use fewer rows, a smaller dtype, or LazyMemmapStorage, whose rows lie on disk"
-        raise OSError(
-            errno.ENOMEM, f"{what}: expected {said_bytes(nbytes)} of RAM, this machine has less. {advice}"
-        ) from error
+        raise OSError(errno.ENOMEM, f"{what} in RAM: {no_space(nbytes, available_memory(), advice)}") from error
     if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # random rows of a large field then miss the TLB less
     return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engram import nested
 from engram._tensordict import is_tensor_collection, tensordict_type
-from engram.field_paths import checked_path, public
+from engram.field_paths import as_paths, checked_path, public
 from engram.nested import is_tensordict
 from engram.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from tensordict import TensorDictBase
@@ -328,6 +328,28 @@ class Compose(Stateful):
             copy: Compose = transform[:]
             return copy
         return cls() if transform is None else cls(transform)
+
+    def needed(self, keys: Iterable[object]) -> Compose:
+        """What changes entries of these keys on reading: transforms that write them, by ``out_keys``, and what those read; and all
+        before one that does not say what it writes.
+
+        >>> from engram import Compose, DoubleToFloat
+        >>> len(Compose(DoubleToFloat(["a"]), DoubleToFloat(["b"])).needed(["b"]))
+        1
+        """
+        paths = {(*prefix, *checked_path(key, "needed")) for key in keys for prefix in ((), ("next",))}
+        chain = Compose()
+        for number, step in reversed([*enumerate(self._steps)]):
+            written, read = (getattr(step.transform, name, None) for name in ("out_keys", "in_keys"))
+            if step.forward is not None and (step.invert or not written):
+                chain._steps[:0] = self._steps[: number + 1]
+                break
+            found = as_paths(written or [], "out_keys", empty=True) or ()
+            if any(one[: len(other)] == other[: len(one)] for one in found for other in paths):
+                chain._steps.insert(0, step)
+                paths.update(as_paths(read, "in_keys", empty=True) or ())
+        chain._update_directions()
+        return chain
 
     def append(self, transform: object, *, invert: bool = False) -> None:
         """Add a transform at the end. ``invert`` swaps its directions.

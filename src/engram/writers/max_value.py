@@ -47,6 +47,12 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _IN_NUMPY = (torch.float32, torch.float64, torch.int64)
 
 
+class _NoRank(RuntimeError, KeyError):
+    """Data without the rank key: TorchRL's programs expect either. Says its message as it is, not as a key."""
+
+    __str__ = Exception.__str__
+
+
 class TensorDictMaxValueWriter(NativeWriter):
     """Keeps the ``max_size`` best rows: TensorDicts or dicts. In a full storage, a row replaces the worst row if it is better.
 
@@ -70,7 +76,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         ValueError: the buffer's storage has ``ndim > 1`` or several lanes. On writing: a rank is NaN, or a row has no
             number to rank it by.
         RuntimeError: on writing: the data is neither a TensorDict nor a dict, nor a list of such rows.
-        KeyError: on writing: the data has no ``rank_key``.
+        KeyError: on writing: the data has no ``rank_key``. It is a ``RuntimeError``, too.
 
     Cost of writing n rows: O(n log rows) on average; once for about every eighth of the storage that is replaced, one pass over
     all ranks, O(rows). In a full storage of tensors, ranked by one number per row, one native call does it.
@@ -223,9 +229,10 @@ class TensorDictMaxValueWriter(NativeWriter):
                 "RoundRobinWriter for other data."
             )
         value: object = find(data, self._rank_key)
-        if value is None:
-            keys = [str(key) for key in data.keys()]  # noqa: SIM118 - TensorDicts iterate over rows
-            raise KeyError(f"{type(self).__name__}: expected the rank key {self.rank_key!r}, got {keys}.")
+        if value is None:  # TensorDicts iterate over rows
+            got = f"{self.rank_key!r}, got {[*map(str, data.keys())]}"
+            missing = _NoRank(f"{type(self).__name__}: expected the rank key {got}.")
+            raise missing
         return value
 
     def _reduced(self, value: object, n: int) -> NDArray[np.float64]:
