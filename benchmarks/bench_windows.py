@@ -63,10 +63,7 @@ def _sides(engram: Any, fields: dict[str, Any], form: str) -> Iterator[Side]:
         "8 x 32": (slices(num_slices=8, traj_key="episode"), BATCH),
         "32 x 8": (slices(num_slices=32, traj_key="episode"), BATCH),
         "8 x 32, WindowSpec": (slices(window=spec(32), flat=False, traj_key="episode"), 8),
-        "8 x 32, R2D2": (
-            slices(window=spec(24, period=24, burn_in=8, padding=8), flat=False, traj_key="episode"),
-            8,
-        ),
+        "8 x 32, R2D2": (slices(window=spec(24, period=24, burn_in=8, padding=8), flat=False, traj_key="episode"), 8),
     }
     kind = engram.TensorDictReplayBuffer if form == "tensordict" else engram.ReplayBuffer
     rows = len(fields["obs"])

@@ -61,9 +61,7 @@ def _serve(rows: int) -> None:
             if i % 1024 == 0:
                 writer.flush()
     answer_lines(
-        lambda: None,
-        None,
-        {"port": server.port, "reverb": version("dm-reverb"), "tensorflow": version("tensorflow")},
+        lambda: None, None, {"port": server.port, "reverb": version("dm-reverb"), "tensorflow": version("tensorflow")}
     )
 
 

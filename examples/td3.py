@@ -58,13 +58,7 @@ def train(steps: int, warmup: int, seed: int) -> None:
                 action = agent.policy(torch.from_numpy(observation)).numpy()
             action = (action + random.normal(0, EXPLORATION, size)).clip(-1, 1).astype(np.float32)
         following, reward, terminated, truncated, info = env.step(action)
-        replay.add(
-            observation=observation,
-            action=action,
-            reward=reward,
-            following=following,
-            terminated=terminated,
-        )
+        replay.add(observation=observation, action=action, reward=reward, following=following, terminated=terminated)
         observation = following
         if terminated or truncated:
             print(f"step {step}: return {info['episode']['r']:.0f}")

@@ -24,14 +24,7 @@ import torch
 
 import engram.storages._home
 import engram.store
-from engram import (
-    EngramError,
-    ForkedHandle,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-)
+from engram import EngramError, ForkedHandle, LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 
 LIMIT_S = 100
 ROWS = torch.arange(7)

@@ -26,12 +26,7 @@ import types
 from pathlib import Path
 
 _LENGTH = 8
-_IMPORTED = (
-    "engram.buffer.tensordict",
-    "engram.checkpoint.checkpointer",
-    "torch.distributed",
-    "torch.multiprocessing",
-)
+_IMPORTED = ("engram.buffer.tensordict", "engram.checkpoint.checkpointer", "torch.distributed", "torch.multiprocessing")
 _NAME = "ENGRAM_TESTS_INTERPRETER"
 
 

@@ -119,11 +119,7 @@ ANSWERS = {
         TypeError,
         "dumps: path: expected a path, got NoneType.",
     ),
-    "no path to load from": (
-        lambda folder: filled().loads(5),
-        TypeError,
-        "loads: path: expected a path, got int.",
-    ),
+    "no path to load from": (lambda folder: filled().loads(5), TypeError, "loads: path: expected a path, got int."),
     "no state": (
         lambda folder: filled().load_state_dict(None),
         TypeError,

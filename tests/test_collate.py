@@ -84,11 +84,7 @@ def test_order_of_the_keys_does_not_matter():
 
 @pytest.mark.parametrize(
     "items",
-    [
-        [td(), td(n=5)],
-        [td(), td(b=torch.zeros(1))],
-        [td(b=torch.zeros(2)), td(b=torch.zeros(2, 2))],
-    ],
+    [[td(), td(n=5)], [td(), td(b=torch.zeros(1))], [td(b=torch.zeros(2)), td(b=torch.zeros(2, 2))]],
     ids=["lengths", "fields", "dimensions"],
 )
 def test_ragged_tensordicts_become_a_lazy_stack(items):

@@ -146,10 +146,7 @@ def test_the_log_has_a_line_each_ten_seconds(clock, lines):
         for _ in range(25):
             clock.now += 1
             work(500_000_000)
-    assert lines() == [
-        "saving: 5.00 of 20.00 GB (25%) in 10 s",
-        "saving: 10.00 of 20.00 GB (50%) in 20 s",
-    ]
+    assert lines() == ["saving: 5.00 of 20.00 GB (25%) in 10 s", "saving: 10.00 of 20.00 GB (50%) in 20 s"]
 
 
 def test_the_log_says_rows_of_scans_and_no_share_of_an_unknown_total(clock, lines):

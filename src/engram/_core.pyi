@@ -110,14 +110,7 @@ class Trajectories(Index):
     def count(self, window: int) -> None: ...
     def after_fork(self) -> None: ...
     def sample(
-        self,
-        store: Store,
-        layout: Layout,
-        key_at: int,
-        n: int,
-        spec: WindowSpec,
-        batched: Batched,
-        marks: Marks,
+        self, store: Store, layout: Layout, key_at: int, n: int, spec: WindowSpec, batched: Batched, marks: Marks
     ) -> list[Tensor]: ...
     def sample_epoch(
         self,
@@ -193,14 +186,7 @@ class Fragments(Index):
     def count(self, window: int) -> None: ...
     def after_fork(self) -> None: ...
     def sample(
-        self,
-        store: Store,
-        layout: Layout,
-        key_at: int,
-        n: int,
-        spec: WindowSpec,
-        batched: Batched,
-        marks: Marks,
+        self, store: Store, layout: Layout, key_at: int, n: int, spec: WindowSpec, batched: Batched, marks: Marks
     ) -> list[Tensor]: ...
     def windows(self, store: Store, spec: WindowSpec) -> int: ...
     def choices(self, store: Store, spec: WindowSpec) -> int: ...
@@ -298,14 +284,7 @@ class Groups(Index):
         self, key: int, n: int, each: int, newest: bool, without: Tensor
     ) -> tuple[Tensor, Tensor, bool] | None: ...
     def draw_best(
-        self,
-        store: Store,
-        reward: tuple[int, _Spec],
-        key: int,
-        n: int,
-        each: int,
-        spread: bool,
-        without: Tensor,
+        self, store: Store, reward: tuple[int, _Spec], key: int, n: int, each: int, spread: bool, without: Tensor
     ) -> tuple[Tensor, Tensor, bool] | int | None: ...
     def catch_up(self) -> None: ...
     def scan(self, begin: int, end: int) -> None: ...
@@ -379,13 +358,7 @@ class Ranking:
         self, ranks: NDArray[np.float64], free: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
     def write_of(
-        self,
-        store: Store,
-        intake: Intake,
-        field: int,
-        data: object,
-        batched: bool,
-        settled: int,
+        self, store: Store, intake: Intake, field: int, data: object, batched: bool, settled: int
     ) -> tuple[Tensor, Tensor, int, int | None] | None: ...
     def keep(self) -> None: ...
 
@@ -445,15 +418,7 @@ class Store:
     def append_by_lane(self, lane_of: int, n: int, columns: tuple[int, ...], rows: int) -> int: ...
     def append_at(self, lane: int, position: int, n: int, columns: tuple[int, ...], rows: int) -> tuple[int, int]: ...
     def append_by(
-        self,
-        writers: Writers,
-        high: int,
-        low: int,
-        number: int,
-        lane: int,
-        n: int,
-        columns: tuple[int, ...],
-        rows: int,
+        self, writers: Writers, high: int, low: int, number: int, lane: int, n: int, columns: tuple[int, ...], rows: int
     ) -> tuple[int, int]: ...
     def scatter(
         self,

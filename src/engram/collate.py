@@ -11,7 +11,7 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type, wrap
 from engram.field_paths import public
-from engram.nested import find_field, is_tensordict, map_with_paths
+from engram.nested import find_field, is_named_tuple, is_tensordict, map_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def stack(items: list[Any], path: Path = ()) -> object:
     if isinstance(first, tuple | list):
         _check_kind(items, lambda item: type(item) is type(first) and len(item) == len(first))
         columns: Any = [stack([*column], (*path, str(i))) for i, column in enumerate(zip(*items, strict=True))]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        return type(first)(*columns) if is_named_tuple(first) else type(first)(columns)
     if is_plain_tensordict(first):
         dense = _stack_flat(items)
         if dense is not None:

@@ -66,6 +66,11 @@ def is_dataclass(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type) and not is_tensor_collection(data)
 
 
+def is_named_tuple(data: object) -> bool:
+    """Whether data is an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
 def fields_of(cls: type[object]) -> tuple[str, ...]:
     """The names of a dataclass's or a named tuple's fields."""
     if dataclasses.is_dataclass(cls):
@@ -131,7 +136,7 @@ def map_with_paths(
         ]
         if keep and all(new is old for new, old in zip(values, data, strict=True)):
             return data
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return type(data)(*values) if is_named_tuple(data) else type(data)(values)
     return change(data, path)
 
 
@@ -199,7 +204,7 @@ def entries_of(data: object) -> Any:
     """
     if has_entries(data):
         return data
-    if is_dataclass(data) or hasattr(data, "_fields"):
+    if is_dataclass(data) or is_named_tuple(data):
         return attributes(data)
     return {str(place): value for place, value in enumerate(data)} if isinstance(data, tuple | list) else {}
 

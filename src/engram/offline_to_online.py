@@ -211,10 +211,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
 
 
 def prefill_replay_buffer(
-    rb: ReplayBuffer[Batch],
-    dataset: Dataset[Batch],
-    n_samples: int | None = None,
-    chunk_size: int = 1000,
+    rb: ReplayBuffer[Batch], dataset: Dataset[Batch], n_samples: int | None = None, chunk_size: int = 1000
 ) -> ReplayBuffer[Batch]:
     """Copy rows of a dataset into a buffer.
 

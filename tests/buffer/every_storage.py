@@ -2,11 +2,7 @@
 
 import pytest
 
-from engram import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ListStorage,
-)
+from engram import LazyMemmapStorage, LazyTensorStorage, ListStorage
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]
 

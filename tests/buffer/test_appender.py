@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram import (
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-    RowError,
-    TensorDictReplayBuffer,
-)
+from engram import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
 
 
 def make(lanes=3, kind=ReplayBuffer, **options):

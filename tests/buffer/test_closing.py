@@ -259,11 +259,7 @@ def test_another_handle_of_the_store_goes_on_unharmed(sampler, tmp_path):
     update, extend = rb.update_priority, rb.extend
     before = other.state_dict()
     rb.close()
-    for write in (
-        lambda: update(index, 9.0),
-        lambda: rb.update_priority(index, 9.0),
-        lambda: extend(data(2)),
-    ):
+    for write in (lambda: update(index, 9.0), lambda: rb.update_priority(index, 9.0), lambda: extend(data(2))):
         with pytest.raises(RuntimeError):
             write()
     if mine.prioritized:

@@ -71,8 +71,7 @@ class TestListening:
 
     def test_not_to_refused_writes(self, storage):
         rb = ReplayBuffer(storage=storage(5), sampler=Listener())
-        with pytest.raises((RuntimeError, TypeError)):
-            rb.extend(torch.zeros(0))
+        assert rb.extend(torch.zeros(0)).tolist() == []
         with pytest.raises(RowError):
             rb.add(torch.tensor(1), lane=3)
         with pytest.raises((RowError, RuntimeError)):

@@ -102,10 +102,7 @@ class Dicts:
 
     def batch(self, payloads):
         rows = [self.one(p) for p in payloads]
-        return {
-            "a": torch.stack([r["a"] for r in rows]),
-            "b": {"c": torch.stack([r["b"]["c"] for r in rows])},
-        }
+        return {"a": torch.stack([r["a"] for r in rows]), "b": {"c": torch.stack([r["b"]["c"] for r in rows])}}
 
     def read_one(self, row):
         assert type(row) is dict
@@ -245,8 +242,9 @@ class BufferMachine(RuleBasedStateMachine):
         if wrong == "lane":
             lane = self.model.lanes
         elif wrong == "empty":
-            good = self.none_of(good)
-        elif self.listed:
+            assert len(self.rb.extend(self.none_of(good))) == 0
+            return
+        elif self.listed or not any(self.model.filled):  # an emptied store takes other rows until a batch was drawn
             return
         elif isinstance(good, torch.Tensor):
             good = good[:, :1] if wrong == "shape" else good.float() if wrong == "dtype" else {"a": good}

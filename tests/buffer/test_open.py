@@ -87,11 +87,7 @@ def test_the_priority_key_comes_back(folder):
 
 @pytest.mark.parametrize(
     "sampler",
-    [
-        RandomSampler(),
-        SamplerWithoutReplacement(drop_last=True),
-        SamplerWithoutReplacement(shuffle=False),
-    ],
+    [RandomSampler(), SamplerWithoutReplacement(drop_last=True), SamplerWithoutReplacement(shuffle=False)],
     ids=repr,
 )
 def test_the_sampler_comes_back(folder, sampler):
@@ -101,11 +97,7 @@ def test_the_sampler_comes_back(folder, sampler):
 
 @pytest.mark.parametrize(
     "writer",
-    [
-        RoundRobinWriter(),
-        RoundRobinWriter(track_generations=True),
-        TensorDictRoundRobinWriter(track_generations=True),
-    ],
+    [RoundRobinWriter(), RoundRobinWriter(track_generations=True), TensorDictRoundRobinWriter(track_generations=True)],
     ids=repr,
 )
 def test_the_writer_comes_back(folder, writer):

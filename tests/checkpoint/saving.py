@@ -3,10 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from engram import (
-    LazyTensorStorage,
-    TensorDictReplayBuffer,
-)
+from engram import LazyTensorStorage, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
 
 CAPACITY = 1024

@@ -8,12 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import (
-    CorruptCheckpoint,
-    IncompatibleCheckpoint,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-)
+from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyMemmapStorage, LazyTensorStorage
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import disk, series
 from engram.format.verify import verify

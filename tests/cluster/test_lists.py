@@ -177,9 +177,7 @@ def test_what_needs_rows_that_processes_share_is_refused(arguments):
 def test_torchrls_other_spelling_says_what_to_call():
     with pytest.raises(TypeError, match="got a list. Call RayReplayBuffer"):
         TensorDictReplayBuffer(
-            storage=partial(ListStorage, 10),
-            service_backend="ray",
-            service_backend_options={"remote_config": HERE},
+            storage=partial(ListStorage, 10), service_backend="ray", service_backend_options={"remote_config": HERE}
         )
 
 

@@ -20,12 +20,7 @@ def reward(rows):
 
 def goals_of(strategy, run, row, live):
     """Which rows a goal may come from. ``run``: the rows of the trajectory, oldest first; ``live``: all rows."""
-    return {
-        "future": run[run.index(row) :],
-        "final": run[-1:],
-        "episode": run,
-        "random": sorted(live),
-    }[strategy]
+    return {"future": run[run.index(row) :], "final": run[-1:], "episode": run, "random": sorted(live)}[strategy]
 
 
 def steps(lengths, *, first=0, lane=0, open_end=False, ids=False):

@@ -6,15 +6,7 @@ from array import array
 from engram.format import series
 from engram.format.checkpoints import Count, Cut, ShardRows, Totals, rank_folder
 from engram.format.dumps import finish_dump, replacing
-from engram.format.parts import (
-    Geometry,
-    PartField,
-    PartReader,
-    PartWriter,
-    SegmentRows,
-    schema_sum,
-    segment_layout,
-)
+from engram.format.parts import Geometry, PartField, PartReader, PartWriter, SegmentRows, schema_sum, segment_layout
 from engram.format.tables import HAS_FIRST, HAS_LAST, OPEN, Lane, Trajectory, pack_lanes, pack_trajectories
 
 SCHEMA = (

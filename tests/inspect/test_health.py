@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram import (
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-)
+from engram import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
 
 
 def found(rb, name):

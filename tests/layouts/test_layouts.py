@@ -227,10 +227,7 @@ WRONG = {
     "alone": (lambda steps: steps.set(("next", "goal"), torch.zeros(7)), r"\[\('goal',\)\] both at the root"),
     "reward": (lambda steps: steps.set("reward", torch.zeros(7, 1)), r"rewards below \"next\" only"),
     "name": (lambda steps: steps.set("shift", torch.zeros(7)), "needs the names"),
-    "shape": (
-        lambda steps: steps.set(("next", "observation"), torch.zeros(7, 2)),
-        "of the same shape and dtype",
-    ),
+    "shape": (lambda steps: steps.set(("next", "observation"), torch.zeros(7, 2)), "of the same shape and dtype"),
 }
 
 

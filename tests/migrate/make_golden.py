@@ -61,10 +61,7 @@ def ensemble_state(rl):
     rb = rl.ReplayBufferEnsemble(ring, nothing, items, streams, batch_size=8, generator=generator, collate_fn=list)
     ring.extend(rows(0, 7))
     inner = TensorDict({"b": torch.ones(1) * 2, "x.y": torch.zeros(2)})
-    for item in (
-        *TENSORS,
-        TensorDict({"a": torch.arange(4), "next": inner, "text": "number 2", "c.d": torch.ones(1)}),
-    ):
+    for item in (*TENSORS, TensorDict({"a": torch.arange(4), "next": inner, "text": "number 2", "c.d": torch.ones(1)})):
         items.add(item)
     for item in TENSORS:
         streams.add(item)

@@ -268,9 +268,6 @@ def test_structures_are_validated_as_those_of_stores(plain):
     dump = quietly_read(plain)
     assert dump.structure == Node(
         "tensordict",
-        children={
-            "obs": Node("leaf", field=0),
-            "next": Node("tensordict", children={"done": Node("leaf", field=1)}),
-        },
+        children={"obs": Node("leaf", field=0), "next": Node("tensordict", children={"done": Node("leaf", field=1)})},
     )
     assert dump.schema().capacity == 10

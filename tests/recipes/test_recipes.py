@@ -69,7 +69,7 @@ def test_a_recipe_of_ours_in_that_shape(own):
     assert result.rows == 64
     assert result.batches >= 8
     assert set(result.classes) == {
-        *("TensorDictReplayBuffer", "SamplerWithoutReplacement", "ReplayBuffer", "RandomSampler"),
+        *("TensorDictReplayBuffer", "SamplerWithoutReplacement", "ReplayBuffer", "RandomSampler")
     }
     assert (folder / "own/own.py").read_text() == OWN  # the recipe itself stays
 

@@ -18,10 +18,7 @@ NAMES = ["LazyTensorStorage", "ReplayBuffer", "SamplerWithoutReplacement", "Slic
             "from torchrl.data import (  # both\n    LazyTensorStorage,  # rows\n    ReplayBuffer as R,\n)\n",
             "from engram import (  # both\n    LazyTensorStorage,  # rows\n    ReplayBuffer as R,\n)\n",
         ),
-        (
-            "from torchrl.data.replay_buffers.samplers import SliceSampler\n",
-            "from engram import SliceSampler\n",
-        ),
+        ("from torchrl.data.replay_buffers.samplers import SliceSampler\n", "from engram import SliceSampler\n"),
         (
             "from torchrl.data.replay_buffers import LazyTensorStorage, SliceSampler\n",
             "from engram import LazyTensorStorage, SliceSampler\n",

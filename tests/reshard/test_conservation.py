@@ -18,10 +18,7 @@ from tests.ranks.jobs import buffer, checkpointer, columns_of, done, filled, job
 
 lengths = st.lists(st.integers(1, 9), min_size=0, max_size=6)
 shard = st.fixed_dictionaries(
-    {
-        "length": st.integers(1, 24),
-        "lanes": st.lists(st.tuples(lengths, st.booleans()), min_size=1, max_size=3),
-    }
+    {"length": st.integers(1, 24), "lanes": st.lists(st.tuples(lengths, st.booleans()), min_size=1, max_size=3)}
 )
 target = st.tuples(st.integers(1, 3), st.integers(1, 60))
 

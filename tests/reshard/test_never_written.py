@@ -164,15 +164,9 @@ UNLIKE = {
         [_rows(obs=OBS, act=ACT), _rows(obs=OBS, act=ACT.double())],
         "field act: expected shape [] float32, got shape [] float64",
     ),
-    "missing": (
-        [_rows(obs=OBS, next={"done": DONE}), _rows(obs=OBS)],
-        "missing [('next', 'done')]",
-    ),
+    "missing": ([_rows(obs=OBS, next={"done": DONE}), _rows(obs=OBS)], "missing [('next', 'done')]"),
     "more": ([_rows(obs=OBS), _rows(obs=OBS, act=ACT)], "unknown ['act']"),
-    "order": (
-        [_rows(obs=OBS, act=ACT), _rows(act=ACT, obs=OBS)],
-        "fields in another order: expected obs where act is",
-    ),
+    "order": ([_rows(obs=OBS, act=ACT), _rows(act=ACT, obs=OBS)], "fields in another order: expected obs where act is"),
     "roles": (
         [_rows(obs=OBS, act=ACT), _rows(obs=OBS, act=ACT)],
         "field act: expected shape [] float32, got shape [] float32 as env_id",

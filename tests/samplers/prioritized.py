@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from engram import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-)
+from engram import LazyMemmapStorage, LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-3
 

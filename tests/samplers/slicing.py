@@ -5,13 +5,7 @@ import itertools
 import torch
 from tensordict import TensorDict
 
-from engram import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-    TensorDictReplayBuffer,
-)
+from engram import LazyTensorStorage, ReplayBuffer, SliceSampler, SliceSamplerWithoutReplacement, TensorDictReplayBuffer
 
 BOTH = [SliceSampler, SliceSamplerWithoutReplacement]
 

@@ -260,11 +260,7 @@ def test_members_of_an_ensemble_have_weights_of_their_own(everywhere):
                 assert (weights == 1).all() if number == 3 else (weights < 1e-5).all()
 
 
-SERVED = {
-    "rows": prioritized,
-    "n-step": lambda: NStep(prioritized(), 3, 0.9),
-    "slices": WRAPPED["slices"],
-}
+SERVED = {"rows": prioritized, "n-step": lambda: NStep(prioritized(), 3, 0.9), "slices": WRAPPED["slices"]}
 SHARES = (120, 60, 20)
 
 

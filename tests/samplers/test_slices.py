@@ -6,12 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import (
-    LazyTensorStorage,
-    NoSampleable,
-    SliceSampler,
-    TensorDictReplayBuffer,
-)
+from engram import LazyTensorStorage, NoSampleable, SliceSampler, TensorDictReplayBuffer
 from tests.samplers.slicing import BOTH, buffer, cut, seeded, steps, windows
 from tests.statistics_of import assert_uniform
 

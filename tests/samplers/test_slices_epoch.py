@@ -5,13 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engram import (
-    LazyTensorStorage,
-    NoSampleable,
-    ReplayBuffer,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
+from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, SliceSampler, SliceSamplerWithoutReplacement
 from tests.samplers.slicing import buffer, numbers, steps, windows
 from tests.statistics_of import assert_uniform
 from tests.twins import bits

@@ -42,11 +42,7 @@ def buffer(rows, capacity=None, *, storage=LazyTensorStorage, generator=None, tr
 
 
 # Uniform draws are made in the native core, or by the sampler where something else needs to see them.
-WAYS = {
-    "native": {},
-    "sampler": {"tracks": True},
-    "list": {"storage": ListStorage},
-}
+WAYS = {"native": {}, "sampler": {"tracks": True}, "list": {"storage": ListStorage}}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())

@@ -143,8 +143,7 @@ WRONG = {
         [pa.array([b"x"], pa.binary(1))], pa.schema([FIELD.with_type(pa.binary(1))])
     ),
     "a negative shape": pa.record_batch(
-        [pa.array([b"x" * 8], pa.binary(8))],
-        pa.schema([FIELD.with_metadata({"dtype": "int64", "shape": "[-1, -1]"})]),
+        [pa.array([b"x" * 8], pa.binary(8))], pa.schema([FIELD.with_metadata({"dtype": "int64", "shape": "[-1, -1]"})])
     ),
     "a shape that is none": pa.record_batch(
         [pa.array([b"x" * 8], pa.binary(8))], pa.schema([FIELD.with_metadata({"dtype": "int64", "shape": "{}"})])

@@ -3,14 +3,9 @@
 import os
 
 import torch
-from tensordict import (
-    TensorDict,
-    tensorclass,
-)
+from tensordict import TensorDict, tensorclass
 
-from engram import (
-    ReplayBuffer,
-)
+from engram import ReplayBuffer
 from tests.storages.test_structure import raw
 
 

@@ -52,11 +52,7 @@ REFUSED = {
     "a leaf without time": ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, RuntimeError, r"field 'b': .*got \[2\]"),
     "too few dimensions": (torch.zeros(2), RuntimeError, r"2 leading dimensions.*got \[2\]"),
     "td of too few": (TensorDict({"a": torch.zeros(2, 3)}, [2]), RuntimeError, r"2 leading dimensions.*got \[2\]"),
-    "a float": (
-        {"a": torch.zeros(2, 3), "b": 1.0},
-        RuntimeError,
-        r"field 'b': .*2 leading dimensions, got \[\]",
-    ),
+    "a float": ({"a": torch.zeros(2, 3), "b": 1.0}, RuntimeError, r"field 'b': .*2 leading dimensions, got \[\]"),
     "a string": (
         {"a": torch.zeros(2, 3), "b": "x"},
         TypeError,

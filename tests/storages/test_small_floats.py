@@ -21,12 +21,7 @@ from engram import (
 from engram.store import DeviceStore
 from tests.serving.servers import serving
 
-DTYPES = [
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-]
+DTYPES = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
 every_dtype = pytest.mark.parametrize(
     "dtype", DTYPES, ids=[str(dtype).removeprefix("torch.float8_") for dtype in DTYPES]
 )

@@ -209,11 +209,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("tensor", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_tensors_become_columns_of_the_same_values(tensor, form):
     n = len(tensor)
-    batch = {
-        "tensor": tensor,
-        "dict": {"a": tensor},
-        "tensordict": TensorDict({"a": tensor}, batch_size=[n]),
-    }[form]
+    batch = {"tensor": tensor, "dict": {"a": tensor}, "tensordict": TensorDict({"a": tensor}, batch_size=[n])}[form]
     structure = Structure.of(batch, batched=True, call="extend")
     (column,) = structure.flatten(batch, n, "extend")
     assert column.is_contiguous()
@@ -414,11 +410,7 @@ def test_data_that_cannot_be_stored(data, error, says):
         Structure.of(data, batched=True, call="extend")
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
 def test_other_dtypes_are_refused_by_name(dtype):
     with pytest.raises(TypeError, match=f"extend: field 'a': dtype {dtype} cannot be stored"):
         Structure.of({"a": torch.empty(3, dtype=dtype)}, batched=True, call="extend")

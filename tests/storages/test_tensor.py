@@ -6,14 +6,9 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from tensordict import (
-    TensorDict,
-    is_tensor_collection,
-)
+from tensordict import TensorDict, is_tensor_collection
 
-from engram import (
-    ReplayBuffer,
-)
+from engram import ReplayBuffer
 from engram.format.schema import DTYPES
 from tests.fresh import run
 from tests.storages.rows import Step, numbered, reopened

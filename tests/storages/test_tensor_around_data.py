@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from tensordict import (
-    TensorDict,
-)
+from tensordict import TensorDict
 
 import engram
 from engram import (
@@ -152,12 +150,7 @@ def test_storage_around_data_shares_its_memory():
 def test_storage_around_other_data(data):
     rb = ReplayBuffer(storage=TensorStorage(data, 4))
     assert len(rb) == 4
-    leaf = {
-        torch.Tensor: lambda x: x,
-        tuple: lambda x: x[0],
-        dict: lambda x: x["a"],
-        Step: lambda x: x.obs,
-    }[type(data)]
+    leaf = {torch.Tensor: lambda x: x, tuple: lambda x: x[0], dict: lambda x: x["a"], Step: lambda x: x.obs}[type(data)]
     assert leaf(rb[2]) == 2
     rb.add(rb[3])
     assert leaf(data)[0] == 3

@@ -2,24 +2,10 @@
 
 import pytest
 import torch
-from tensordict import (
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    lazy_stack,
-    tensorclass,
-)
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack, tensorclass
 
 import engram
-from engram import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ReplayBuffer,
-    RowError,
-    TensorDictReplayBuffer,
-    TensorStorage,
-)
+from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, RowError, TensorDictReplayBuffer, TensorStorage
 from tests.storages.rows import batch, row, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -9,10 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import (
-    LazyMemmapStorage,
-    ReplayBuffer,
-)
+from engram import LazyMemmapStorage, ReplayBuffer
 
 
 def rows(start, n):

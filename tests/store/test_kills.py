@@ -175,10 +175,7 @@ class Store:
         else:
             made = TensorDictReplayBuffer(
                 storage=LazyMemmapStorage(
-                    options.capacity,
-                    scratch_dir=self.place,
-                    lanes=options.lanes,
-                    group_small_fields=options.grouped,
+                    options.capacity, scratch_dir=self.place, lanes=options.lanes, group_small_fields=options.grouped
                 ),
                 sampler=options.sampler(),
             )

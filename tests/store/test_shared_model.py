@@ -301,8 +301,6 @@ class SharedMachine(RuleBasedStateMachine):
 
 TestShared = SharedMachine.TestCase
 TestShared.settings = settings(
-    SETTINGS,
-    max_examples=stress.size(25, 50_000, 100_000),
-    stateful_step_count=stress.size(30, 50),
+    SETTINGS, max_examples=stress.size(25, 50_000, 100_000), stateful_step_count=stress.size(30, 50)
 )
 TestShared.pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]

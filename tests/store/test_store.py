@@ -14,12 +14,7 @@ import pytest
 import torch
 
 import engram.store
-from engram import (
-    LazyMemmapStorage,
-    ReplayBuffer,
-    StoreInUse,
-    UncleanStore,
-)
+from engram import LazyMemmapStorage, ReplayBuffer, StoreInUse, UncleanStore
 from engram.format import files
 from engram.store import open_store
 from tests.fresh import run, start

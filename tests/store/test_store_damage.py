@@ -8,11 +8,7 @@ import struct
 
 import pytest
 
-from engram import (
-    CorruptStore,
-    IncompatibleStore,
-    ReplayBuffer,
-)
+from engram import CorruptStore, IncompatibleStore, ReplayBuffer
 from engram.format import schema as schemas
 from engram.format.schema import Node
 from engram.store import open_store
@@ -51,8 +47,7 @@ DAMAGE = ["empty", "a byte short", "a byte long", "a page long", "missing", "a f
 
 
 @pytest.mark.parametrize(
-    ("part", "how"),
-    [(part, how) for part in PARTS for how in (DAMAGE[2:] if part == ".engram/alive" else DAMAGE)],
+    ("part", "how"), [(part, how) for part in PARTS for how in (DAMAGE[2:] if part == ".engram/alive" else DAMAGE)]
 )
 def test_damaged_files_are_named_and_left_as_they_are(folder, part, how):
     damage(folder / part, how)

@@ -16,13 +16,7 @@ import pytest
 import torch
 
 import engram.store
-from engram import (
-    IncompatibleStore,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ReplayBuffer,
-    _native,
-)
+from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, _native
 from engram.format import files
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema

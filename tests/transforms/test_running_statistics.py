@@ -7,11 +7,7 @@ import threading
 import pytest
 import torch
 
-from engram import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    VecNorm,
-)
+from engram import LazyTensorStorage, ReplayBuffer, VecNorm
 from tests.transforms.batches import rows, same
 
 # ---- running statistics ----------------------------------------------------------------------------------------------------

@@ -3,12 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from engram import (
-    LazyTensorStorage,
-    ListStorage,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-)
+from engram import LazyTensorStorage, ListStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 STORAGES = [LazyTensorStorage, ListStorage]
 

@@ -3,13 +3,7 @@
 import copy
 import pickle
 
-from engram import (
-    ImmutableDatasetWriter,
-    Plan,
-    RoundRobinWriter,
-    TensorDictMaxValueWriter,
-    TensorDictRoundRobinWriter,
-)
+from engram import ImmutableDatasetWriter, Plan, RoundRobinWriter, TensorDictMaxValueWriter, TensorDictRoundRobinWriter
 from engram.testing import WriterContract
 
 

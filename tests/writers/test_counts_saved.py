@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from engram import (
-    Checkpointer,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    MaxTimesSampled,
-    ReplayBuffer,
-)
+from engram import Checkpointer, LazyMemmapStorage, LazyTensorStorage, MaxTimesSampled, ReplayBuffer
 
 CAPACITY = 12
 

@@ -352,10 +352,7 @@ class TestRefused:
     def test_no_tensordict(self, storage, filled):
         rb, before = self.start(storage, filled)
         rb = ReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))
-        for write in (
-            lambda: rb.writer.extend((torch.ones(2),)),
-            lambda: rb.writer.get_insert_index(torch.ones(2)),
-        ):
+        for write in (lambda: rb.writer.extend((torch.ones(2),)), lambda: rb.writer.get_insert_index(torch.ones(2))):
             with pytest.raises((RuntimeError, TypeError)):
                 write()
             unchanged(rb, before)

@@ -24,12 +24,7 @@ from tests.store.processes import context
 from tests.waiting import ended
 
 SIZE = 100
-REMOVERS = {
-    "fifo": FifoRemover,
-    "lifo": Lifo,
-    "sampled": MaxTimesSampled,
-    "stale": lambda: StalestFirst("version"),
-}
+REMOVERS = {"fifo": FifoRemover, "lifo": Lifo, "sampled": MaxTimesSampled, "stale": lambda: StalestFirst("version")}
 
 
 def steps(first, n):

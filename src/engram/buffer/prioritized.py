@@ -30,10 +30,7 @@ __all__ = [
 
 
 #: Keywords of TorchRL's whose values change nothing here: all processes draw and update in one tree, on the CPU.
-_OF_THE_TREE = {
-    "sync": Later("nothing", (True,)),
-    "sampler_device": Later("a tree on accelerators", ("cpu",)),
-}
+_OF_THE_TREE = {"sync": Later("nothing", (True,)), "sampler_device": Later("a tree on accelerators", ("cpu",))}
 
 
 def _check_tree(name: str, sync: object, device: torch.device | str | None) -> None:

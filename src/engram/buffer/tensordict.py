@@ -313,7 +313,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
-def priorities_in(data: Any, priority_key: str | None, who: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def priorities_in(data: object, priority_key: str | None, who: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Index, priorities and generations, if there are some, of a sampled batch. ``who``: the class to name.
 
     Raises ``TypeError``: it is no TensorDict. ``KeyError``: an entry is missing.

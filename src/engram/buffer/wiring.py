@@ -435,7 +435,9 @@ def checked_size(size: object, call: str) -> int | None:
         raise
 
 
-def first_storage(given: object, size: int | None, sampler: Sampler, call: str, kind: Any) -> Storage:
+def first_storage(
+    given: object, size: int | None, sampler: Sampler, call: str, kind: type[storages.ListStorage]
+) -> Storage:
     """The storage of a new buffer, by default of a ``kind``, of ``size`` rows or as many as the sampler can draw from.
 
     Raises:

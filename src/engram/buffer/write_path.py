@@ -367,7 +367,7 @@ def _without_dim(x: Any, at: int) -> object:
     return x.squeeze(at) if x.ndim > at else x
 
 
-def _move_dim(x: Any, at: int, to: int) -> object:
+def _move_dim(x: object, at: int, to: int) -> object:
     """Several rows in the layout of ``extend``. ``at``: where they are in a tensor; in a TensorDict they come last."""
     if not is_tensor_collection(x):
         return x if at == to else torch.as_tensor(x).movedim(at, to)

@@ -481,11 +481,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def serve(
-        self,
-        address: str | None = None,
-        *,
-        token_file: str | os.PathLike[str] | None = None,
-        interval: float = 1.0,
+        self, address: str | None = None, *, token_file: str | os.PathLike[str] | None = None, interval: float = 1.0
     ) -> Iterator[Endpoint | None]:
         """Inside, rank 0 answers HTTP requests for checkpoints. On other ranks nothing happens.
 
@@ -772,12 +768,7 @@ class StatefulReplay:
     """
 
     def __init__(
-        self,
-        checkpointer: Checkpointer,
-        job: Job,
-        step: Callable[[], int],
-        keep: int,
-        restore: RestoreArguments,
+        self, checkpointer: Checkpointer, job: Job, step: Callable[[], int], keep: int, restore: RestoreArguments
     ) -> None:
         if not callable(step):
             raise TypeError(

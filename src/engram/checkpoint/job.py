@@ -260,11 +260,7 @@ class Job:
             # Other ranks print to the same terminal.
             work = stack.enter_context(Work("saving", snapshot.rows.nbytes, progress, quiet=self.ranks.rank > 0))
             rows = snapshot.rows.save_segments(
-                folder / parts.STORAGE,
-                roles=options.roles,
-                parent=reader,
-                paranoid=options.paranoid,
-                progress=work,
+                folder / parts.STORAGE, roles=options.roles, parent=reader, paranoid=options.paranoid, progress=work
             )
             return rows, [rows.info, *parts.write_parts(folder, snapshot.parts)]
 

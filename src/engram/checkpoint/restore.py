@@ -268,11 +268,7 @@ class _Load:
         if made is None:
             close_open = options.resume == "env_reset" and buffer.form.ranking is None
             load = buffer.prepare_load(
-                self._checkpoint,
-                rank,
-                default_rng=options.default_rng,
-                close_open=close_open,
-                convert=options.convert,
+                self._checkpoint, rank, default_rng=options.default_rng, close_open=close_open, convert=options.convert
             )
         else:
             offset = sum(target.lanes for target in self._targets[:rank]) if options.env_id == "global" else 0

@@ -55,27 +55,12 @@ def main() -> None:
 
 
 @main.command()
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=100_000,
-    help="Maximum number of environment steps.",
-)
+@click.option("--steps", type=click.IntRange(min=1), default=100_000, help="Maximum number of environment steps.")
 @click.option(
     "--dir", "directory", type=click.Path(path_type=Path), help="Folder of the run. Default: engram-demo/run-…"
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Seed of networks, environments and exploration.",
-)
-@click.option(
-    "--sampler",
-    type=click.Choice(SAMPLERS),
-    default=SAMPLERS[0],
-    help="Sampler of the replay buffer.",
-)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of networks, environments and exploration.")
+@click.option("--sampler", type=click.Choice(SAMPLERS), default=SAMPLERS[0], help="Sampler of the replay buffer.")
 @click.option(
     "--actors",
     type=click.IntRange(1, MOST_ACTORS),

@@ -15,13 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engram import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-    __version__,
-    num_threads,
-)
+from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, __version__, num_threads
 from engram.cli.show import problem, table
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.ensembles.members import Member
     from engram.ensembles.writers import WriterEnsemble
+    from engram.types import Entry
 
 
 class Routing:
@@ -208,7 +209,7 @@ class RoutedWrites:
     def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
-        info: Any = index
+        info = cast("dict[Entry, Any]", index)
         if priority is None:
             refuse_batch(index, priority)
         if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:

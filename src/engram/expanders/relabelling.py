@@ -167,12 +167,7 @@ class Goals:
     """The goals of one batch, of rows or of windows."""
 
     def __init__(
-        self,
-        relabelling: Relabelling,
-        native: _native.Goals,
-        memory: Store,
-        table: _native.Trajectories,
-        key: int,
+        self, relabelling: Relabelling, native: _native.Goals, memory: Store, table: _native.Trajectories, key: int
     ) -> None:
         """``key``: of the draw."""
         self._relabelling = relabelling

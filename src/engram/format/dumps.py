@@ -28,12 +28,7 @@ _ASIDE = re.compile(r"was-[0-9a-f]{16}")
 
 
 def finish_dump(
-    folder: Path,
-    parts: Sequence[PartInfo],
-    rows: ShardRows,
-    *,
-    step: int = 0,
-    user: Mapping[str, object] | None = None,
+    folder: Path, parts: Sequence[PartInfo], rows: ShardRows, *, step: int = 0, user: Mapping[str, object] | None = None
 ) -> Manifest:
     """Make a checkpoint of one rank out of the parts in a folder. It is on disk when this returns.
 

@@ -144,11 +144,7 @@ class Mirror:
         return known
 
     def _copy_part(
-        self,
-        part: PartReader,
-        target: Path,
-        known: dict[tuple[int, bytes], tuple[Path, str]],
-        beat: Callable[[], None],
+        self, part: PartReader, target: Path, known: dict[tuple[int, bytes], tuple[Path, str]], beat: Callable[[], None]
     ) -> None:
         memory = memoryview(bytearray(_CHUNK))
         disk.make_folders(str(target))

@@ -139,11 +139,7 @@ METRICS = (
         "limit_level", "gauge", "Rows that may be sampled for those inserted: see docs/flow-control.md.", "limit_level"
     ),
     Metric(
-        "limit_bound",
-        "gauge",
-        "The band of the level.",
-        {"lowest": "limit_lowest", "highest": "limit_highest"},
-        "end",
+        "limit_bound", "gauge", "The band of the level.", {"lowest": "limit_lowest", "highest": "limit_highest"}, "end"
     ),
     Metric(
         "limit_error",
@@ -168,11 +164,7 @@ METRICS = (
         "seconds",
     ),
     Metric(
-        "waiting",
-        "gauge",
-        "Calls that wait now.",
-        {"insert": "inserts_waiting", "sample": "samples_waiting"},
-        "call",
+        "waiting", "gauge", "Calls that wait now.", {"insert": "inserts_waiting", "sample": "samples_waiting"}, "call"
     ),
     Metric("stores", "gauge", "Stores of a fleet.", {"all": "shards", "missing": "shards_missing"}, "which"),
     Metric("missing_rows", "gauge", "Rows of its stores that are gone, as far as they were known.", "rows_missing"),

@@ -23,11 +23,7 @@ _FLAGS = ("done", "terminated", "truncated")
 #: Roles that say where a trajectory ends.
 ENDS = frozenset((*_FLAGS, "step_type", "traj_id"))
 #: What fields are called that have a role without being told: the last part of their key, at any depth.
-_USUAL = {
-    **{role: role for role in (*_FLAGS, "step_type", "env_id")},
-    "traj_ids": "traj_id",
-    "episode": "traj_id",
-}
+_USUAL = {**{role: role for role in (*_FLAGS, "step_type", "env_id")}, "traj_ids": "traj_id", "episode": "traj_id"}
 #: The last part of keys that number the trajectory of a row or its environment, as far as names tell.
 IDS = re.compile(r"(^|_)ids?$")
 _START = "is_init"

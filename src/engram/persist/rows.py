@@ -212,11 +212,7 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
 
 
 def _write_together(
-    part: PartWriter,
-    store: Store,
-    rows: int,
-    stretches: Sequence[tuple[int, int]],
-    group: layout.Group,
+    part: PartWriter, store: Store, rows: int, stretches: Sequence[tuple[int, int]], group: layout.Group
 ) -> None:
     """Write the files of fields that lie in one file of a directory store, which is read once for every 64 of them."""
     assert store.directory is not None  # as the caller has looked

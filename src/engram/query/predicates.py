@@ -185,11 +185,7 @@ class BatchedPredicate(TrajectoryPredicate):
     """One that may say so of many trajectories at once, too: bool ``[K]``."""
 
     def __init__(
-        self,
-        fn: Callable[[Trajectory], object],
-        description: str,
-        keys: frozenset[object] | None,
-        many: OfMany | None,
+        self, fn: Callable[[Trajectory], object], description: str, keys: frozenset[object] | None, many: OfMany | None
     ) -> None:
         super().__init__(fn, description, keys)
         self._many = many

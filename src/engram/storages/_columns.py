@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:
     """``[*columns, ...]`` with the dimension ``time`` among the columns as rows ``[time * columns, ...]``, and the columns."""
 
-    def merge(x: Any) -> Any:
+    def merge(x: Any) -> object:
         rest = [dim for dim in range(len(_shape(x))) if dim != time]
         return x.permute(time, *rest).flatten(0, ndim - 1)
 
@@ -38,12 +38,12 @@ def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object
     return rows, (*shape[:time], *shape[time + 1 :])
 
 
-def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
+def rows_of_slot(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """One slot ``[*columns, ...]`` as rows ``[columns, ...]``, and the columns."""
     return _rearrange(data, ndim - 1, lambda x: x.flatten(0, ndim - 2), call, "one slot, laid out [*columns, …]")
 
 
-def rows_of_written(data: object, storage: Storage, call: str, *, batched: bool) -> tuple[Any, tuple[int, ...]]:
+def rows_of_written(data: object, storage: Storage, call: str, *, batched: bool) -> tuple[object, tuple[int, ...]]:
     """What is written to a storage as rows, and the columns."""
     if not batched:
         return rows_of_slot(data, storage.ndim, call)
@@ -61,7 +61,7 @@ def rows_of_selection(data: object, shape: torch.Size, call: str, structure: Str
     """Data for rows that an index selected, ``[*shape, ...]`` or what is broadcast to that, as rows ``[n, ...]``."""
     own = {field.key: field.shape for field in structure.fields}
 
-    def spread(x: Any, path: tuple[str, ...]) -> Any:
+    def spread(x: object, path: tuple[str, ...]) -> object:
         if is_tensor_collection(x):
             return x.expand(*shape) if shape[len(shape) - x.ndim :] == x.batch_size else x
         with contextlib.suppress(RuntimeError):  # what differs is said below

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engram.storages.announcing import announce, temporary
 from engram.storages.lazy import LazyTensorStorage
@@ -42,7 +42,7 @@ class DefaultStorage(ListStorage):
     #: In a text about the buffer.
     described = "ListStorage, or LazyTensorStorage for rows that are dicts"
 
-    def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[list[Any], int]:
+    def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[Any, int]:
         if batched and isinstance(data, list) and not data:
             return super().prepare(data, call, batched=batched, **options)
         with self._lock:
@@ -72,7 +72,7 @@ class DefaultStorage(ListStorage):
 
     def _become_tensors(self) -> LazyTensorStorage:
         with self._lock:
-            made: Any = self
+            made = cast("LazyTensorStorage", self)
             if isinstance(self, DefaultStorage):
                 # First what the other class needs: threads may be amid a method of this one.
                 twin = LazyTensorStorage(self.max_size, device=self._device or "cpu")
@@ -80,7 +80,7 @@ class DefaultStorage(ListStorage):
                 made.__class__ = LazyTensorStorage
                 made.remedy = " Rows of several kinds are for storage=ListStorage(…)."
                 made._tell_moved()
-        return made  # type: ignore[no-any-return]
+        return made
 
     share, limit, prepare_rows, schema_here = map(_of_tensors, ("share", "limit", "prepare_rows", "schema_here"))
 

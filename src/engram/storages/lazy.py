@@ -90,7 +90,7 @@ class LazyTensorStorage(TensorStorage):
         if self.shared:
             self._forget_fake_rows()
 
-    def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
+    def _forget_fake_rows(self, *row: object, batched: bool = False, error: Exception | None = None) -> bool:
         """Be as before the first write, if all rows are forgotten, and none of them was drawn or there was one slot. False: that is
         not so, or others use the store, too.
 
@@ -112,7 +112,7 @@ class LazyTensorStorage(TensorStorage):
                 self.check_writable()
                 data, call = row
                 first = data[0] if batched and isinstance(data, list) else data
-                Structure.of(first, batched=batched and first is data, call=call)
+                Structure.of(first, batched=batched and first is data, call=str(call))
             before, limit = self.written(), Rules(*store.core.limit)
             self._looking = True  # it is still there
             try:

@@ -7,11 +7,12 @@ import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Annotated, ClassVar, Unpack
 
 import torch
 
 from engram._checks import check_path
+from engram._tensordict import is_tensor_collection
 from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import IncompatibleStore
 from engram.format import layout
@@ -271,9 +272,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         memory = self.memory
         return self._scratch_dir if memory is None else memory.folder
 
-    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> object:
         view = super().view(where, extra)
-        if self.structure is not None and self.structure.is_tensordict:
+        if self.structure is not None and self.structure.is_tensordict and is_tensor_collection(view):
             view.lock_()
         return view
 

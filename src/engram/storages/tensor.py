@@ -308,8 +308,7 @@ class TensorStorage(Storage):
                 self._device_argument, self._device = str(given), given or torch.device("cpu")
             elif given not in (None, self._device):
                 raise RuntimeError(
-                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage "
-                    "with device=…, and extend that by the rows."
+                    f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage."
                 )
 
     @property
@@ -352,8 +351,7 @@ class TensorStorage(Storage):
     @property
     def _storage(self) -> Any:
         """All rows, as TorchRL's collectors look for them; None before the first write."""
-        store = self.memory
-        return None if store is None else self._formed(store.views(), torch.Size((store.capacity,)))
+        return None if self.memory is None else self._formed(self.store.views(), torch.Size((self._capacity,)))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -383,11 +381,9 @@ class TensorStorage(Storage):
                     if self.memory is None:
                         self._initialize(data, n if size else None, columns, call)
             return self.written().flatten(data, n if size else None, call, ignored), n
-        except NoRows:
-            raise
         except (KeyError, RuntimeError, TypeError) as error:
             check_even(given, call)
-            if not self._forget_fake_rows(given, call, batched=batched, error=error):
+            if isinstance(error, NoRows) or not self._forget_fake_rows(given, call, batched=batched, error=error):
                 if self.remedy:
                     error.args = (f"{error.args[0]}{self.remedy}",)
                 raise
@@ -396,7 +392,7 @@ class TensorStorage(Storage):
     def number(self, value: object, path: tuple[str, ...]) -> object:
         return as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
 
-    def _forget_fake_rows(self, *row: Any, batched: bool = False, error: Exception | None = None) -> bool:
+    def _forget_fake_rows(self, *row: object, batched: bool = False, error: Exception | None = None) -> bool:
         """Whether this was a storage whose rows say nothing of those to come, and is as before its first write now."""
         return False
 
@@ -525,13 +521,9 @@ class TensorStorage(Storage):
         return self.store.read(rows, expected=expected)
 
     def pack(self, columns: Sequence[Tensor], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
-        if where.single:
-            columns, batch = [column[0] for column in columns], torch.Size(())
-        elif where.shape is not None:
-            batch = where.shape
-            columns = [column.reshape(*batch, *column.shape[1:]) for column in columns]
-        else:
-            batch = where.rows.shape
+        batch = torch.Size(()) if where.single else where.rows.shape if where.shape is None else where.shape
+        if where.single or where.shape is not None:
+            columns = [column.reshape((*batch, *column.shape[1:])) for column in columns]
         return self._formed(columns, batch, extra)
 
     def _formed(self, columns: Sequence[Tensor], batch: torch.Size, extra: dict[str, Tensor] | None = None) -> object:
@@ -551,7 +543,7 @@ class TensorStorage(Storage):
     def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> Any:
         return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self._device)  # type: ignore[union-attr]
 
-    def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> Any:
+    def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> object:
         """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``.
 
         >>> import torch
@@ -567,11 +559,10 @@ class TensorStorage(Storage):
         for tensor in self.store.views():
             laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
             columns.append(laid_out.movedim(0, self.dim_extend)[index])
-        own = len(self.written().fields[0].shape)
-        batch = columns[0].shape[: columns[0].ndim - own]
+        batch = columns[0].shape[: columns[0].ndim - len(self.written().fields[0].shape)]
         return self._formed(columns, batch, extra)
 
-    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> object:
         """Live views of rows that were located by a slice: a writer at work shows through, nothing is checked.
 
         Of private memory, a view that torch moves to shared memory, by ``share_memory_()`` or in a queue of
@@ -609,9 +600,7 @@ class TensorStorage(Storage):
             row = torch.tensor([index], device="cpu")
             return self.pack(self.read(row)[0], Rows(row, single=True))
         where = self.resolve(index)
-        if where.span is not None:
-            return self.view(where)
-        return super().__getitem__(index)
+        return super().__getitem__(index) if where.span is None else self.view(where)
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
         """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside.
