@@ -20,7 +20,7 @@ from engram import errors
 SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 #: Of an extra that wheels are tested without.
 OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers", "demo.nodes")} | {
-    f"engram.cluster.{name}" for name in ("shard", "placement", "saving")
+    f"engram.cluster.{name}" for name in ("lists", "shard", "placement", "saving")
 }
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
 MODULES = sorted(
@@ -281,7 +281,7 @@ def raised():
 
 
 #: Errors that are caught within the package, or are ones of the tree.
-INTERNAL = ("NoRows", "NotAdmitted", "NotOnce", "OutOfOrder", "TooMany", "_AnotherStore")
+INTERNAL = ("NoRows", "NotAdmitted", "NotOnce", "OutOfOrder", "TooMany", "WrongCount", "_AnotherStore")
 
 
 def test_everything_raised_is_in_the_tree_or_builtin():

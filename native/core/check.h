@@ -28,7 +28,7 @@ struct ReadOnly : std::runtime_error {
 };
 
 /// How each message about a draw from a store without live rows begins, as TorchRL's does: programs look for it.
-inline constexpr const char* kEmptyStore = "Cannot sample from an empty storage";
+inline constexpr const char* kEmptyStore = "Cannot sample from an empty storage: no row is live";
 
 /// Nothing can be drawn: no row is live. Says why, and what to do.
 struct NothingLive : std::runtime_error {

@@ -45,8 +45,8 @@ def rlock() -> threading.RLock:
 def registered(thing: T, *, uses_others: bool = False) -> T:
     """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly.
 
-    Things that use others come behind those. If a thing has ``before_fork()``, that is called first. What it returns of such a one is
-    given to ``forked(…)``: in the parent when the child is there, in the child after ``after_fork()``.
+    Things that use others come behind those. ``before_fork()``, if a thing has it, is called first. For things that use others, its
+    result is passed to ``forked(…)``: in the parent when the child is there, in the child after ``after_fork()``.
     """
     (_users if uses_others else _others).add(thing)
     return thing
@@ -162,9 +162,11 @@ def _prepare() -> None:
     _lineage.forks += 1
     prepared: list[tuple[Any, object]] = []
     _forks.prepared.append(prepared)  # first: an interrupt here is told, and the fork goes on
-    for thing in list(_others):
-        getattr(thing, "before_fork", bool)()
-    prepared.extend((thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork"))
+    try:
+        for thing in list(_others):
+            getattr(thing, "before_fork", bool)()
+    finally:
+        prepared.extend((thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork"))
 
 
 def _settle() -> None:

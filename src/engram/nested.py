@@ -56,8 +56,8 @@ def describe(value: object) -> str:
         return f"a tensor {list(value.shape)}"
     if is_tensor_collection(value):
         return f"a {type(value).__name__} of batch size {list(value.batch_size)}"
-    if isinstance(value, dict):
-        return f"a {type(value).__name__} with {[*map(str, value)]!r:.80}"
+    if isinstance(value, dict) and value:
+        return f"{type(value).__name__} with {[*map(str, value)]!r:.80}"
     return f"{type(value).__name__} {value!r:.60}"
 
 

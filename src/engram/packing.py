@@ -52,7 +52,9 @@ def pack(items: Sequence[object]) -> dict[str, Any]:
                 "parts": [
                     {
                         "bytes": torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *leaves]),
-                        "sizes": _sizes(sizes),
+                        "sizes": torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(
+                            len(sizes), len(sizes[0])
+                        ),
                     }
                     for leaves, sizes in parts
                 ],
@@ -60,10 +62,6 @@ def pack(items: Sequence[object]) -> dict[str, Any]:
             for tree, parts in forms.items()
         ],
     }
-
-
-def _sizes(sizes: list[list[int]]) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(len(sizes), len(sizes[0]))
 
 
 def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, depth: int) -> list[Any]:

@@ -130,7 +130,7 @@ class _Walk:
 
     def _collection(self, td: TensorDictBase, path: tuple[str, ...]) -> object:
         device = td.device
-        if device is None and self.device is not None and _all_on(td, self.device):
+        if device is None and self.device is not None and {leaf.device for leaf in tensors(td)} == {self.device}:
             device = self.device
         if is_plain_tensordict(td):
             old = children(td)
@@ -154,10 +154,6 @@ class _Walk:
         if not changed:
             return td
         return made.lock_() if td.is_locked else made
-
-
-def _all_on(td: object, device: torch.device) -> bool:
-    return {leaf.device for leaf in tensors(td)} == {device}
 
 
 def _described(tensor: Tensor) -> str:

@@ -56,11 +56,7 @@ def mapped(state: object, change: Callable[[Tensor], object], where: str = "stat
 
 def copied(state: object, where: str = "state") -> Any:
     """The same tree with tensors of its own. Raises ``TypeError`` as :func:`mapped`."""
-    return mapped(state, _copy, where)
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.detach().as_subclass(Tensor).clone()
+    return mapped(state, lambda value: value.detach().as_subclass(Tensor).clone(), where)
 
 
 # ---- components --------------------------------------------------------------------------------------------------------

@@ -180,15 +180,16 @@ class Extent(NamedTuple):
         start = lanes * (self.capacity // len(self.filled))
         return start + (seam - start - steps) % filled.clamp(min=1)
 
-    def in_order(self, lanes: Tensor, most: int | None = None) -> Tensor:
+    def in_order(self, lanes: Tensor, most: int | None = None, places: Tensor | None = None) -> Tensor:
         """The live rows of lanes, lane after lane, each from its oldest to its newest row.
 
         Args:
             lanes: int64 ``[k]``, each in ``[0, L)``.
             most: of each lane only so many places back from its newest row; None: all.
+            places: int64 ``[n]``: only the rows at these places of the whole order, of which a hole is one.
 
         Returns:
-            int64 ``[n]``. Cost: O(n).
+            int64 ``[n]``. Cost: O(n log k).
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -200,8 +201,10 @@ class Extent(NamedTuple):
         import torch
 
         counts = torch.tensor(self.filled, device="cpu")[lanes].clamp(max=self.capacity if most is None else most)
-        ends = counts.cumsum(0).repeat_interleave(counts)
-        rows = self.back(lanes.repeat_interleave(counts), ends - torch.arange(len(ends), device="cpu"))
+        ends = counts.cumsum(0)
+        places = torch.arange(int(ends[-1]) if len(ends) else 0, device="cpu") if places is None else places
+        which = torch.searchsorted(ends, places, right=True)
+        rows = self.back(lanes[which], ends[which] - places)
         return rows if self.holes is None else rows[~torch.isin(rows, self.holes)]
 
 

@@ -86,7 +86,7 @@ def test_rows_of_another_kind(storage, tmp_path):
     rb.extend(rows())
     for write, data in ((rb.extend, rows().to_dict()), (rb.add, rows()[0].to_dict())):
         with pytest.raises(
-            TypeError, match=r"expected a TensorDict as .*, got a dict with \['obs', 'next'\]. Write TensorDict\("
+            TypeError, match=r"expected a TensorDict as .*, got dict with \['obs', 'next'\]. Write TensorDict\("
         ):
             write(data)
     with pytest.raises(TypeError, match=r"expected a TensorDict as in the first row, got a tensor \[3\]\.$"):
@@ -184,7 +184,7 @@ def test_another_layout_in_a_folder_names_it(open_again, tmp_path):
             ({"other": torch.zeros(3, 4)}, KeyError),
             (TensorDict({"obs": torch.zeros(3, 4)}, [3]), TypeError),
         ):
-            with pytest.raises(kind, match=re.escape(f"the first row of {str(folder)!r}")):
+            with pytest.raises(kind, match=re.escape(f"The first row is in {str(folder)!r}")):
                 rb.extend(data)
         rb.add_field("more", torch.zeros(()))
         with pytest.raises(RuntimeError, match=re.escape(str(folder))):

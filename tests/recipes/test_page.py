@@ -99,6 +99,16 @@ DIFFERS = {
     "names of dims, after a folder is opened again": (
         "tests/buffer/test_names_of_dims.py::test_a_folder_does_not_record_them"
     ),
+    "`dim_extend` with `ndim > 1`": "tests/buffer/test_dim_extend.py::test_rows_are_written_and_read_as_by_torchrl",
+    "`update_priority` of windows": "tests/samplers/test_priorities_of_windows.py::test_flat",
+    "`extend` of no rows": "tests/buffer/test_no_rows.py::test_of_every_kind",
+    "`ReplayBuffer(size)` without a storage": "tests/buffer/test_default_storage.py::test_dicts_are_columns",
+    "`empty()` before the first batch": "tests/storages/test_emptied_fields.py::test_the_first_real_rows_say_the_fields",
+    "`patch` of `update_if_present`": "tests/storages/test_shapes_of_edits.py::test_a_patch_is_laid_out_as_the_index_or_as_the_data",
+    "`rb[:, a:b] = row`": "tests/storages/test_shapes_of_edits.py::test_values_are_broadcast_as_torch_does",
+    "`CompressedListStorage` before": "tests/storages/test_compressed.py::test_zlib_where_there_is_no_zstandard",
+    "rows that lack a field of the first row": "tests/storages/test_structure.py::test_tensordicts_that_do_not_fit",
+    "a missing rank key of": "tests/writers/test_max_value.py::test_the_default_key_is_the_next_reward",
     "an argument that is not supported": (
         "tests/test_unsupported.py::test_unknown_arguments_are_refused_whatever_they_are"
     ),

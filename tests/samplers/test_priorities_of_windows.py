@@ -185,7 +185,7 @@ class TestOthers:
         for named in (info, info["index"]):
             with pytest.raises(RuntimeError, match=r"one priority per row, 12, or per window, 4, got \[5\]"):
                 rb.update_priority(named, torch.ones(5))
-        with pytest.raises(TypeError, match="the info of a batch, with 'index', got one with"):
+        with pytest.raises(TypeError, match="expected rows and their priorities, got a dict"):
             rb.update_priority({"priority_weight": torch.ones(12)}, torch.ones(4))
         assert torch.equal(leaves(rb), before)
 

@@ -12,7 +12,9 @@ from tests.statistics_of import assert_proportional
 def expected_of(lanes, steps, share):
     """The chance of each row, by its value; a lane is a list of those that are live or, None, removed."""
     every = [x for lane in lanes for x in lane if x is not None]
-    new = [x for lane in lanes for x in lane[-steps:] if x is not None]
+    new = [x for lane in lanes for x in lane[-steps:]]  # for one that was removed there is one of all
+    share *= 1 - new.count(None) / len(new)
+    new = [x for x in new if x is not None]
     return {x: (1 - share) / len(every) + (x in new) * share / len(new) for x in every}
 
 

@@ -122,7 +122,7 @@ def test_unbounded():
     rb.extend(range(2000))
     assert len(rb) == 2000
     assert storage.max_size == torch.iinfo(torch.int64).max
-    assert repr(storage) == "ListStorage(size=2000/unbounded)"
+    assert repr(storage) == "ListStorage(size=2,000/unbounded)"
     assert "capacity" not in rb.stats()
 
 

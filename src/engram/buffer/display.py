@@ -147,7 +147,7 @@ class Display:
                     "<tr>" + "".join(f"<td {_LEFT}>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in fields
                 )
                 facts.append(("fields", f"<table><tr>{header}</tr>{body}</table>"))
-        rows = "".join(_row(name, cell) for name, cell in facts)
+        rows = "".join(f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{cell}</td></tr>" for name, cell in facts)
         return f"<table><caption>{escape(self._settings.kind)}</caption>{rows}</table>"
 
     def _fields(self) -> Iterator[tuple[str, str, str, str, str]]:
@@ -232,11 +232,6 @@ class Display:
         if storage.requested_size != capacity:
             facts.append(("asked for", said_number(storage.requested_size)))
         return facts
-
-
-def _row(name: str, cell: str) -> str:
-    """A line of the table. ``cell``: HTML."""
-    return f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{cell}</td></tr>"
 
 
 def _bars(found: Histogram) -> str:

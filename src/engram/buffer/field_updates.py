@@ -208,10 +208,11 @@ class FieldUpdates:
         """The fields of a patch and their columns, and what :meth:`_versions` returns."""
         entries, dims = dict(_entries(patch)), storage.ndim
         if dims > 1:  # what is laid out as the data of extend comes in the order of its index
-            laid_out = (*storage.columns, batch.numel() // math.prod(storage.columns))
+            time, of = storage.dim_extend, storage.columns
+            laid_out = (*of[:time], batch.numel() // math.prod(of), *of[time:])
             for key, value in entries.items():
                 if isinstance(value, Tensor | np.ndarray) and tuple(value.shape[:dims]) == laid_out:
-                    entries[key] = torch.as_tensor(value).movedim(dims - 1, 0)
+                    entries[key] = torch.as_tensor(value).movedim(time, 0)
         try:
             which, columns = storage.written().columns(entries, batch, call=CALL, loose=True)
         except RuntimeError as error:  # TorchRL's class

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from engram import _fork, samplers
 from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
+from engram.expanders import Expander
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.pinning import pinning_for
 from engram.removers import FifoRemover
-from engram.storages import DefaultStorage, ListStorage
+from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.units import SampleUnit
@@ -84,14 +85,15 @@ class Arguments(NamedTuple):
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
         # A collate function is handed the items of a list.
-        kind = DefaultStorage if self.default_writer is RoundRobinWriter and self.collate_fn is None else ListStorage
-        storage = first_storage(self.storage, self.size, sampler, call, kind)
+        tensors = isinstance(sampler, Expander | samplers.PromptGroupSampler)  # which they need
+        listed = ListStorage if self.collate_fn or self.default_writer is not RoundRobinWriter else DefaultStorage
+        storage = first_storage(self.storage, self.size, sampler, call, LazyTensorStorage if tensors else listed)
         if self.dim_extend is not None:
-            if self.dim_extend not in range(storage.ndim) or storage.time_dim not in (None, self.dim_extend):
-                given = "" if storage.time_dim is None else f", which has dim_extend={storage.time_dim} already"
+            used = self.dim_extend != storage.dim_extend and (storage.initialized or len(storage.listeners) > 0)
+            if self.dim_extend not in range(storage.ndim) or used:
                 raise TypeError(
-                    f"{call}: dim_extend: expected None or one of the {storage.ndim} dimensions that index rows of the storage{given}, got "
-                    f"{self.dim_extend!r}. Make the storage with ndim={storage.ndim + 1} or more, or move that dimension of the data first."
+                    f"{call}: dim_extend: expected None or one of the {storage.ndim} dimensions that index rows of the storage, which has "
+                    f"dim_extend={storage.dim_extend} already, got {self.dim_extend!r}. Make the storage with ndim={storage.ndim + 1}."
                 )
             storage.time_dim = self.dim_extend
         wiring = Wiring(

@@ -35,7 +35,7 @@ class View:
 
     def __init__(self, form: str, source: Source) -> None:
         self._source = source
-        self._leaf: Callable[[object, Path], object] = _as_array if form == "numpy" else _as_it_is
+        self._leaf: Callable[[object, Path], object] = _as_array if form == "numpy" else lambda leaf, _: leaf
         self._entries = None if form == "numpy" else _as_tuple
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
@@ -94,10 +94,6 @@ def _as_array(leaf: object, path: Path) -> object:
 
 
 # ---- named tuples ------------------------------------------------------------------------------------------------------
-
-
-def _as_it_is(leaf: object, path: Path) -> object:  # noqa: ARG001 - as for arrays
-    return leaf
 
 
 def _as_tuple(entries: dict[str, object], path: Path) -> object:

@@ -352,8 +352,8 @@ class ReplayBuffer(Shown, Generic[Batch]):
         ``lane=``, an int, several ints or ``"each"``: forget the rows of these lanes only, as :func:`remove` does with each of them.
         The lane's next row goes where it would have gone, and no window or return reaches back over the gap. Counts stay.
 
-        If no batch was drawn before, rows with other fields, shapes or dtypes may follow, which allocate memory again, unless others
-        have the store open: programs write fake rows to allocate it before their workers start.
+        Until the first batch is drawn, later rows may have other fields, shapes or dtypes; memory is then allocated again. This needs
+        that no other process has the store open. Programs use it to allocate with fake rows before workers start.
 
         A process that is killed in here leaves the rest to the others, who find it within half a second: a priority that one of
         them gives meanwhile to a row that was written since becomes the default one, 1.
@@ -371,8 +371,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
         """
         self._wiring.check_editable("empty")
         self._discard_prefetched("empty")
-        lanes = None if lane is None else self._lanes.meant(lane, "empty")
-        self._rows.empty(lanes, keep_write_count=not empty_write_count)
+        self._rows.empty(
+            lane if lane is None else self._lanes.meant(lane, "empty"), keep_write_count=not empty_write_count
+        )
 
     def end_trajectory(self, lane: Lane = None, *, terminated: bool = False, roles: Roles | None = None) -> Tensor:
         """Make the newest step of a lane the last one of its trajectory, as a truncation.

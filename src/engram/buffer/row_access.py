@@ -151,9 +151,7 @@ class RowAccess:
         """What ``ReplayBuffer.empty`` does; ``lanes``, int64 ``[k]``: in these."""
         storage = self._wiring.storage
         if lanes is not None:
-            rows = storage.extent().in_order(lanes)
-            storage.check_removal(rows)
-            storage.remove(rows, None)
+            removing.remove_rows(self._wiring, self._wiring.user_index(storage.extent().in_order(lanes)), None)
             return
         storage.empty(keep_write_count=keep_write_count)
         storage.notify(None, None)

@@ -1,4 +1,4 @@
-"""New priorities of what a batch of windows holds, of which there may be one for each window."""
+"""Turns priorities per row or per window into updates of rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_window(
     steps: int = 0,
     marks: Entry = ("next", "truncated"),
 ) -> Update:
-    """The same, but where there is a priority for each window, only of the steps that windows were drawn by, which get it.
+    """The same. If there is one priority per window, the step by which the window was drawn gets it.
 
     Args:
         info: what is said of the rows.
@@ -68,7 +68,7 @@ def by_window(
         marks: the entry that is true at the last step of each window.
     """
     n, values, ends = len(rows), as_numbers(f"{_CALL}: priority", priority), info.get(marks, None) if marks else None
-    if values.numel() in (1, n) or len(values) == n or not (steps or ends is not None):
+    if values.ndim == 0 or values.numel() == n or len(values) == n or not (steps or ends is not None):
         return rows, priority, generation
     place = torch.arange(1, n + 1, device="cpu")
     last = place == n if ends is None else as_numbers(_CALL, ends).reshape(n, -1)[:, 0].to("cpu", torch.bool)
@@ -76,7 +76,7 @@ def by_window(
     if steps or padded:
         last = place % (steps or n // max(1, int(last.count_nonzero()))) == 0
     count = int(last.count_nonzero())
-    if len(values) != count:
+    if values.numel() != count and len(values) != count:
         got = list(values.shape)
         raise RuntimeError(f"{_CALL}: expected one priority per row, {n}, or per window, {count}, got {got}.")
     learned = info.get("learning_mask", None)

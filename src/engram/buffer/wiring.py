@@ -436,7 +436,7 @@ def checked_size(size: object, call: str) -> int | None:
 
 
 def first_storage(
-    given: object, size: int | None, sampler: Sampler, call: str, kind: type[storages.ListStorage]
+    given: object, size: int | None, sampler: Sampler, call: str, kind: Callable[[int], Storage]
 ) -> Storage:
     """The storage of a new buffer, by default of a ``kind``, of ``size`` rows or as many as the sampler can draw from.
 

@@ -302,13 +302,10 @@ def _said_left(report: RestoreReport, saved: int, left: dict[str, int], unused: 
     over, more = left.pop("overflow", 0), ""
     counts = [f"{steps} of {reason} episodes" for reason, steps in left.items()]
     if over:
-        counts.append(f"{count(over, 'step')} did not fit")
-        more = " Larger storages take more."
-        if unused:  # the next older trajectory is longer than what any lane has left
-            counts[-1] += f" as whole trajectories, and {count(unused, 'row')} stay unused"
-            more = (
-                ' Larger storages take more; overflow="fill" fills these rows with older trajectories that are shorter.'
-            )
+        free = f" as whole trajectories, and {count(unused, 'row')} stay unused" if unused else ""
+        counts.append(f"{count(over, 'step')} did not fit{free}")
+        fill = '; overflow="fill" fills these rows with older trajectories that are shorter' if unused else ""
+        more = f" Larger storages take more{fill}."
     if set(left) - {"oversize"}:
         more += ' restore(incomplete={"open": "keep", "headless": "keep"}) keeps incomplete episodes.'
     return f"{said}: {', '.join(counts)}.{more}"

@@ -43,10 +43,6 @@ _WAYS = {
 _OTHERWISE = "max_drop_fraction=1.0 loads the rest. The buffer is as it was"
 
 
-def _is_damage(error: CorruptCheckpoint | RankFailed) -> bool:
-    return isinstance(error, CorruptCheckpoint) or set(error.causes.values()) == {CorruptCheckpoint.__name__}
-
-
 class Restore:
     """A restore. With several ranks, each of them runs one.
 
@@ -76,7 +72,8 @@ class Restore:
                     return load.run(self._passed_over, self._started)
             except (CorruptCheckpoint, RankFailed) as error:
                 # All ranks heard of the same, so all of them go on alike.
-                if not self._wanted.is_open or not _is_damage(error):
+                whole = isinstance(error, RankFailed) and {*error.causes.values()} != {CorruptCheckpoint.__name__}
+                if not self._wanted.is_open or whole:
                     raise
                 damaged = (*self._wanted.damaged, Problem(path, str(error)))
                 self._wanted = self._wanted._replace(damaged=damaged)

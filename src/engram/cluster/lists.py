@@ -35,14 +35,22 @@ def is_kept_in_list(storage: object) -> bool:
 
 
 class ListActor:
-    """Has a buffer."""
+    """The actor: keeps the buffer and runs its methods."""
 
     def open(self, kind: type[ReplayBuffer], given: Mapping[str, object]) -> None:
         """Make it. Raises what that raises."""
         self._rb = kind(**given)  # type: ignore[arg-type] # it checks
+        self._iterations: dict[object, Iterator[object]] = {}
+
+    def iterate(self) -> int:
+        """Begin to iterate over batches: the number of the iteration."""
+        self._iterations[number := len(self._iterations)] = iter(self._rb)
+        return number
 
     def do(self, name: str, *arguments: object, **named: object) -> object:
         """Call a method. ``...`` stands for the buffer itself. Raises ``AttributeError``: an attribute of which a copy would do nothing."""
+        if name == "following":
+            return next(self._iterations[arguments[0]], None)
         found = getattr(self._rb, name)(*arguments, **named)
         if name == "__getattribute__" and not isinstance(found, int | float | str | tuple | None):
             raise AttributeError(
@@ -52,7 +60,7 @@ class ListActor:
 
 
 class ListBuffer:
-    """A buffer of class ``kind`` that an actor has: every call is a message to it. Pickles and clients cannot end the actor."""
+    """Stands for a buffer of class ``kind`` kept by an actor; each call is a message. Pickles and clients cannot end the actor."""
 
     service_backend = transport_kind = "ray"
 
@@ -68,7 +76,8 @@ class ListBuffer:
         if self.closed:
             raise RuntimeError(f"{name}: the buffer was closed. Make another one.")
         try:
-            found = ray.get(self._actor.do.remote(name, *map_tensors(arguments, Tensor.cpu), **named))
+            arguments, named = map_tensors((arguments, named), Tensor.cpu)
+            found = ray.get(self._actor.do.remote(name, *arguments, **named))
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
@@ -81,7 +90,7 @@ class ListBuffer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{name}: no attribute of a buffer that an actor has.")
-        if callable(getattr(self._kind, name, None)) or name in ("register_save_hook", "register_load_hook"):
+        if callable(getattr(self._kind, name, None)) or name in ("query", "register_save_hook", "register_load_hook"):
             return partial(self._call, name)
         return self._call("__getattribute__", name)
 
@@ -91,7 +100,8 @@ class ListBuffer:
     __setattr__ = partialmethod(_call, "__setattr__")  # type: ignore[assignment, misc]
 
     def __iter__(self) -> Iterator[object]:
-        while (batch := self._call("next")) is not None:
+        number = ray.get(self._actor.iterate.remote())
+        while (batch := self._call("following", number)) is not None:
             yield batch
 
     def start(self) -> ListBuffer:

@@ -235,7 +235,7 @@ def check_alike(members: Sequence[Member]) -> None:
             continue
         names = f"of member {first.number}", f"of member {other.number}"
         some = [one.finished(_none_of(one)) for one in (first, other)]
-        join(some, names, _nothing)
+        join(some, names, lambda batches: batches[0])
         shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
         others = [f"{field.name} {list(field.shape)}" for field in theirs.fields]
         raise RuntimeError(
@@ -247,7 +247,3 @@ def check_alike(members: Sequence[Member]) -> None:
 def _none_of(member: Member) -> Drawn:
     rows = torch.empty(0, dtype=torch.int64, device="cpu")
     return Drawn(member.wiring.storage.read(rows)[0], rows, {})
-
-
-def _nothing(batches: list[Tensor]) -> Tensor:
-    return batches[0]

@@ -148,8 +148,7 @@ class EnsembleReadPath(ReadPath):
 
     def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> object:
         """``columns``: the parts. ``rows``: their members."""
-        raw = cast("_Raw", (columns, rows, info))
-        return self._finished(*raw, return_info=return_info)
+        return self._finished(*cast("_Raw", (columns, rows, info)), return_info=return_info)
 
     def _finished(self, batch: _Parts, rows: Tensor, info: dict[Entry, Tensor], *, return_info: bool) -> object:
         wiring, parts = self._wiring, batch.parts

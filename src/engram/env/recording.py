@@ -26,6 +26,7 @@ import torch
 from engram._tensordict import wrap
 from engram.env.nesting import BOOL, FLOAT32, as_number, conformed, copied, has_tuple, of_each, pick, put, taken
 from engram.field_paths import checked_path, public
+from engram.storages import DefaultStorage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -315,7 +316,9 @@ def stored_paths(names: Names | None) -> dict[FieldPath, FieldPath]:
 
 
 def _check(storage: Storage, lanes: Tensor, count: int) -> None:
-    """Raise unless a storage and its lanes can take the steps of so many environments."""
+    """Raise unless a storage and its lanes can take the steps of so many environments. The default storage takes them as tensors."""
+    if isinstance(storage, DefaultStorage):
+        storage.become_tensors()
     if not storage.traits.has_fields or storage.ndim > 1:
         got = type(storage).__name__ if storage.ndim == 1 else f"ndim={storage.ndim}"
         raise TypeError(

@@ -17,7 +17,6 @@ from engram.errors import NoSampleable, RateLimited
 from engram.fleet import plans
 from engram.remote.commands import MAX_MESSAGE, Sample
 from engram.remote.served import Drawn
-from engram.samplers._base import check_drawable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -160,8 +159,10 @@ class Draws:
                 f"sample: store {self._stratum}, the stratum of this buffer, is gone. It is looked for."
             )
         if not masses.any():
-            check_drawable(sum(shard.mass.live for shard in shards))
-            raise NoSampleable("sample: no store of the fleet has a row that could be drawn. Add data before sampling.")
+            begin = "sample" if any(shard.mass.live for shard in shards) else "Cannot sample from an empty storage"
+            raise NoSampleable(
+                f"{begin}: no store of the fleet has a row that could be drawn. Add data before sampling."
+            )
         if not self._epochs:
             used = np.array([shard.weight for shard in shards])
             return _Batch(key, units, plans.chosen(key, attempt, masses, units), used, shards)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engram.fleet.members import Missing
-    from engram.format.schema import Schema
     from engram.remote.addresses import Address
     from engram.remote.commands import Served
     from engram.remote.connection import Access, Found, Servers
@@ -183,19 +182,11 @@ def check_stores(served: list[Served], full: Full | None) -> None:
             )
 
 
-def _sampler(served: Served) -> str:
-    return re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler)
-
-
-def _schema(served: Served) -> Schema:
-    return msgspec.structs.replace(decode(served.schema.encode(), "connect"), capacity=0)
-
-
 #: What the stores of a fleet have in common.
 _KINDS: dict[str, Callable[[Served], object]] = {
     "buffer class": lambda served: served.recipe.get("buffer"),
-    "sampler": _sampler,
-    "fields and lanes": _schema,
+    "sampler": lambda served: re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler),
+    "fields and lanes": lambda served: msgspec.structs.replace(decode(served.schema.encode(), "connect"), capacity=0),
 }
 
 

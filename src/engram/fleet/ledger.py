@@ -86,8 +86,7 @@ def room(counts: Counts, rows: int, *, samples: bool) -> float:
     if samples:
         if filling:
             return 0.0
-        left = counts.level - centre
-        return _left(left, rows, slack) if rules.ratio else math.inf
+        return _left((counts.level - centre), rows, slack) if rules.ratio else math.inf
     by_level = math.inf
     if rules.ratio and not (filling and rules.in_flight):  # else the level is below its centre
         by_level = _left(centre - counts.level, rows * rules.ratio, slack) / rules.ratio

@@ -193,8 +193,7 @@ def _check_target(path: Path) -> None:
 def _is_dump(path: Path) -> bool:
     """Whether the folder has the manifest of a dump. A damaged manifest does not count."""
     try:
-        raw = (path / MANIFEST).read_bytes()
-        return Manifest.decode(raw, path / MANIFEST).name == ""
+        return Manifest.decode((path / MANIFEST).read_bytes(), path / MANIFEST).name == ""
     except (OSError, CorruptCheckpoint, IncompatibleCheckpoint):
         return False
 

@@ -68,7 +68,7 @@ def reserve(path: Path, nbytes: int) -> None:
                 written += os.write(fd, _ZEROES[: nbytes - written])
     except OSError as error:
         os.unlink(path)
-        told = f"{os.strerror(error.errno or 0)} (reserving {nbytes:,} bytes)"
+        told = f"{os.strerror(error.errno or 0)} (reserving {nbytes} bytes)"
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             told += f": {no_space(nbytes, shutil.disk_usage(path.parent).free)}"
         raise OSError(error.errno, told, str(path)) from error

@@ -484,7 +484,9 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: Known) 
 
 def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) -> str:
     """Names the ranks by schema, and the first differences between the schemas."""
-    alike = [(_named(ranks), ranks[0]) for ranks in by_schema.values()]
+    alike = [
+        (f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}", ranks[0]) for ranks in by_schema.values()
+    ]
     text = f"expected one schema on all ranks, got {len(alike)}"
     fields = []
     for _, rank in alike:
@@ -498,10 +500,6 @@ def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) ->
         f"{name}, beside {first}: {', '.join(field_differences(fields[0], theirs)) or 'their sums differ'}"
         for theirs, (name, _) in zip(fields[1:], alike[1:], strict=True)
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def manifest_of(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:

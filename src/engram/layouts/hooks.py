@@ -253,8 +253,7 @@ def _flattened(value: Tensor) -> Tensor:
     if not value.is_nested:
         raise IncompatibleCheckpoint(f"Nested2TED: expected nested tensors, got one of shape {list(value.shape)}.")
     shape = [value.size(dim) for dim in range(2, value.ndim)]
-    flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-    return flat.view(-1, *shape)
+    return torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).view(-1, *shape)
 
 
 class _TensorDictSink:

@@ -160,8 +160,7 @@ def ring_of(store: Store, who: str) -> Ring:
             "which. Save them without it."
         )
     slots = schema.capacity // width
-    shift = position // width % slots or slots
-    return Ring(slots, schema.columns, shift, full)
+    return Ring(slots, schema.columns, (position // width % slots or slots), full)
 
 
 def fields_of(store: Store, ring: Ring) -> dict[Key, Tensor]:

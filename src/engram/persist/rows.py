@@ -370,17 +370,14 @@ class Boundaries:
             )
             numbers[piece[moved]] = 0
             said.append(self.marks(columns))
-        every = _joined(said) if said else Marks()
+        whole = (None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True))
+        every = Marks._make(whole) if said else Marks()
 
         def marks(asked: NDArray[np.int64]) -> Marks:
             at = place[asked]
             return Marks._make(None if column is None else column[at] for column in every)
 
         return marks
-
-
-def _joined(said: Sequence[Marks]) -> Marks:
-    return Marks._make(None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True))
 
 
 def _any_of(flags: Tensor) -> NDArray[np.bool_]:

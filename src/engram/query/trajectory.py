@@ -50,8 +50,10 @@ class Trajectory(_Steps):
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, TensorDictBase):
-            got = f"{self.data!r:.60}. To draw steps of one: sample_unit=Sequence(length=…)"
-            raise TypeError(f"Trajectory: data: expected a TensorDict [T], got {got}.")
+            got = type(self.data).__name__.replace("NonTensorData", "none")
+            raise TypeError(
+                f"Trajectory: data: expected a TensorDict [T], got {got}. To draw steps: sample_unit=Sequence(length=…)."
+            )
         if not self.batch_size and self.data.batch_dims:
             if self.data.batch_dims != 1:
                 raise ValueError(

@@ -227,7 +227,8 @@ class Scatter:
             "numbers": numbers,
             "writes": None,
             "clock": clock,
-            "write_count": _share(sum(int(head["write_count"]) for head in heads), self._rank, plan.ranks),
+            "write_count": (sum(int(head["write_count"]) for head in heads) + plan.ranks - 1 - self._rank)
+            // plan.ranks,
             "priorities": priorities,
             "passes": {},
             "windows": dict(heads[0]["windows"]) if heads else {},
@@ -376,10 +377,6 @@ def _place_leaves(shard: SavedShard, extents: Extents, name: str, leaves: Tensor
         reader, Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0]), extents, 8, memory
     ):
         put(raw.view(torch.float64), low, extents, leaves)
-
-
-def _share(total: int, rank: int, ranks: int) -> int:
-    return total // ranks + (rank < total % ranks)
 
 
 def _common_priorities(written: Sequence[SavedShard], rows: int) -> dict[str, dict[str, Any]]:

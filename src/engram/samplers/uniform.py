@@ -27,14 +27,15 @@ class RandomSampler(NativeSampler):
     drawing and copying are one native call.
 
     Args:
-        recent_share: this part of each batch, its first rows, is drawn from the newest rows alone, uniformly as well. Of ``B`` rows
-            these are ``recent_share * B``, and where that is no whole number one more or less, so that the mean is exact.
-        recent_steps: which rows are new: the last so many of each lane.
+        recent_share: the part of each batch drawn uniformly from the newest rows; these come first. ``recent_share * B`` rows, rounded
+            down or up at random so that the mean is exact.
+        recent_steps: how many of each lane's last rows are new. With ``ndim > 1`` a step is a row for each column. Where one of them was
+            removed, a row of all is drawn in its place.
 
     Raises:
         ValueError: ``recent_share`` outside [0, 1]; ``recent_steps`` below 1, or given without a share.
 
-    Cost with a share: O(lanes · recent_steps) for each draw.
+    Cost with a share: O(B log lanes) for each draw.
 
     >>> import torch
     >>> from engram import RandomSampler, ReplayBuffer, LazyTensorStorage
@@ -45,6 +46,8 @@ class RandomSampler(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(draws_uniformly=True)
+    #: Of a subclass that does not call this one's ``__init__``.
+    recent_share, recent_steps = 0.0, 0
 
     def __new__(cls, *args: object, replacement: bool = True, **kwargs: Any) -> Any:
         if cls.__init__ is not RandomSampler.__init__:  # a subclass has arguments of its own
@@ -76,13 +79,12 @@ class RandomSampler(NativeSampler):
         _native.uniform(key, extent.size, ranks)
         rows = extent.rows(ranks)
         if self.recent_share:
-            recent = extent.in_order(torch.arange(len(extent.filled), device="cpu"), self.recent_steps)
-            check_drawable(len(recent))
-            places, rest = _native.empty_rows(batch_size), _native.empty_rows(1)
-            _native.uniform(key ^ _RECENT, len(recent), places)
+            lanes, rest = torch.arange(len(extent.filled), device="cpu"), _native.empty_rows(1)
             _native.uniform(key ^ _REST, 1 << 53, rest)
-            n = int(self.recent_share * batch_size + int(rest) / (1 << 53))
-            rows[:n] = recent[places[:n]]
+            places = _native.empty_rows(int(self.recent_share * batch_size + int(rest) / (1 << 53)))
+            _native.uniform(key ^ _RECENT, sum(min(n, self.recent_steps) for n in extent.filled), places)
+            new = extent.in_order(lanes, self.recent_steps, places)
+            rows[: len(new)] = new
         return Draw(rows)
 
     def masses(self, storage: SampledStorage) -> Masses:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
 WINDOW_ENDS = "engram.ends"
-#: Draws before there is said to be no window, 5 ms apart, where there are trajectories that are long enough.
+#: Retries, 5 ms apart, before ``NoSampleable`` is raised although a trajectory is long enough.
 _TRIES = 100
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
@@ -310,14 +310,13 @@ class WindowSampler(NativeSampler):
                     f"have a next observation, which the newest {finished[1]} of an open one have not yet. Add data first, or "
                     f"{self._shorter().lower()}."
                 )
-            tensors = self._drawn_later(bound.table, arguments, length)
+            tensors = self._drawn_later(bound.table, arguments, length, 0 if bound.static else _TRIES)
         return marks, tensors
 
-    def _drawn_later(self, table: Table, arguments: Arguments, length: int) -> list[Tensor]:
+    def _drawn_later(self, table: Table, arguments: Arguments, length: int, tries: int) -> list[Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
         needed = self.settings.needed(length) if self.strict_length else 1
-        transient = not (self.streaming or self.traits.has_epochs or self.anchors is not None)
-        for _ in range(_TRIES if transient else 0):
+        for _ in range(0 if self.streaming or self.traits.has_epochs or self.anchors is not None else tries):
             if table.census()[1] < needed:
                 break
             with self._lock:
@@ -404,8 +403,7 @@ class WindowSampler(NativeSampler):
         numbered = numbered or self.anchors is not None
         stored = columns[: marks.fields]
         stored += [rows] * (marks.fields - len(stored))  # fields that were added since the columns were chosen
-        tensors = [*stored, rows, *there]
-        return columns, rows, marks.info(tensors, numbered=numbered)
+        return columns, rows, marks.info([*stored, rows, *there], numbered=numbered)
 
     def _ends(self, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
         """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""

@@ -324,7 +324,7 @@ class Storage(Declared, Dumpable, Port):
         self._inherited = not self.shared
 
     def begin_change(self) -> None:
-        """Called before rows are changed without a write: warns once if a forked process has a copy of its own.
+        """Called before any change of rows or priorities. Warns once in a forked child that has a private copy.
 
         >>> from engram import LazyTensorStorage
         >>> LazyTensorStorage(4).begin_change()
@@ -1067,10 +1067,14 @@ class Storage(Declared, Dumpable, Port):
         return rows
 
 
+class WrongCount(RuntimeError):
+    """There are other than as many rows as there must be."""
+
+
 def check_count(call: str, count: Count | None, n: int) -> None:
     """Raise ``RuntimeError`` unless there are as many rows as there must be."""
     if count is not None and n != count.rows:
-        raise RuntimeError(f"{call}: expected {_words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
+        raise WrongCount(f"{call}: expected {_words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
 
 
 def check_plan(plan: WritePlan, n: int, lanes: int) -> None:

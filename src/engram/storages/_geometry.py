@@ -165,5 +165,7 @@ def positions_of(rows: Tensor, live: Tensor, store: Store | None, columns: int) 
     if store is None:
         return rows.where(live, -1)
     places = rows.where(live, 0) % store.lane_length
-    newest = store.lane_states()[rows.where(live, 0) // store.lane_length, 0] - 1
-    return ((newest - (newest - places) % store.lane_length) // columns).where(live, -1)
+    written, filled = store.lane_states()[rows.where(live, 0) // store.lane_length, :2].unbind(1)
+    back = (written - 1 - places) % store.lane_length  # rows that a storage was made around count as written
+    positions: Tensor = (written.maximum(filled) - 1 - back) // columns
+    return positions.where(live, -1)

@@ -57,7 +57,7 @@ class Structure:
     #: What it was before a field was added; None: it has those of the first row.
     _before: Structure | None = None
     #: What messages compare data with.
-    first_row = "the first row"
+    whose = ""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Structure:
     def grown(self, schema: Schema) -> Structure:
         """The structure of rows with more fields."""
         grown = Structure(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema), self.names)
-        grown.on_host, grown._before, grown.first_row = self.on_host, self, self.first_row
+        grown.on_host, grown._before, grown.whose = self.on_host, self, self.whose
         return grown
 
     # ---- data to columns ---------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ class Structure:
     def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str, given: object) -> str:
         field = self.fields[i]
         message = (
-            f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in {self.first_row}, "
-            f"got {list(value.shape)} {str(value.dtype).removeprefix('torch.')}."
+            f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in the first row, "
+            f"got {list(value.shape)} {str(value.dtype).removeprefix('torch.')}.{self.whose}"
         )
         row, (dtype, _, is_float) = torch.Size(field.shape), self._specs[i]
         if value.dtype is not dtype and value.dtype.is_floating_point and not is_float:
@@ -314,7 +314,7 @@ class Structure:
             kind = f"{node.kind} {node.type.partition(':')[2]}".rstrip().replace("tensordict", "TensorDict")
             remedy = _REMEDIES.get(node.kind, "") if isinstance(value, dict) or is_tensor_collection(value) else ""
             got = f"{describe(value)}.{remedy}"
-            raise TypeError(f"{call}: {at(path)}: expected a {kind} as in {self.first_row}, got {got}")
+            raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
         named = by_name(source.items(), path, call) if node.integers else source
         children = self.added.without(node.children, named) if self.added.fills else node.children
         keys: Iterable[object] = map(node.key_of, children) if node.integers else children
@@ -323,8 +323,8 @@ class Structure:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
             raise KeyError(
-                f"{call}: {at(path)}: expected the fields of {self.first_row}, got others: {differs}. Write the same fields in every row; "
-                "rb.add_field(key, example) adds one to all rows."
+                f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row; "
+                f"rb.add_field(key, example) adds one to all rows.{self.whose}"
             )
         for key, child in children.items():
             self._walk(child, named[key], batch, found, call, (*path, key), frozenset())

@@ -1,4 +1,4 @@
-"""The storage of a buffer that was given none: what it is, its first rows say."""
+"""The default storage of a buffer, which its first rows turn into tensors or a list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _of_tensors(name: str) -> Any:
     """A method that makes the storage one of tensors, and calls that one's."""
 
     def call(self: DefaultStorage, *args: object, **kwargs: object) -> object:
-        return getattr(self._become_tensors(), name)(*args, **kwargs)
+        return getattr(self.become_tensors(), name)(*args, **kwargs)
 
     return call
 
@@ -43,20 +43,19 @@ class DefaultStorage(ListStorage):
     described = "ListStorage, or LazyTensorStorage for rows that are dicts"
 
     def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[Any, int]:
-        if batched and isinstance(data, list) and not data:
-            return super().prepare(data, call, batched=batched, **options)
         with self._lock:
             if isinstance(self, DefaultStorage):  # else another thread was faster
-                if not len(self) and self._are_of_tensors(data, call, batched=batched):
-                    self._become_tensors()
-                else:
+                if len(self) or not self._are_of_tensors(data, call, batched=batched):
+                    prepared = ListStorage.prepare(self, data, call, batched=batched, **options)
                     self.__class__ = ListStorage  # type: ignore[assignment]
+                    return prepared
+                self.become_tensors()
         return self.prepare(data, call, batched=batched, **options)
 
     def _are_of_tensors(self, data: object, call: str, *, batched: bool) -> bool:
         """Whether rows are dicts that a tensor storage takes. Raises what that does of a dict of columns, which no list takes."""
         rows = data if batched and isinstance(data, list) else [data]
-        if not all(isinstance(row, dict) for row in rows):
+        if not rows or not all(isinstance(row, dict) for row in rows):
             return False
         try:
             with temporary():
@@ -70,7 +69,7 @@ class DefaultStorage(ListStorage):
             return False
         return True
 
-    def _become_tensors(self) -> LazyTensorStorage:
+    def become_tensors(self) -> LazyTensorStorage:
         with self._lock:
             made = cast("LazyTensorStorage", self)
             if isinstance(self, DefaultStorage):
@@ -86,12 +85,12 @@ class DefaultStorage(ListStorage):
 
     def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
         if isinstance(state_dict, dict) and state_dict.get("schema"):  # type: ignore[redundant-expr] # a user's
-            return self._become_tensors().prepare_load(state_dict)
+            return self.become_tensors().prepare_load(state_dict)
         return super().prepare_load(state_dict)
 
     def prepare_part(self, reader: PartReader, **options: Any) -> StorageLoad:
         if reader.type in LazyTensorStorage._loads:
-            return self._become_tensors().prepare_part(reader, **options)
+            return self.become_tensors().prepare_part(reader, **options)
         return super().prepare_part(reader, **options)
 
     def __repr__(self) -> str:

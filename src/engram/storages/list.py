@@ -163,7 +163,8 @@ class ListStorage(Storage):
             return list(data)
         raise TypeError(
             f"{call}: expected a list of items, or a tensor, array or TensorDict with a batch dimension, "
-            f"got {type(data).__name__}. Did you mean add()?"
+            f"got {type(data).__name__}. Did you mean add()? Columns, as dicts and HDF5 data sets ([:]) have them, go into a "
+            "storage=LazyTensorStorage(size)."
         )
 
     def _stored(self, items: list[object]) -> list[object]:

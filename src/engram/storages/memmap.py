@@ -167,8 +167,9 @@ class LazyMemmapStorage(LazyTensorStorage):
             structure = Structure.from_schema(schema, dtypes)
         except (TypeError, IncompatibleStore) as error:
             store.close()
-            raise type(error)(f"{str(path)!r}: {error}") from None
-        structure.first_row = f"the first row of {str(path)!r}"
+            error.add_note(f"The folder is {str(path)!r}.")
+            raise
+        structure.whose = f" The first row is in {str(path)!r}."
         storage._adopt(store, structure)
         return storage
 

@@ -193,7 +193,8 @@ class OwnStorage(TensorStorage):
                 self.own.engram_schema = encode(self.store.schema).decode()  # type: ignore[attr-defined]
 
     def prepare(self, data: object, call: str, *, batched: bool, **more: object) -> tuple[list[Tensor], int]:
-        if self._guessed:  # the first write says how the leaves of rows are put together
+        # The first write says how the leaves of rows are put together.
+        if self._guessed and not (isinstance(data, list) and not data):
             row, whole = (data[0], False) if batched and isinstance(data, list) else (data, batched)
             given = Structure.of(row, batched=whole, call=call)
             leaves, before = _by_name(given).fields, self._columns.leaves.fields

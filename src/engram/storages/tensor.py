@@ -17,7 +17,7 @@ from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
-from engram.storages._base import Storage, check_count, check_plan
+from engram.storages._base import Storage, WrongCount, check_count, check_plan
 from engram.storages._columns import (
     check_even,
     rows_of_coordinates,
@@ -343,8 +343,7 @@ class TensorStorage(Storage):
 
     def extent(self) -> Extent:
         if self.memory is None:
-            lanes = self._geometry.lanes
-            length = self._capacity // lanes
+            lanes, length = self._geometry.lanes, self._capacity // self._geometry.lanes
             return Extent(self._capacity, (0,) * lanes, tuple(k * length for k in range(lanes)))
         return self.memory.extent()
 
@@ -383,7 +382,9 @@ class TensorStorage(Storage):
             return self.written().flatten(data, n if size else None, call, ignored), n
         except (KeyError, RuntimeError, TypeError) as error:
             check_even(given, call)
-            if isinstance(error, NoRows) or not self._forget_fake_rows(given, call, batched=batched, error=error):
+            if isinstance(error, NoRows | WrongCount) or not self._forget_fake_rows(
+                given, call, batched=batched, error=error
+            ):
                 if self.remedy:
                     error.args = (f"{error.args[0]}{self.remedy}",)
                 raise

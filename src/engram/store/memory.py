@@ -244,8 +244,7 @@ def private_field(field: Field, capacity: int) -> Tensor:
 def column_field(path: Path, field: Field, capacity: int) -> Tensor:
     """The rows of a field in its file."""
     nbytes = field.row_bytes * capacity
-    memory = file_block(path, nbytes).tensor if nbytes else None
-    return _field_in(memory, field, capacity)
+    return _field_in((file_block(path, nbytes).tensor if nbytes else None), field, capacity)
 
 
 @torch.inference_mode(mode=False)
@@ -264,12 +263,7 @@ def file_views(directory: Path, schema: Schema) -> list[Tensor]:
             view: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
         return view
 
-    return fields_in(directory, schema, alone, _unmoved)
-
-
-def _unmoved(path: Path, nbytes: int) -> Tensor:
-    """A file, mapped: torch, which knows of no file, copies what it is to share."""
-    return torch.from_numpy(file_block(path, nbytes).tensor.numpy())
+    return fields_in(directory, schema, alone, lambda path, n: torch.from_numpy(file_block(path, n).tensor.numpy()))
 
 
 def segments_in(folder: Path) -> list[Segment | None] | None:

@@ -203,11 +203,11 @@ class NativeWriter(Component):
 
         Of a lane's rows the oldest has the smallest position; it grows by 1 from row to row, also where the ring begins again, so
         differences are distances in time. ``position % (rb.capacity // rb.lanes)`` is the place in the lane. Of a row that is not live
-        it is -1. The index is that of :meth:`generations_of`. It tells of what rows hold now: of rows that others may have
-        overwritten since they were drawn, compare generations. Rows must be appended, not put where a writer chooses.
+        it is -1. Rows that a ``TensorStorage`` was made around are its first steps. The index is that of :meth:`generations_of`. It tells
+        of what rows hold now: of rows that others may have overwritten since they were drawn, compare generations.
 
         Raises:
-            TypeError: the storage is no tensor storage of this machine.
+            TypeError: the storage is no tensor storage of this machine, or the writer chooses where rows go.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -217,6 +217,12 @@ class NativeWriter(Component):
         [4, 5, 2, -1]
         """
         rows = self._rows_of(index)
+        if self._storage is None:
+            return torch.full_like(rows, -1)
+        if self.traits.rejects or not self.keeps_order:
+            raise TypeError(
+                f"positions_of: expected rows in the order of steps, {type(self).__name__} chooses where they go."
+            )
         positions: Tensor = self._storage.positions_of(rows.reshape(-1))
         return positions.reshape(rows.shape)
 

@@ -160,7 +160,7 @@ class Storage:
 
     def _entry(self, value: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...], name: str) -> Node | None:
         check_key(key, name)
-        kind = _type_of(value)
+        kind = value.get("type")
         if kind in _NOT_TENSORS:
             folder = "/".join((*parts, encode_key(key[-1])))
             self.left_out.append(f"{folder}: field {key[0] if len(key) == 1 else key}, which is no tensor")
@@ -226,10 +226,6 @@ class Storage:
                 ):
                     waiting.append(folder)
         return found
-
-
-def _type_of(entry: object) -> object:
-    return entry.get("type") if isinstance(entry, dict) else None
 
 
 def _class_name(dotted: str) -> str:
