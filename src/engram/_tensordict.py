@@ -123,7 +123,7 @@ def transparent_type() -> type[TensorDict] | None:
     global _transparent  # noqa: PLW0603 - once
     kind = tensordict_type()
     try:
-        insides = vars(kind({"a": torch.zeros(2)}, batch_size=[2], device="cpu"))
+        insides = vars(kind({"a": torch.zeros(2, device="cpu")}, batch_size=[2], device="cpu"))
         blank = object.__new__(kind)
         for name, value in insides.items():
             setattr(blank, name, value)
