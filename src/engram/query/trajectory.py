@@ -50,7 +50,7 @@ class Trajectory(_Steps):
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, TensorDictBase):
-            got = type(self.data).__name__.replace("NonTensorData", "none")
+            got = "none" if "<property object" in (text := f"{self.data!r:.60}") else text
             raise TypeError(
                 f"Trajectory: data: expected a TensorDict [T], got {got}. To draw steps: sample_unit=Sequence(length=…)."
             )
