@@ -317,7 +317,7 @@ def stored_paths(names: Names | None) -> dict[FieldPath, FieldPath]:
 
 def _check(storage: Storage, lanes: Tensor, count: int) -> None:
     """Raise unless a storage and its lanes can take the steps of so many environments. The default storage takes them as tensors."""
-    if isinstance(storage, DefaultStorage):
+    if isinstance(storage, DefaultStorage) and count == 1:
         storage.become_tensors()
     if not storage.traits.has_fields or storage.ndim > 1:
         got = type(storage).__name__ if storage.ndim == 1 else f"ndim={storage.ndim}"

@@ -310,21 +310,23 @@ class WindowSampler(NativeSampler):
                     f"have a next observation, which the newest {finished[1]} of an open one have not yet. Add data first, or "
                     f"{self._shorter().lower()}."
                 )
-            tensors = self._drawn_later(bound.table, arguments, length, 0 if bound.static else _TRIES)
+            tensors = self._drawn_later(bound, storage, arguments, length)
         return marks, tensors
 
-    def _drawn_later(self, table: Table, arguments: Arguments, length: int, tries: int) -> list[Tensor]:
+    def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
         needed = self.settings.needed(length) if self.strict_length else 1
-        for _ in range(0 if self.streaming or self.traits.has_epochs or self.anchors is not None else tries):
-            if table.census()[1] < needed:
+        for _ in range(0 if self.streaming or self.traits.has_epochs or self.anchors is not None else _TRIES):
+            if bound.table.census()[1] < needed:
                 break
             with self._lock:
-                tensors = self._choose(table, arguments)
+                if bound.static is not None:
+                    bound.static.place(storage.extent())
+                tensors = self._choose(bound.table, arguments)
             if len(tensors[0]):
                 return tensors
             time.sleep(0.005)
-        return self._raise_without_windows(table, length)
+        return self._raise_without_windows(bound.table, length)
 
     def sample_natively(
         self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
