@@ -108,17 +108,16 @@ def _leaves(batch: object) -> dict[Path, object]:
 
     def note(leaf: object, path: Path) -> None:
         if is_tensordict(leaf):
-            found.update(
-                {
-                    (*path, *(key if isinstance(key, tuple) else (str(key),))): value
-                    for key, value in leaf.items(True, True)
-                }
-            )
+            found.update({(*path, *_path(key)): value for key, value in leaf.items(True, True)})
         else:
             found[path] = leaf
 
     map_with_paths(batch, note)
     return found
+
+
+def _path(key: object) -> Path:
+    return key if isinstance(key, tuple) else (str(key),)
 
 
 def _at(batch: object, path: Path) -> Tensor:

@@ -84,8 +84,8 @@ class Arguments(NamedTuple):
         if self.draws_of_a_row is not None:
             sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
         sampler = component(sampler, Sampler, "sampler", samplers.RandomSampler)
-        # A collate function is handed the items of a list.
         tensors = isinstance(sampler, Expander | samplers.PromptGroupSampler)  # which they need
+        # A collate function is handed the items of a list.
         listed = ListStorage if self.collate_fn or self.default_writer is not RoundRobinWriter else DefaultStorage
         storage = first_storage(self.storage, self.size, sampler, call, LazyTensorStorage if tensors else listed)
         if self.dim_extend is not None:
