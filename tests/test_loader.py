@@ -19,11 +19,11 @@ from engram import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    loader,
 )
-from engram.loader import Streams
+from engram.device import loader
+from engram.device.loader import Streams
+from engram.device.pinning import HostMemory
 from engram.nested import tensors
-from engram.pinning import HostMemory
 
 
 def filled(n=20, *, cls=TensorDictReplayBuffer, batch_size=4, **kwargs):

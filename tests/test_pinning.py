@@ -24,9 +24,9 @@ from engram import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    pinning,
 )
-from engram.pinning import HostMemory, Pinning
+from engram.device import pinning
+from engram.device.pinning import HostMemory, Pinning
 
 Pair = collections.namedtuple("Pair", "first second")
 

@@ -26,6 +26,7 @@ from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
 from engram.checkpoint.checkpointer import SaveReport as SaveReport
 from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
+from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
 from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble
 from engram.ensembles.storages import StorageEnsemble as StorageEnsemble
@@ -70,7 +71,6 @@ from engram.layouts.hooks import TED2Nested as TED2Nested
 from engram.limits import MaxInFlight as MaxInFlight
 from engram.limits import MinSize as MinSize
 from engram.limits import SamplesPerInsert as SamplesPerInsert
-from engram.loader import DeviceLoader as DeviceLoader
 from engram.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
 from engram.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from engram.query.buffers import filter_trajectories as filter_trajectories

@@ -23,7 +23,7 @@ from engram import (
     pinning,
     prefetch,
 )
-from engram.pinning import HostMemory
+from engram.device.pinning import HostMemory
 from tests import fresh
 from tests.buffer.prefetched import BATCH, EPOCHS, ROWS, SAMPLERS, buffer, data, engaged, made_by, rows_of
 from tests.waiting import Limit

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from engram import _fork, samplers
 from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
+from engram.device.pinning import pinning_for
 from engram.expanders import Expander
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
-from engram.pinning import pinning_for
 from engram.removers import FifoRemover
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose

@@ -20,8 +20,8 @@ from engram.units._base import Named
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram.device.pinning import Pinning
     from engram.limits import Limit
-    from engram.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Key

@@ -20,6 +20,7 @@ from engram.buffer.services import as_remote
 from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring, checked_generator
+from engram.device.pinning import pinning_for
 from engram.ensembles.members import Member
 from engram.ensembles.reading import EnsembleReadPath, collated
 from engram.ensembles.refusing import asks_a_member, naming
@@ -30,7 +31,6 @@ from engram.ensembles.storages import StorageEnsemble, members_named, split_inde
 from engram.ensembles.streams import Keys, end_streams
 from engram.ensembles.writers import WriterEnsemble
 from engram.limits import WAIT_S, checked_timeout
-from engram.pinning import pinning_for
 from engram.transforms import Compose
 
 if TYPE_CHECKING:

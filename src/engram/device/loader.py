@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engram._checks import check_count
 from engram._devices import existing_device
+from engram.device.pinning import HostMemory, Pinning
 from engram.nested import map_tensors, tensors
-from engram.pinning import HostMemory, Pinning
 from engram.samplers import declared
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Batches on the learner's device: pinned memory, and the loader."""

@@ -1,0 +1,3 @@
+"""What stores need of an accelerator: rows that lie on one, and rows of the host that one reads."""
+
+from engram.store.device.store import DeviceStore as DeviceStore
