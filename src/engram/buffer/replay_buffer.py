@@ -1012,8 +1012,8 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         Args:
             index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts. Or
                 the whole ``info`` of a batch, which has the generations, too; of a :class:`Sequence` the anchors get the priorities.
-            priority: needed: a number for all, also as ``[1]``, or ``[B]``: at least 0 and finite. Of windows also one for each, which the step
-                gets that the window was drawn by: its first one, or the first behind the burn-in.
+            priority: needed: a number for all, also as ``[1]``, or ``[B]``: at least 0 and finite. Of windows also one for each, which
+                the step gets that the window was drawn by: its first one, or the first behind the burn-in.
             generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
 
         Raises:
@@ -1218,7 +1218,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         readonly: bool = False,
         io: str = "auto",
         **arguments: Unpack[OpenArguments],
-    ) -> ReplayBuffer:
+    ) -> ReplayBuffer[Batch]:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
         Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last began to write rows or
@@ -1328,7 +1328,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
     followed = alias("_following.followed", "The checkpoint that :meth:`follow` holds; None: nothing is followed.")
 
     @classmethod
-    def connect(cls, address: str | Sequence[str], **arguments: Unpack[ConnectArguments]) -> ReplayBuffer:
+    def connect(cls, address: str | Sequence[str], **arguments: Unpack[ConnectArguments]) -> ReplayBuffer[Batch]:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
 
         Buffer class, sampler, batch size, prefetch and output are those of the store, as for :meth:`open`; transforms and
