@@ -102,6 +102,13 @@ DIFFERS = {
     "`dim_extend` with `ndim > 1`": "tests/buffer/test_dim_extend.py::test_rows_are_written_and_read_as_by_torchrl",
     "`update_priority` of windows": "tests/samplers/test_priorities_of_windows.py::test_flat",
     "`extend` of no rows": "tests/buffer/test_no_rows.py::test_of_every_kind",
+    "rows without fields": "tests/buffer/test_no_rows.py::test_rows_without_fields_are_for_lists",
+    "strings and other objects": "tests/buffer/test_kinds_of_items.py::test_objects_are_for_lists",
+    "items of several batch sizes": "tests/buffer/test_kinds_of_items.py::test_items_of_several_batch_sizes",
+    "`rb[0:3] = 1.5` of rows": "tests/storages/test_shapes_of_edits.py::test_a_number_that_a_field_does_not_hold_changes_nothing",
+    "a dump or state of a tensor storage": (
+        "tests/migrate/test_torchrl_states.py::test_rows_of_tensors_load_into_a_buffer_that_was_given_no_storage"
+    ),
     "`ReplayBuffer(size)` without a storage": "tests/buffer/test_default_storage.py::test_dicts_are_columns",
     "`empty()` before the first batch": "tests/storages/test_emptied_fields.py::test_the_first_real_rows_say_the_fields",
     "`patch` of `update_if_present`": "tests/storages/test_shapes_of_edits.py::test_a_patch_is_laid_out_as_the_index_or_as_the_data",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram._checks import check_count
+from engram._closing import Closes
 from engram._devices import existing_device
 from engram.device.pinning import HostMemory, Pinning
 from engram.nested import map_tensors, tensors
@@ -20,7 +21,6 @@ from engram.samplers import declared
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from typing import Self
 
     from tensordict import TensorDictBase
 
@@ -86,7 +86,7 @@ class _Update(NamedTuple):
     generation: object
 
 
-class DeviceLoader:
+class DeviceLoader(Closes):
     """Iterates over the batches of a buffer on ``device``: the same batches in the same order as ``iter(rb)``.
 
     On an accelerator, a thread draws ahead and copies from pinned memory on its own stream. The consumer's stream waits for the
@@ -303,12 +303,6 @@ class DeviceLoader:
         for run in list(self._runs):
             run.close()
         self.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Run:

@@ -230,8 +230,8 @@ class OwnStorage(TensorStorage):
 
     def check_removal(self, rows: Tensor) -> None:
         raise RuntimeError(
-            f"remove: expected rows in memory, got those of {self!r}, which cannot hold void rows. Write another row there, rb[i] = row, "
-            "or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
+            f"remove and empty(lane=): expected rows in memory, got those of {self!r}, which cannot hold void "
+            "rows. Write another row there, rb[i] = row, or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
         )
 
     def __getstate__(self) -> dict[str, object]:
