@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._devices import existing_device
+from engram._words import count
 from engram.errors import EngramError, RowError
 from engram.nested import NoRows, is_number
 from engram.persist.components import check_blocks
@@ -812,5 +813,5 @@ class TensorStorage(Storage):
         geometry = self._geometry
         lanes = f", lanes={geometry.lanes}" if geometry.lanes > 1 else ""
         asked = f", max_size={geometry.max_size:,} asked" if geometry.max_size != self._capacity else ""
-        fields = "not allocated yet" if self.structure is None else f"{len(self.structure.fields)} fields"
+        fields = "not allocated yet" if self.structure is None else count(len(self.structure.fields), "field")
         return f"{type(self).__name__}(size={len(self):,}/{self._capacity:,}{lanes}{asked}, {fields}, {self._device})"
