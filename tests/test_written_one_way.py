@@ -121,7 +121,6 @@ def test_no_output_has_a_form_of_its_own(tmp_path, caplog):
             ("inspect", "saved"),
             ("inspect", "dump"),
             ("stats", "store"),
-            ("diff", "store", "dump"),
             ("plan", "store", "--capacity", "1000000", "--memory", "10MB"),
             *([("doctor", "store")] * (n > 1)),
         ):

@@ -24,7 +24,6 @@ from engram.cli import main
 COMMANDS = {
     "inspect": (["inspect", "PATH"], True),
     "verify": (["verify", "PATH"], True),
-    "diff": (["diff", "PATH", "PATH"], True),
     "plot": (["plot", "PATH", "--out", "OUT.png"], False),
     "report": (["report", "PATH", "--out", "OUT.html"], False),
     "reshard": (["reshard", "PATH", "OUT", "--ranks", "1", "--lanes", "1"], True),
@@ -191,7 +190,7 @@ def test_a_terminal_of_40_columns(words, store):
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
-@pytest.mark.parametrize("name", ["inspect", "verify", "diff", "plan"])
+@pytest.mark.parametrize("name", ["inspect", "verify", "plan"])
 def test_no_terminal(name, columns, store, tmp_path):
     result = called(name, store, tmp_path / "out", env={"COLUMNS": columns})
     assert (result.exit_code, result.stderr) == (0, "")
@@ -207,7 +206,6 @@ def test_no_terminal(name, columns, store, tmp_path):
         ["inspect", "STORE"],
         ["inspect", "STORE", "--json"],
         ["verify", "STORE"],
-        ["diff", "STORE", "STORE"],
         ["plan", "STORE", "--capacity", "5"],
         ["stats", "STORE"],
         ["top", "STORE", "--count", "1", "--every", "0.1"],

@@ -131,7 +131,6 @@ WITHOUT_TORCH = [
     ["doctor", "FOLDER"],
     ["inspect", "FOLDER"],
     ["inspect", "SAVED", "--all"],
-    ["diff", "FOLDER", "SAVED"],
     ["verify", "FOLDER"],
     ["verify", "SAVED"],
     ["plan", "--capacity", "10", "--field", "a=float32"],

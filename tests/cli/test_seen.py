@@ -1,4 +1,4 @@
-"""What ``inspect``, ``doctor``, ``diff``, ``plan`` and ``bench`` say, beside what is told of the same things otherwise."""
+"""What ``inspect``, ``doctor`` and ``plan`` say, beside what is told of the same things otherwise."""
 
 import importlib
 import json
@@ -18,13 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engram
-from engram import Checkpointer, LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
+from engram import Checkpointer, LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from engram.cli import main
-from engram.cli.diff import described_lengths
 from engram.format.histograms import BARS, histogram
 
-#: Modules, which are called as the commands are.
-bench, doctor = (importlib.import_module(f"engram.cli.{name}") for name in ("bench", "doctor"))
+#: The module, which is called as the command is.
+doctor = importlib.import_module("engram.cli.doctor")
 
 
 def call(*arguments):
@@ -70,14 +69,12 @@ def test_without_values_there_are_no_bars():
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), lanes=st.integers(1, 3), grouped=st.sampled_from([0, 64]))
-def test_lengths_are_those_of_a_list_of_steps(data, lanes, grouped, tmp_path_factory):
+@given(data=st.data(), lanes=st.integers(1, 3))
+def test_lengths_are_those_of_a_list_of_steps(data, lanes, tmp_path_factory):
     """Beside a model that keeps the steps of each lane in a list and cuts off what its ring has lost."""
     length = data.draw(st.integers(3, 20))
     folder = tmp_path_factory.mktemp("lengths")
-    rb = ReplayBuffer(
-        storage=LazyMemmapStorage(length * lanes, scratch_dir=folder, lanes=lanes, group_small_fields=grouped)
-    )
+    rb = ReplayBuffer(storage=LazyTensorStorage(length * lanes, lanes=lanes))
     steps = [[] for _ in range(lanes)]
     for _ in range(data.draw(st.integers(1, 5))):
         ends = data.draw(
@@ -97,15 +94,15 @@ def test_lengths_are_those_of_a_list_of_steps(data, lanes, grouped, tmp_path_fac
             if end:
                 expected[run] += not lost
                 lost, run = False, 0
-    described = described_lengths(folder)
-    assert described["lengths"] == histogram(+expected, whole=True)
-    assert described["lengths_rows"] == len(rb)
-    rb.close()
+    rb.dumps(folder / "dump")
+    (shard,) = found("inspect", folder / "dump")["shards"]
+    assert shard["parts"]["storage"]["trajectories"]["lengths"] == histogram(+expected, whole=True)
 
 
-def test_a_store_without_end_flags_has_no_lengths(tmp_path):
-    ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path)).extend({"a": torch.zeros(3)})
-    assert described_lengths(tmp_path) == {}
+def test_rows_without_end_flags_have_no_lengths(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend({"a": torch.zeros(3)})
+    rb.dumps(tmp_path)
     assert "lengths of" not in call("inspect", tmp_path).output
 
 
@@ -137,7 +134,7 @@ def test_inspect_is_short_unless_it_is_told_otherwise(run):
         assert "and 3 more: --all lists them" in short
         assert "field9" not in short
         assert "field9" in everything
-        assert "lengths of 6 whole trajectories" in short
+        assert ("lengths of 6 whole trajectories" in short) == (what == "dump")
         assert re.search(r"priorities.*alpha 1, beta 0.4, 65 rows can be drawn", short)
         assert re.search(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, \d+ \w+ ago", short)
 
@@ -147,7 +144,8 @@ def test_histograms_and_times_are_in_the_json(run):
     (index,) = store["indexes"]
     assert sum(index["histogram"]["counts"]) == 65
     assert (index["histogram"]["edges"][0], index["histogram"]["edges"][-1]) == (1.0, 60.0)
-    assert store["lengths"] == {"edges": [10, 11], "counts": [6]}
+    (shard,) = found("inspect", run / "dump")["shards"]
+    assert shard["parts"]["storage"]["trajectories"]["lengths"] == {"edges": [10, 11], "counts": [6]}
     assert store["age_s"] >= 0
     assert store["created"] <= store["written"]
     (newest, older) = found("inspect", run / "saved")["checkpoints"]
@@ -161,73 +159,13 @@ def test_commands_that_read_files_start_without_torch(run):
         "from click.testing import CliRunner\n"
         "from engram.cli import main\n"
         "store, dump = sys.argv[1:]\n"
-        "for words in (['inspect', store], ['verify', store], ['plan', store, '--capacity', '9'], ['diff', store, dump]):\n"
+        "for words in (['inspect', store], ['inspect', dump], ['verify', store], ['plan', store, '--capacity', '9']):\n"
         "    assert CliRunner().invoke(main, words).exit_code == 0, words\n"
         "print(sorted({'torch', 'tensordict', 'rich'} & set(sys.modules)))\n"
     )
     command = [sys.executable, "-c", program, str(run / "store"), str(run / "dump")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
-
-
-# ---- diff ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_store_and_what_was_saved_of_it(run):
-    assert call("diff", run / "store", run / "dump").output.splitlines()[-1] == "no difference"
-    assert found("diff", run / "store", run / "saved")["same"]
-    older = next(path for path in (run / "saved").iterdir() if "000000000001" in path.name and path.is_dir())
-    result = call("diff", older, run / "store")
-    assert result.exit_code == 1
-    assert "0 only in A, 5 only in B" in result.output
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    changed=st.sets(st.tuples(st.integers(0, 19), st.sampled_from(["a", "b"])), max_size=8),
-    more=st.integers(0, 5),
-    kind=st.sampled_from(["store", "dump", "saved"]),
-)
-def test_rows_that_differ(changed, more, kind, tmp_path_factory):
-    """Beside the changes that were made: rows of the same writes, some of them with another value."""
-    folder = tmp_path_factory.mktemp("diff")
-    rows = {"a": torch.arange(20.0), "b": torch.zeros(20, 3, dtype=torch.int64)}
-    other = {name: tensor.clone() for name, tensor in rows.items()}
-    for row, name in changed:
-        other[name][row] += 1
-    for name, values, extra in (("one", rows, 0), ("other", other, more)):
-        rb = ReplayBuffer(storage=LazyMemmapStorage(30, scratch_dir=folder / name / "store"))
-        rb.extend(values)
-        if extra:
-            rb.extend({name: tensor[:extra] for name, tensor in rows.items()})
-        if kind == "dump":
-            rb.dumps(folder / name / "dump")
-        if kind == "saved":
-            Checkpointer(folder / name / "saved", rb).save(1)
-        rb.close()
-    told = found("diff", folder / "one" / "store", folder / "other" / kind)
-    expected = {row for row, _ in changed}
-    rows = told["rows"]
-    assert (rows["paired"], rows["differ"], rows["only_a"], rows["only_b"]) == (20, len(expected), 0, more)
-    assert rows["by_field"] == {name: n for name in "ab" if (n := len({row for row, of in changed if of == name}))}
-    assert rows["first"] == [row + 1 for row in sorted(expected)][:10]
-    assert told["same"] == (not changed and not more)
-
-
-def test_other_fields_and_sizes(tmp_path):
-    for name, size, rows in (
-        ("one", 10, {"a": torch.zeros(5), "b": torch.zeros(5, 2)}),
-        ("other", 12, {"a": torch.zeros(5).double(), "c": torch.zeros(5)}),
-    ):
-        rb = ReplayBuffer(storage=LazyMemmapStorage(size, scratch_dir=tmp_path / name))
-        rb.extend(rows)
-        rb.close()
-    told = found("diff", tmp_path / "one", tmp_path / "other")
-    assert told["fields"] == "only in A: b; only in B: c; a: float32 [] in A, float64 [] in B"
-    assert told["sizes"] == {"capacity": [10, 12]}
-    assert told["rows"]["differ"] == 0
-    assert not told["same"]
-    assert [note["what"].partition(",")[0] for note in told["notes"]] == ["expected a field of the same name"]
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -378,40 +316,3 @@ def test_the_doctor_knows_every_extra_of_users():
     assert {it["name"] for it in found("doctor")["checks"] if it["name"].startswith("extra ")} == {
         f"extra {extra}" for extra in declared
     }
-
-
-# ---- bench -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_short_benchmark(monkeypatch):
-    class Broken:
-        def __init__(self, rows, data, batch):
-            raise RuntimeError("of another torch")
-
-    rivals = {"Rival": bench._NumPy, "Broken": Broken}
-    here = {name: ("engram", "engram-replay", make) for name, make in rivals.items()}
-    monkeypatch.setattr(bench, "_RIVALS", {**here, "Absent": ("no_such_module", "absent", Broken)})
-    told = found("bench", "--rows", 1000, "--batch", 10, "--seconds", 0.01)
-    assert set(told["libraries"]) == {"engram", "NumPy", "Rival"}
-    assert told["missing"] == {"Broken": "RuntimeError: of another torch"}
-    assert set(told["results"]) == {"write", "extend", "sample", "prioritized"}
-    assert all(rate > 0 for rates in told["results"].values() for rate in rates.values())
-    assert set(told["results"]["sample"]) == {"engram", "NumPy", "Rival"}
-    assert set(told["results"]["prioritized"]) == {"engram"}
-    result = call("bench", "--rows", 1000, "--batch", 10, "--seconds", 0.01)
-    assert "sample: batches/s" in result.output
-    assert "Broken was left out: RuntimeError: of another torch" in result.output
-
-
-def test_a_machine_on_which_it_is_slow(monkeypatch):
-    def library(sample):
-        return type("Library", (), dict.fromkeys(bench._OPERATIONS) | {"sample": sample})
-
-    speeds = {min: 5.0, max: 9.0}
-    made = {"engram": library(min), "NumPy": library(max)}
-    monkeypatch.setattr(bench, "_libraries", lambda *given, **more: (made, dict.fromkeys(made, "1"), {}))
-    monkeypatch.setattr(bench, "_rate", lambda call, seconds: speeds.get(call, 1.0))
-    result = call("bench", "--rows", 1000, "--alone", "--json")
-    assert result.exit_code == 1
-    (problem,) = json.loads(result.stdout)["problems"]
-    assert problem["what"].startswith("sample: expected engram to be faster than NumPy, got 5 batches/s and 9")

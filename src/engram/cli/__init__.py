@@ -1,5 +1,5 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``diff``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``,
-``bench``, ``serve``, ``health``, ``stats``, ``top``.
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
+``health``, ``stats``, ``top``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """
@@ -132,8 +132,8 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
 def inspect(path: Path, everything: bool, as_json: bool) -> None:
     """Show what is at PATH: a checkpoint, a folder of checkpoints, a dump, a part of one, or a live store.
 
-    Says when it was written, how full it is, and its fields, and draws how priorities and the lengths of trajectories are
-    distributed. Reads descriptions, tables, priorities and end flags, but no other rows, and changes nothing. JSON has everything.
+    Says when it was written, how full it is, and its fields, and draws how priorities are distributed, of a dump or a checkpoint
+    also the lengths of trajectories. Reads descriptions, tables and priorities, but no rows, and changes nothing. JSON has everything.
 
     Exit code: 0, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
@@ -141,10 +141,6 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
         from engram.format.describe import describe
 
         found = describe(_folder(path))
-        if found["kind"] == "store" and not found["problems"]:
-            from engram.cli.diff import described_lengths
-
-            found |= described_lengths(path)
     if as_json:
         print_json(found)
     elif everything:
@@ -156,27 +152,6 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
 
         show_short(found)
     sys.exit(1 if found["problems"] else 0)
-
-
-@main.command()
-@click.argument("one", metavar="A", type=_PATH)
-@click.argument("other", metavar="B", type=_PATH)
-@_JSON
-def diff(one: Path, other: Path, as_json: bool) -> None:
-    """Compare what is at A with what is at B: stores, dumps, checkpoints, or folders of checkpoints, whose newest one is taken.
-
-    Compares fields, sizes, and all rows bit by bit. Rows are paired by their ticket, the number of the write that made them: a
-    store and its checkpoint share tickets, and so do two runs that wrote the same number of rows. Nothing is changed; rows that are
-    overwritten meanwhile are left out.
-
-    Exit code: 0 if there is no difference, 1 if there is one or something is damaged, 2 if A or B holds nothing of engram's.
-    """
-    with refusing():
-        from engram.cli.diff import compare, show_comparison
-
-        found = compare(_folder(one), _folder(other))
-    _show(found, show_comparison, as_json=as_json)
-    sys.exit(0 if found.same else 1)
 
 
 @main.command()
@@ -343,28 +318,6 @@ def plan(
 
         found = planned(sample, given, capacity, batch=batch, memory=memory)
     _show(found, show_plan, as_json=as_json)
-
-
-@main.command()
-@click.option("--rows", type=click.IntRange(min=1_000), default=100_000, help="Rows of each buffer.")
-@click.option("--batch", type=click.IntRange(min=1), default=256, help="Rows of a batch.")
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=0.3, help="Seconds for each number.")
-@click.option("--alone", is_flag=True, help="Leave out the other libraries that are installed.")
-@_JSON
-def bench(rows: int, batch: int, seconds: float, alone: bool, as_json: bool) -> None:
-    """Measure whether engram is fast here: writing and sampling, beside NumPy and whatever other replay libraries are installed.
-
-    Rows are of 17 observations, 6 actions, a reward and an end flag, as of a robot's joints. Each number is the median of three
-    rounds, in which all libraries take turns; other programs that run meanwhile make all of them smaller.
-
-    Exit code: 0, 1 if engram samples more slowly than NumPy picks rows: then something is wrong here, and 'engram doctor' may know.
-    """
-    with refusing():
-        from engram.cli.bench import measured, show_measured
-
-        found = measured(rows, batch, seconds, alone=alone)
-    _show(found, show_measured, as_json=as_json)
-    sys.exit(1 if found.problems else 0)
 
 
 @main.command()

@@ -60,8 +60,6 @@ class _Store(msgspec.Struct):
     created: str = ""
     written: str = ""
     age_s: float = 0.0
-    lengths: Histogram | None = None
-    lengths_rows: int = 0
 
 
 class _Geometry(msgspec.Struct):
@@ -145,8 +143,6 @@ def _store(store: _Store) -> Iterator[str]:
     yield from _fields(store.fields)
     for index in store.indexes:
         yield from _priorities(index)
-    if store.lengths is not None and store.lengths["counts"]:
-        yield from _lengths(store.lengths, f"in the newest {count(store.lengths_rows, 'row')}")
 
 
 def _checkpoint(found: _Checkpoint) -> Iterator[str]:
@@ -175,7 +171,7 @@ def _checkpoint(found: _Checkpoint) -> Iterator[str]:
         for index in ([] if part.priorities is None else [part.priorities]) + part.indexes:
             yield from _priorities(index, of)
         if part.trajectories is not None and part.trajectories.lengths["counts"]:
-            yield from _lengths(part.trajectories.lengths, of.strip())
+            yield from _lengths(part.trajectories.lengths, of)
 
 
 def _whole(totals: Entries, name: str) -> int:
@@ -204,9 +200,9 @@ def _priorities(index: _Priorities, of: str = "") -> Iterator[str]:
     yield from _bars(index.histogram)
 
 
-def _lengths(lengths: Histogram, where: str) -> Iterator[str]:
+def _lengths(lengths: Histogram, of: str) -> Iterator[str]:
     yield ""
-    yield f"lengths of {count(sum(lengths['counts']), 'whole trajectory')} {where}".rstrip()
+    yield f"lengths of {count(sum(lengths['counts']), 'whole trajectory')}{of}"
     yield from _bars(lengths, whole=True)
 
 

@@ -73,11 +73,6 @@ def processes(raw: bytes) -> list[int]:
     return [pid for state, pid in _PARTICIPANT.iter_unpack(raw[at : at + nbytes]) if state]
 
 
-def lanes(raw: bytes) -> list[tuple[int, int, int]]:
-    """Cursor, base and high of each lane. ``raw``: the lanes."""
-    return [*_LANE.iter_unpack(raw)]
-
-
 def filled(raw: bytes, header: Header) -> list[int]:
     """Rows inside each lane's extent, those that hold nothing included. ``raw``: the lanes."""
     found = []
