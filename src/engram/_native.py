@@ -10,6 +10,7 @@ import torch
 
 from engram import _core
 from engram._core import (
+    PARALLEL_BYTES,
     BadPriority,
     Batched,
     Changes,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 __all__ = [
+    "PARALLEL_BYTES",
     "BadPriority",
     "Batched",
     "Changes",

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engram import _native
 from engram._checks import check_count
 from engram._devices import existing_device
-from engram.device.pinning import HostMemory, Pinning
+from engram.device.block import Blocks, Drawn
+from engram.device.pinning import HostMemory
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 
@@ -74,8 +76,12 @@ class Streams:
 
 class _Ready(NamedTuple):
     batch: object
-    events: tuple[torch.Event, ...]
-    """The batch is complete when these have occurred."""
+    memory: list[Tensor]
+    """The tensors whose memory it has."""
+    nbytes: int
+    spilled: bool
+    events: tuple[torch.Event, ...] = ()
+    """The batch is complete when these have occurred; none: when the work on the consumer's stream has."""
 
 
 class _Update(NamedTuple):
@@ -89,26 +95,34 @@ class _Update(NamedTuple):
 class DeviceLoader:
     """Iterates over the batches of a buffer on ``device``: the same batches in the same order as ``iter(rb)``.
 
-    On an accelerator, a thread draws ahead and copies from pinned memory on its own stream. The consumer's stream waits for the
-    copy; the host does not. The memory of a batch is not reused before the consumer's work on it has ended, even if the batch
-    goes out of scope. On the CPU, the loader passes ``iter(rb)`` through, without a thread and without drawing ahead.
+    On an accelerator, a batch is drawn into one block of pinned memory, and one copy brings it to the device. The host does not
+    wait for the copy. Small batches are drawn when they are asked for, and copied on the consumer's stream. Where drawing takes
+    long, a thread draws ahead and copies on a stream of its own, which the consumer's stream waits for. There is a thread if ``depth``
+    is above 1, and the first batch has at least 512 KiB or both of the first two took at least a millisecond to draw: because of
+    transforms, ``collate_fn``, lists of rows, or a connection. This is decided once for all iterations: :attr:`draws_ahead`. The
+    memory of a batch is not reused before the consumer's work on it has ended, even if the batch goes out of scope. On the CPU, the
+    loader passes ``iter(rb)`` through, without a thread and without drawing ahead.
 
     Args:
-        rb: a buffer with a ``batch_size``. ``pin_memory=True`` saves a copy on the host; without it, the loader pins.
+        rb: a buffer with a ``batch_size``. ``pin_memory`` makes no difference.
         device: the device of the batches. Leaves that are already there are not copied; objects other than tensors are not
             changed.
-        depth: the number of batches drawn ahead of the consumer.
+        depth: the most batches drawn ahead of the consumer, by a thread; 1: no thread.
         return_info: yield ``(batch, info)``, as ``rb.sample(return_info=True)``.
+        transport: how rows get to the device: ``"block"``, as above; None: the best way that there is. On the CPU, and on
+            ``meta``, there is none.
 
     Raises:
         RuntimeError: there is no such device, or the buffer has no ``batch_size``.
         TypeError: ``depth`` is not an int.
-        ValueError: ``depth`` is below 1.
+        ValueError: ``depth`` is below 1; there is no such ``transport``, or not to this device.
+        NotImplementedError: ``transport`` is ``"direct"`` or ``"resident"``.
 
-    A batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned. An iteration that is left
-    early has drawn up to ``depth`` batches that are discarded; the next iteration draws new ones. An error while drawing is
-    raised when its batch is due, and ends the iteration. A buffer with a ``generator`` draws what it would draw without the
-    loader; draws from torch's default generator happen in the loader's thread. Only one thread may consume.
+    The tensors of a batch share the memory of one block on the device: one that you keep for long keeps all of it, so keep a
+    ``clone()``. With a thread, a batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned, and
+    an iteration that is left early has drawn up to ``depth`` batches that are discarded; the next iteration draws new ones. An error
+    while drawing is raised when its batch is due, and ends the iteration. A buffer with a ``generator`` draws what it would draw
+    without the loader; a thread's draws from torch's default generator happen in it. Only one thread may consume.
 
     >>> import torch
     >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -118,7 +132,15 @@ class DeviceLoader:
     [[0, 1], [2, 3]]
     """
 
-    def __init__(self, rb: Any, device: torch.device | str | int, depth: int = 2, *, return_info: bool = False) -> None:
+    def __init__(
+        self,
+        rb: Any,
+        device: torch.device | str | int,
+        depth: int = 2,
+        *,
+        return_info: bool = False,
+        transport: str | None = None,
+    ) -> None:
         self.depth = check_count("DeviceLoader: depth", depth, "batch")
         self.device = existing_device(device, "DeviceLoader: device")
         try:
@@ -129,21 +151,52 @@ class DeviceLoader:
             raise RuntimeError("DeviceLoader: expected a buffer with a batch size: ReplayBuffer(batch_size=…).")
         self.rb = rb
         self.return_info = bool(return_info)
-        self._streams = None if self.device.type in ("cpu", "meta") else Streams(self.device)
+        self._transport = _chosen(transport, self.device)
+        self._streams = None if self._transport == "none" else Streams(self.device)
+        self._blocks = None if self._streams is None else Blocks(self._streams)
+        self._thread = _ThreadRule(self.depth if self._streams is not None else 1)
+        self._counts = dict.fromkeys(("batches", "bytes", "spilled"), 0)
         self._updates: collections.deque[_Update] = collections.deque()
         self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         depth, info = f", depth={self.depth}" * (self.depth != 2), ", return_info=True" * self.return_info
-        return f"DeviceLoader(batch_size={self.rb.batch_size}, device='{self.device}'{depth}{info})"
+        ahead = "" if self.draws_ahead is None else f", draws_ahead={self.draws_ahead}"
+        how = "" if self._streams is None else f", transport='{self._transport}'{ahead}"
+        return f"DeviceLoader(batch_size={self.rb.batch_size}, device='{self.device}'{depth}{info}{how})"
+
+    @property
+    def transport(self) -> str:
+        """How rows get to the device: ``"block"``; ``"none"``: they stay in the host's memory, or go nowhere (``meta``)."""
+        return self._transport
+
+    @property
+    def draws_ahead(self) -> bool | None:
+        """Whether a thread draws ahead of the consumer. None: not decided yet, for want of a first or second batch."""
+        return self._thread.needed
+
+    def stats(self) -> dict[str, object]:
+        """What went through the loader since it was made.
+
+        ``transport``; ``batches``: batches handed out; ``bytes``: of the blocks that were copied; ``spilled``: batches that were larger
+        than their block, which cost a copy on the host. Blocks grow with them, and the first batch has none.
+
+        >>> import torch
+        >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> DeviceLoader(rb, "cpu").stats()
+        {'transport': 'none', 'batches': 0, 'bytes': 0, 'spilled': 0}
+        """
+        return {"transport": self._transport, **self._counts}
 
     # ---- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over new batches. Before each, priorities whose copies have arrived are applied."""
-        if self._streams is None:
+        if self._streams is None or self._blocks is None:
             return self._passed_through()
-        run = _Run(self._drawn, self._streams, self.depth)
+        run = _Run(self._drawn(), self._streams, self._blocks, self._thread)
         self._runs.add(run)
         batches = self._handed_out(run)
         weakref.finalize(batches, run.close)  # also before the interpreter ends, which must not interrupt a draw
@@ -163,6 +216,7 @@ class DeviceLoader:
 
     def _passed_through(self) -> Iterator[object]:
         for batch in self._drawn():
+            self._counts["batches"] += 1
             if all(leaf.device == self.device for leaf in tensors(batch)):
                 yield batch
             else:
@@ -177,12 +231,14 @@ class DeviceLoader:
                 ready = run.take()
                 if ready is None:
                     return
-                consumer = streams.current()
-                for event in ready.events:
-                    streams.wait(consumer, event)
-                for leaf in tensors(ready.batch):
-                    if streams.holds(leaf):
-                        streams.keep(leaf, consumer)
+                if ready.events:
+                    consumer = streams.current()
+                    for event in ready.events:
+                        streams.wait(consumer, event)
+                    for tensor in ready.memory:
+                        streams.keep(tensor, consumer)
+                for name, n in zip(self._counts, (1, ready.nbytes, ready.spilled), strict=True):
+                    self._counts[name] += n
                 yield ready.batch
         finally:
             run.close()
@@ -311,26 +367,75 @@ class DeviceLoader:
         self.close()
 
 
+def _chosen(transport: str | None, device: torch.device) -> str:
+    """The way to a device: the only place that knows which there are."""
+    there = "none" if device.type in ("cpu", "meta") else "block"
+    if transport in ("direct", "resident"):
+        raise NotImplementedError(
+            f"DeviceLoader: transport: {transport!r} is not available yet. Leave it out, or use 'block'."
+        )
+    if transport is not None and transport != "block":
+        raise ValueError(f"DeviceLoader: transport: expected 'block' or None, got {transport!r}.")
+    if transport is not None and there == "none":
+        raise ValueError(
+            f"DeviceLoader: transport: expected an accelerator for {transport!r}, got device='{device}', where batches are handed on "
+            "as they are. Leave it out."
+        )
+    return there
+
+
+class _ThreadRule:
+    """Whether a thread draws ahead. Decided once, by the first batches, and then for good."""
+
+    #: A batch that takes less is drawn before a thread would be awake, and Python's lock taken over twice.
+    SECONDS = 1e-3
+    BYTES = _native.PARALLEL_BYTES
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.needed: bool | None = False if depth == 1 else None
+        self._first: float | None = None
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """A batch was drawn without one. The second decides, as much is made and loaded by the first; bytes are known at once."""
+        if self.needed is not None:
+            return
+        if nbytes >= self.BYTES:
+            self.needed = True
+        elif self._first is not None:
+            self.needed = min(self._first, seconds) >= self.SECONDS
+        self._first = seconds
+
+
 class _Run:
-    """The work of one iteration: a thread that draws and copies, at most ``depth`` batches ahead.
+    """The work of one iteration: draws and copies, in a thread at most ``depth`` batches ahead or when a batch is taken.
 
     It has no reference to the iterator, so that the iterator can be garbage-collected.
     """
 
-    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
-        self.drawn = drawn
+    def __init__(self, batches: Iterator[object], streams: Streams, blocks: Blocks, rule: _ThreadRule) -> None:
+        self.batches = batches
         self.streams = streams
-        self.pinning = Pinning(streams.memory)
+        self.blocks = blocks
+        self.rule = rule
         self.ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
-        self.slots = threading.Semaphore(depth)
+        self.slots = threading.Semaphore(rule.depth)
         self.stopped = False
-        self.thread = threading.Thread(target=self.run, name="engram-device-loader", daemon=True)
-        self.thread.start()
+        self.thread: threading.Thread | None = None
+        self._start_if_needed()
 
     def take(self) -> _Ready | None:
         """The next batch, whose copy is queued; None at the end."""
         if self.stopped:
             return None
+        self._start_if_needed()
+        if self.thread is None:
+            drawn = self.blocks.draw(self.batches)
+            if drawn is None:
+                return None
+            ready = _Ready(*self.blocks.send(drawn.batch, drawn.block))
+            self.rule.note(ready.nbytes, drawn.seconds)
+            return ready
         found = self.ready.get()
         self.slots.release()
         if isinstance(found, BaseException):
@@ -341,19 +446,23 @@ class _Run:
         """End the thread. Repeatable."""
         self.stopped = True
         self.slots.release()
-        if self.thread is not threading.current_thread():
+        if self.thread not in (None, threading.current_thread()):
             self.thread.join()
+
+    def _start_if_needed(self) -> None:
+        if self.rule.needed and self.thread is None:
+            self.thread = threading.Thread(target=self.run, name="engram-device-loader", daemon=True)
+            self.thread.start()
 
     # ---- in the thread -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
-            batches = self.drawn()
             while self._has_slot():
-                batch = next(batches, None)
-                if batch is None:
+                drawn = self.blocks.draw(self.batches)
+                if drawn is None:
                     break
-                self.ready.put(self._sent(batch))
+                self.ready.put(self._sent(drawn))
         except BaseException as error:  # noqa: BLE001 - the consumer raises it
             self.ready.put(error)
         self.ready.put(None)
@@ -362,14 +471,11 @@ class _Run:
         self.slots.acquire()
         return not self.stopped
 
-    def _sent(self, batch: object) -> _Ready:
+    def _sent(self, drawn: Drawn) -> _Ready:
         streams = self.streams
         # Leaves that are already on the device were computed on this thread's stream; the stream of the copies does not wait for it.
-        there = any(streams.holds(leaf) for leaf in tensors(batch))
+        there = any(streams.holds(leaf) for leaf in tensors(drawn.batch))
         events = [streams.mark(streams.current())] if there else []
-        pinned = self.pinning(batch)
         with streams.on(streams.up):
-            moved = map_tensors(
-                pinned, lambda leaf: leaf if streams.holds(leaf) else streams.send(leaf), device=streams.device
-            )
-        return _Ready(moved, (*events, streams.mark(streams.up)))
+            sent = self.blocks.send(drawn.batch, drawn.block)
+        return _Ready(*sent, (*events, streams.mark(streams.up)))

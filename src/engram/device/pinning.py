@@ -115,7 +115,7 @@ class _Walk:
         known = self.done.get(id(tensor))
         if known is not None:
             return known[1]
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if not is_dense(tensor):
             raise RuntimeError(
                 f"sample: pin_memory: expected a dense tensor at {list(path) or 'the batch'}, got {_described(tensor)}. "
                 "Make it dense in a transform, or leave pin_memory off."
@@ -154,6 +154,11 @@ class _Walk:
         if not changed:
             return td
         return made.lock_() if td.is_locked else made
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's values lie in memory at strides."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _described(tensor: Tensor) -> str:
