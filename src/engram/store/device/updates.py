@@ -105,7 +105,7 @@ class UpdateRing:
             )
         where = (n, self._address, self.entries)
         self._kernels.update[(1,)](
-            *where, index, tickets, priorities, self.counters, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE
+            *where, rows, tickets, priorities, self.counters, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE
         )
         self._kernels.publish[(1,)](*where, self.counters, SLOTS=self.slots)
 
