@@ -15,9 +15,11 @@ from engram import _native
 from engram._checks import check_count
 from engram._devices import existing_device
 from engram.device.block import Blocks, Drawn
+from engram.device.direct import DirectReader, NotDirect, Readable
 from engram.device.pinning import HostMemory
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
+from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,8 +153,12 @@ class DeviceLoader:
             raise RuntimeError("DeviceLoader: expected a buffer with a batch size: ReplayBuffer(batch_size=…).")
         self.rb = rb
         self.return_info = bool(return_info)
-        self._transport = _chosen(transport, self.device)
-        self._streams = None if self._transport == "none" else Streams(self.device)
+        self._asked = _checked(transport, self.device)
+        self._streams = None if self.device.type in ("cpu", "meta") else Accelerator(self.device)
+        self._readable = rb.device_readable() if self._may_read(rb) else None
+        self._direct: DirectReader | None = None
+        #: Why the host copies, and the state of the buffer for which that is so.
+        self._refused: tuple[object, str | None] = (None, None)
         self._blocks = None if self._streams is None else Blocks(self._streams)
         self._thread = _ThreadRule(self.depth if self._streams is not None else 1)
         self._counts = dict.fromkeys(("batches", "bytes", "spilled"), 0)
@@ -162,13 +168,23 @@ class DeviceLoader:
     def __repr__(self) -> str:
         depth, info = f", depth={self.depth}" * (self.depth != 2), ", return_info=True" * self.return_info
         ahead = "" if self.draws_ahead is None else f", draws_ahead={self.draws_ahead}"
-        how = "" if self._streams is None else f", transport='{self._transport}'{ahead}"
+        how = "" if self._streams is None else f", transport='{self.transport}'{ahead}"
         return f"DeviceLoader(batch_size={self.rb.batch_size}, device='{self.device}'{depth}{info}{how})"
+
+    def _may_read(self, rb: object) -> TypeGuard[Readable]:
+        """Whether it is worth asking whether the device can read by itself."""
+        if self._streams is None or self._asked == "block":
+            return False
+        if self._asked == "direct" and not isinstance(rb, Readable):
+            raise RuntimeError(f"DeviceLoader: transport: 'direct' expects a ReplayBuffer, got {type(rb).__name__}. Leave it out.")
+        return isinstance(rb, Readable)
 
     @property
     def transport(self) -> str:
-        """How rows get to the device: ``"block"``; ``"none"``: they stay in the host's memory, or go nowhere (``meta``)."""
-        return self._transport
+        """How rows get to the device: ``"direct"``: it reads them by itself; ``"block"``: the host copies them into one block per batch;
+        ``"none"``: they stay in the host's memory, or go nowhere (``meta``).
+        """
+        return "none" if self._streams is None else "block" if self._reader() is None else "direct"
 
     @property
     def draws_ahead(self) -> bool | None:
@@ -188,7 +204,10 @@ class DeviceLoader:
         >>> DeviceLoader(rb, "cpu").stats()
         {'transport': 'none', 'batches': 0, 'bytes': 0, 'spilled': 0}
         """
-        return {"transport": self._transport, **self._counts}
+        found: dict[str, object] = {"transport": self.transport, **self._counts}
+        if self._direct is not None:
+            found.update(zip(("redraws", "repeated", "missing"), self._direct.counters[2:5].tolist(), strict=True))
+        return found if self._refused[1] is None else {**found, "reason": self._refused[1]}
 
     # ---- batches -------------------------------------------------------------------------------------------------------
 
@@ -196,11 +215,62 @@ class DeviceLoader:
         """Iterate over new batches. Before each, priorities whose copies have arrived are applied."""
         if self._streams is None or self._blocks is None:
             return self._passed_through()
+        if self._reader() is not None:
+            return self._read_by_device()
+        return self._copied()
+
+    def _copied(self) -> Iterator[object]:
+        """Batches that the host copies."""
+        assert self._streams is not None and self._blocks is not None  # noqa: PT018 - there is an accelerator
         run = _Run(self._drawn(), self._streams, self._blocks, self._thread)
         self._runs.add(run)
         batches = self._handed_out(run)
         weakref.finalize(batches, run.close)  # also before the interpreter ends, which must not interrupt a draw
         return batches
+
+    def _reader(self) -> DirectReader | None:
+        """What reads the next batch; None: the host does.
+
+        Raises ``RuntimeError``: the device cannot, and was asked to. What :meth:`Registered.use` raises in a child of a fork.
+        """
+        rows, streams = self._readable, self._streams
+        if rows is None or streams is None or rows.store is None:
+            return None
+        if self._direct is not None and self._direct.is_current():
+            return self._direct
+        state = rows.state()
+        if self._refused[1] is not None and self._refused[0] == state:
+            return None
+        try:
+            fresh = DirectReader(rows, self.rb.batch_size, streams)
+        except NotDirect as error:
+            if self._asked == "direct":
+                raise RuntimeError(
+                    f"DeviceLoader: transport='direct': expected rows that {self.device} can read by itself, got a buffer that does not "
+                    f"allow it: {error}. Use transport='block', or leave it out."
+                ) from error
+            self._refused, fresh = (state, str(error)), None
+            if rows.refusal is None:
+                warn(f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block').")
+        self._direct, before = fresh, self._direct
+        if before is not None:
+            before.close()
+        return fresh
+
+    def _read_by_device(self) -> Iterator[object]:
+        """As :meth:`_drawn`: where the buffer changes so that the device cannot go on, the host does."""
+        rows, streams = self._readable, self._streams
+        assert rows is not None and streams is not None  # noqa: PT018 - there is a reader
+        rows.begin()
+        while (reader := self._reader()) is not None:
+            streams.check_not_capturing("DeviceLoader", "each replay would bring the same batch; DeviceReplay is for graphs")
+            self._apply()
+            batch = reader.read(return_info=self.return_info)
+            self._counts["batches"] += 1
+            yield batch
+            if rows.ran_out:
+                return
+        yield from self._copied()
 
     def _drawn(self) -> Iterator[object]:
         """Batches as the buffer returns them."""
@@ -367,21 +437,16 @@ class DeviceLoader:
         self.close()
 
 
-def _chosen(transport: str | None, device: torch.device) -> str:
-    """The way to a device: the only place that knows which there are."""
-    there = "none" if device.type in ("cpu", "meta") else "block"
-    if transport in ("direct", "resident"):
-        raise NotImplementedError(
-            f"DeviceLoader: transport: {transport!r} is not available yet. Leave it out, or use 'block'."
-        )
-    if transport is not None and transport != "block":
-        raise ValueError(f"DeviceLoader: transport: expected 'block' or None, got {transport!r}.")
-    if transport is not None and there == "none":
+def _checked(transport: str | None, device: torch.device) -> str | None:
+    """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device."""
+    if transport not in (None, "block", "direct"):
+        raise ValueError(f"DeviceLoader: transport: expected 'direct', 'block' or None, got {transport!r}.")
+    if transport is not None and device.type in ("cpu", "meta"):
         raise ValueError(
             f"DeviceLoader: transport: expected an accelerator for {transport!r}, got device='{device}', where batches are handed on "
             "as they are. Leave it out."
         )
-    return there
+    return transport
 
 
 class _ThreadRule:

@@ -9,6 +9,7 @@ import torch
 from engram.store.device.columns import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from torch import Tensor
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: How rows are chosen: ``permuted`` takes ranks that the host has chosen.
 Kind: TypeAlias = Literal["uniform", "prioritized", "permuted"]
+#: Queues a kernel with its arguments and constants on the stream in use.
+Launcher: TypeAlias = "Callable[..., None]"
 KINDS: tuple[Kind, ...] = ("uniform", "prioritized", "permuted")
 
 #: Bytes that a program of the gather copies, with how many warps.
@@ -64,6 +67,11 @@ def signed(key: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
+def call(kernel: Callable[..., object], *arguments: object, **constants: object) -> None:
+    """Queue a kernel on the stream in use. The device is the current one."""
+    kernel(*arguments, **constants)
+
+
 class Chain:
     """Reads batches of one size with three kernels on the current stream, four where lanes must be looked at first.
 
@@ -87,6 +95,7 @@ class Chain:
         slots: commands of that ring; 0: there is none.
         programs: how many programs of gather share its chunks at most; None: one each.
         rows_per_program: of draw; more than one is for Triton's interpreter alone.
+        launcher: queues a kernel, which it calls with the rest, on the stream in use: ``Accelerator.launch``.
 
     Raises:
         ValueError: no rows, a priority tree that is missing, or a kind that does not exist.
@@ -106,6 +115,7 @@ class Chain:
         slots: int = 0,
         programs: int | None = None,
         rows_per_program: int = 1,
+        launcher: Launcher = call,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"Chain: batch_size: expected at least 1, got {batch_size}.")
@@ -119,7 +129,7 @@ class Chain:
         self.layout = Layout(columns.fields, batch_size, weighted=kind == "prioritized")
         self.launches = 0
         """Kernels launched so far."""
-        self._kernels = kernels_of(self.device)
+        self._kernels, self._launcher = kernels_of(self.device), launcher
         self._key = 0 if seed is None else seed
         self._commands = commands
         longest = max((field.row_bytes for field in columns.fields), default=0)
@@ -190,7 +200,7 @@ class Chain:
         """One kernel. Without fused multiply-adds: they would draw other rows than the host."""
         self.launches += 1
         kernel = vars(self._kernels)[name]
-        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        self._launcher(kernel[(programs,)], *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
     def _warm_up(self, slots: int) -> None:
         """A batch of one row, thrown away: all kernels are compiled and loaded then."""

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from engram.store.device.chain import kernels_of
+from engram.store.device.chain import call, kernels_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from engram.store.device.chain import Launcher
 
 #: Words before the slots, and before the entries of a slot; which of the first ones the host writes.
 _HEADER, _SLOT_HEADER, _CONSUMED = 8, 4, 1
@@ -48,6 +50,7 @@ class UpdateRing:
             device that is the CPU.
         address: where the memory begins on the device; None: where it begins on the host.
         dtype: of the priorities: float32 or float64.
+        launcher: as for ``Chain``.
 
     Raises:
         RuntimeError: :func:`engram.store.device.chain.kernels_of`. Whatever Triton raises where it cannot compile.
@@ -63,13 +66,14 @@ class UpdateRing:
         memory: Tensor | None = None,
         address: int | None = None,
         dtype: torch.dtype = torch.float32,
+        launcher: Launcher = call,
     ) -> None:
         self.device = torch.device(device)
         self.capacity = capacity
         self.entries = entries
         self.slots = slots
         self.dtype = dtype
-        self._kernels = kernels_of(self.device)
+        self._kernels, self._launcher = kernels_of(self.device), launcher
         self._memory = (
             torch.zeros(self.words(entries, slots), dtype=torch.int64, device="cpu") if memory is None else memory
         )
@@ -104,10 +108,10 @@ class UpdateRing:
                 f"each, got {kinds}."
             )
         where = (n, self._address, self.entries)
-        self._kernels.update[(1,)](
-            *where, rows, tickets, priorities, self.counters, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE
+        self._launcher(
+            self._kernels.update[(1,)], *where, rows, tickets, priorities, self.counters, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE
         )
-        self._kernels.publish[(1,)](*where, self.counters, SLOTS=self.slots)
+        self._launcher(self._kernels.publish[(1,)], *where, self.counters, SLOTS=self.slots)
 
     def drain(self, priorities: Priorities) -> Drained:
         """Apply what has arrived, in order, under its tickets. Entries that no priorities take are counted, and the others applied."""
