@@ -129,7 +129,7 @@ class OnDevice:
     def finish(self, batch: Batch, n: int, device: torch.device, *, return_info: bool) -> object:
         """The first ``n`` rows of a batch in the form of ``rb.sample``."""
         reading, wiring = self._reading, self._wiring
-        if n < len(batch.rows):
+        if n < batch.rows.shape[0]:
             batch = type(batch)(
                 batch.block,
                 tuple(column[:n] for column in batch.fields),

@@ -6,7 +6,7 @@ import collections
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from engram import _native
 from engram._checks import check_count
 from engram._devices import existing_device
+from engram._words import warn
 from engram.device.block import Blocks, Drawn
 from engram.device.direct import DirectReader, NotDirect, Readable
 from engram.device.pinning import HostMemory
@@ -234,7 +235,7 @@ class DeviceLoader:
         Raises ``RuntimeError``: the device cannot, and was asked to. What :meth:`Registered.use` raises in a child of a fork.
         """
         rows, streams = self._readable, self._streams
-        if rows is None or streams is None or rows.store is None:
+        if rows is None or streams is None or (rows.store is None and rows.refusal is None):
             return None
         if self._direct is not None and self._direct.is_current():
             return self._direct

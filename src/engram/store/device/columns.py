@@ -151,16 +151,18 @@ class Layout:
         blocks = BlockLayout((*named, INDEX, GENERATION, _VALID, *([WEIGHT] if weighted else [])))
         self.batch_size = batch_size
         self.weighted = weighted
-        self.nbytes = blocks.nbytes(batch_size)
+        self.nbytes = -(-blocks.nbytes(batch_size) // ALIGNMENT) * ALIGNMENT
         offsets = blocks.offsets(batch_size)
         self.fields = tuple(offsets[: len(named)])
         """Where each field begins."""
         self.rows, self.tickets, self.valid = offsets[len(named) : len(named) + 3]
         self.weights = offsets[-1] if weighted else 0
+        shapes = [(batch_size, *field.shape) for field in blocks.fields]
         self._parts = [
-            (offset, field.row_bytes * batch_size, torch_dtype(field), (batch_size, *field.shape))
-            for offset, field in zip(offsets, blocks.fields, strict=True)
+            (torch_dtype(field), shape, torch.empty(shape, device="meta").stride(), offset // torch_dtype(field).itemsize)
+            for offset, field, shape in zip(offsets, blocks.fields, shapes, strict=True)
         ]
+        self._dtypes = {dtype for dtype, *_ in self._parts}
 
     def empty(self, device: torch.device | str) -> Tensor:
         """An uninitialised block on a device, at a multiple of 64 bytes."""
@@ -183,7 +185,12 @@ class Layout:
             raise ValueError(
                 f"Layout: expected a block at a multiple of {ALIGNMENT} bytes, got one at {block.data_ptr():#x}. Use Layout.empty."
             )
-        parts = [block[at : at + nbytes].view(dtype).view(shape) for at, nbytes, dtype, shape in self._parts]
+        typed = {dtype: (view := block.view(dtype), view.storage_offset()) for dtype in self._dtypes}
+        # data: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
+        parts = [
+            typed[dtype][0].as_strided(shape, strides, typed[dtype][1] + at).data
+            for dtype, shape, strides, at in self._parts
+        ]
         count = len(self.fields)
         rows, tickets, valid = parts[count : count + 3]
         return Batch(block, tuple(parts[:count]), rows, tickets, valid, parts[-1] if self.weighted else None)
