@@ -21,9 +21,8 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.device import loader
-from engram.device.loader import Streams
-from engram.device.pinning import HostMemory
 from engram.nested import tensors
+from tests.device.imitation import Imitation
 
 
 def filled(n=20, *, cls=TensorDictReplayBuffer, batch_size=4, **kwargs):
@@ -108,85 +107,10 @@ def test_priorities_on_the_cpu():
 # ---- on streams that do nothing by themselves --------------------------------------------------------------------------------
 
 
-class Event:
-    def __init__(self, name, log):
-        self.name, self.log, self.come = name, log, False
-
-    def query(self):
-        return self.come
-
-    def synchronize(self):
-        self.log.append(("host waits for", self.name))
-        self.come = True
-
-
-class Noting(Streams):
-    """A device whose tensors are in ordinary memory, and a log of what was queued where."""
-
-    def __init__(self, device=None):
-        self.device = torch.device("cpu")
-        self.memory = HostMemory()
-        self.memory.empty = lambda shape, dtype: self._pinned(torch.empty(tuple(shape), dtype=dtype))
-        self.memory.is_pinned = lambda tensor: any(tensor is one for one in [*self.pinned, *self.mine])
-        self.up, self.down = "up", "down"
-        self.log, self.mine, self.pinned, self.events = [], [], [], []
-        self.where = threading.local()
-
-    def _pinned(self, tensor):
-        self.pinned.append(tensor)
-        return tensor
-
-    def holds(self, tensor):
-        return any(tensor is one for one in self.mine)
-
-    def current(self):
-        return getattr(self.where, "stream", threading.current_thread().name)
-
-    def on(self, stream):
-        streams = self
-
-        class On:
-            def __enter__(self):
-                self.before = streams.current()
-                streams.where.stream = stream
-
-            def __exit__(self, *_):
-                streams.where.stream = self.before
-
-        return On()
-
-    def mark(self, stream):
-        event = Event(f"{stream} {len(self.events)}", self.log)
-        self.events.append(event)
-        self.log.append(("mark", stream, event.name))
-        return event
-
-    def wait(self, stream, event):
-        self.log.append(("wait", stream, event.name))
-
-    def keep(self, tensor, stream):
-        assert self.holds(tensor)
-        self.log.append(("keep", stream))
-
-    def send(self, tensor):
-        assert self.memory.is_pinned(tensor), "the copy would not be asynchronous"
-        self.log.append(("send", self.current()))
-        self.mine.append(tensor.clone())
-        return self.mine[-1]
-
-    def receive(self, tensor):
-        self.log.append(("receive", self.current()))
-        return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
-
-    def on_device(self, tensor):
-        self.mine.append(tensor)
-        return tensor
-
-
 @pytest.fixture
 def streams(monkeypatch):
-    made = Noting()
-    monkeypatch.setattr(loader, "Streams", lambda device: made)
+    made = Imitation(late=True)
+    monkeypatch.setattr(loader, "Accelerator", lambda device: made)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     return made
 
@@ -422,7 +346,6 @@ def test_the_loader_keeps_nothing(streams):
     device_loader = DeviceLoader(filled(8), "cuda", depth=1)
     batches = iter(device_loader)
     batch = next(batches)
-    streams.mine.clear()
     gone = weakref.ref(batch)
     del batch
     next(batches)

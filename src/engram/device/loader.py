@@ -13,63 +13,21 @@ from torch import Tensor
 
 from engram._checks import check_count
 from engram._devices import existing_device
-from engram.device.pinning import HostMemory, Pinning
+from engram.device.pinning import Pinning
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
+from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from typing import Self
 
     from tensordict import TensorDictBase
 
 __all__ = ["DeviceLoader", "Streams"]
 
-
-class Streams:
-    """An accelerator as the loader uses it: two streams besides the consumer's, and copies to and from the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.memory = HostMemory()
-        self._module: Any = torch.get_device_module(device)
-        #: The streams of copies to the device, and from it.
-        self.up, self.down = self._module.Stream(device), self._module.Stream(device)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device."""
-        return tensor.device == self.device
-
-    def current(self) -> torch.Stream:
-        """The calling thread's stream."""
-        stream: torch.Stream = self._module.current_stream(self.device)
-        return stream
-
-    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """A context in which work is queued on a stream."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
-
-    def mark(self, stream: torch.Stream) -> torch.Event:
-        """An event after all work that is queued on a stream."""
-        return stream.record_event()
-
-    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Make work that is queued on a stream from now on wait for an event. The host does not wait."""
-        stream.wait_event(event)
-
-    def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Do not reuse a tensor's memory before the work that is now queued on a stream has ended."""
-        tensor.record_stream(stream)
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, queued on the stream in use."""
-        return tensor.to(self.device, non_blocking=True)
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, queued on the stream in use."""
-        return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+#: What the loader's accelerator was called before.
+Streams = Accelerator
 
 
 class _Ready(NamedTuple):
@@ -129,7 +87,7 @@ class DeviceLoader:
             raise RuntimeError("DeviceLoader: expected a buffer with a batch size: ReplayBuffer(batch_size=…).")
         self.rb = rb
         self.return_info = bool(return_info)
-        self._streams = None if self.device.type in ("cpu", "meta") else Streams(self.device)
+        self._streams = None if self.device.type in ("cpu", "meta") else Accelerator(self.device)
         self._updates: collections.deque[_Update] = collections.deque()
         self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
 
@@ -317,7 +275,7 @@ class _Run:
     It has no reference to the iterator, so that the iterator can be garbage-collected.
     """
 
-    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
+    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Accelerator, depth: int) -> None:
         self.drawn = drawn
         self.streams = streams
         self.pinning = Pinning(streams.memory)
