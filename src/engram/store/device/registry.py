@@ -107,7 +107,8 @@ class Registered:
     ) -> None:
         self._registry, self._accelerator = registry, accelerator
         self._extents, self._spans = extents, spans
-        self._forks, self._streams = registry.forks, set[object]()
+        self._streams = set[object]()
+        self._forks = min([span.forks for span in spans if span.private], default=registry.forks)
         #: Where the device sees the first byte of each tensor; 0 for one without bytes.
         self.addresses: tuple[int, ...] = ()
         self._finalizer = weakref.finalize(self, registry.end, spans)
