@@ -310,6 +310,39 @@ def test_priorities_are_applied_in_order_once_they_have_come(streams):
     batches.close()
 
 
+@pytest.mark.parametrize("held", [("down",), True])
+def test_priorities_are_those_of_the_call_though_the_device_is_late(monkeypatch, held):
+    """The learner may change them in place at once: its stream waits for the copy."""
+    device = Imitation(held=held)
+    monkeypatch.setattr(loader, "Accelerator", lambda _: device)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    rb = Hearing()
+    batches, error = DeviceLoader(rb, "cuda"), device.on_device(torch.zeros(2))
+    device.launch(lambda: error.fill_(3.0))
+    batches.update_priority(torch.tensor([5, 6]), error)
+    device.launch(lambda: error.fill_(77.0))
+    assert rb.heard == []
+    batches.flush()
+    assert [priority for _, priority, _ in rb.heard] == [[3.0, 3.0]]
+    assert device.faults == []
+
+
+def test_batches_are_whole_though_the_device_is_late(monkeypatch):
+    """Each batch is read by the learner's stream after its copy, and by nobody before."""
+    device = Imitation(held=True)
+    monkeypatch.setattr(loader, "Accelerator", lambda _: device)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    rb, found = filled(12), []
+    for batch in DeviceLoader(rb, "cuda", depth=2):
+        device.launch(lambda rows: found.append(rows.tolist()), batch["a"])
+    assert found == []
+    device.release(threading.current_thread().name)
+    assert found == [], "the copies have not been made"
+    device.release()
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert device.counts["sync"] == 0
+
+
 def test_a_bad_priority_is_dropped_and_said(streams):
     rb = Hearing()
     batches = DeviceLoader(rb, "cuda")

@@ -348,16 +348,22 @@ class Imitation(Accelerator):
 
     def device_address(self, address):
         self._enter("cuMemHostGetDevicePointer_v2")
-        for region in self.regions:
+        for region in (*self.regions, *self._pinned()):
             if region.start <= address < region.end:
                 return address + region.shift
         raise DriverError("cuMemHostGetDevicePointer_v2", 1, NAMES[1])
+
+    def _pinned(self):
+        """Pinned memory is the device's, too."""
+        storages = [storage for storage, where in list(_PLACES.values()) if where == "pinned"]
+        return [Region(storage.data_ptr(), storage.nbytes(), self.shift) for storage in storages]
 
     def memory_at(self, address, nbytes):
         """uint8 ``[nbytes]``: what a kernel finds where the device sees memory of the host. Call it in the kernel."""
         pieces, at = [], address
         while at < address + nbytes:  # through pages that were registered apart
-            region = next((one for one in self.regions if one.start + one.shift <= at < one.end + one.shift), None)
+            known = (*self.regions, *self._pinned())
+            region = next((one for one in known if one.start + one.shift <= at < one.end + one.shift), None)
             if region is None:
                 self.fault(f"illegal address: the device reads {nbytes} bytes that are not registered")
             size, host = min(address + nbytes, region.end + region.shift) - at, at - region.shift

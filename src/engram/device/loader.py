@@ -187,6 +187,7 @@ class DeviceLoader:
             for leaf in found:
                 streams.keep(leaf, streams.down)
             event = streams.mark(streams.down)
+            streams.wait(streams.current(), event)  # the caller may overwrite them in place
         self._updates.append(_Update(event, *values))
         self._apply()
 
