@@ -245,6 +245,28 @@ class TestCuda:
         assert raised.value.code == ALREADY_REGISTERED
         device.unregister(host.data_ptr())
 
+    def test_private_memory_after_a_fork(self, device):
+        host, registry = torch.zeros(1 << 20), Registry()
+        with registry.register(device, [host]) as registered:
+            registered.use()
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            host += 1  # while the child may still share the pages
+            os.waitpid(pid, 0)
+            registered.use()
+            assert int(host.to(device.device, non_blocking=True).sum()) == 1 << 20
+
+    def test_another_device(self, device):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("one device")
+        host, registry = torch.arange(1 << 20), Registry()
+        handles = [registry.register(Accelerator(torch.device("cuda", number)), [host]) for number in (0, 1)]
+        for number, handle in enumerate(handles):
+            handle.use()
+            assert torch.equal(host.to(f"cuda:{number}", non_blocking=True).cpu(), host)
+            handle.close()
+
     def test_a_graph_while_another_thread_registers(self, device):
         hosts = [torch.arange(1 << 16) for _ in range(20)]
         value, go = torch.zeros(4, device="cuda").add_(1), threading.Event()

@@ -3,14 +3,16 @@
 import gc
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from engram import LazyTensorStorage, ReplayBuffer
+from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.store.device import registry as module
 from engram.store.device.registry import NotRegistered, Registry, _Span
 from engram.store.memory import private_block
+from tests import fresh
 from tests.device.imitation import Fault, Imitation
 from tests.device.memory import PAGE, block, read_later
 
@@ -217,16 +219,70 @@ def test_memory_stays_mapped_until_it_is_unregistered(held, registry):
     assert (gone(), out.tolist(), held.regions) == (None, [1, 1, 1], [])
 
 
-def test_a_store_that_is_closed_and_forgotten_first(device, registry):
-    rb = ReplayBuffer(storage=LazyTensorStorage(100_000, device="cpu"), batch_size=4)
-    rb.extend({"a": torch.arange(100)})
-    registered = registry.register(device, rb.storage.store.tensors)
+def in_ram(folder):
+    return ReplayBuffer(storage=LazyTensorStorage(1_000), batch_size=4), False
+
+
+def in_shared_memory(folder):
+    return in_ram(folder)[0].share(), False
+
+
+def in_files(folder):
+    return ReplayBuffer(storage=LazyMemmapStorage(1_000, scratch_dir=folder / "rb"), batch_size=4), False
+
+
+def that_is_read(folder):
+    rb, _ = in_files(folder)
+    rb.extend({"a": torch.arange(100), "b": torch.zeros(100, 1_000)})
     rb.close()
-    del rb
-    gc.collect()
-    assert read_later(device, registered, 16).view(torch.int64).tolist() == [0, 1]
-    registered.close()
+    return ReplayBuffer.open(folder / "rb", readonly=True, batch_size=4), True
+
+
+@pytest.mark.parametrize("make", [in_ram, in_shared_memory, in_files, that_is_read])
+@pytest.mark.parametrize(
+    "order", ["close store, forget handle", "forget store, close handle", "close handle, forget store"]
+)
+def test_stores_and_handles_end_in_any_order(device, registry, tmp_path, make, order):
+    rb, readonly = make(tmp_path)
+    if not readonly:
+        rb.extend({"a": torch.arange(100), "b": torch.zeros(100, 1_000)})
+    tensors = [*rb.storage.store.tensors, *rb.storage.store.control_memory]
+    handle = registry.register(device, tensors, readonly=readonly)
+    assert {region.readonly for region in device.regions} == {readonly}
+    del tensors
+    for step in order.split(", "):
+        if step == "close store":
+            rb.close()
+        if step.endswith("store"):
+            del rb
+        elif step == "close handle":
+            handle.close()
+        else:
+            del handle
+        gc.collect()
+        if "handle" in locals() and not handle.closed:
+            assert read_later(device, handle, 16).view(torch.int64).tolist() == [0, 1]
     assert device.regions == []
+    assert device.counts["register"] == device.counts["unregister"] > 0
+
+
+def test_the_end_of_a_program_unregisters_after_the_work():
+    out = fresh.run(
+        """
+        import sys, weakref
+        sys.path.insert(0, root)
+        from engram.store.device.registry import REGISTRY
+        from tests.device.imitation import Imitation
+        from tests.device.memory import block, read_later
+
+        device = Imitation(held=True)
+        weakref.finalize(device, lambda: print(out.tolist(), len(device.regions), device.faults))  # the last one of all
+        registered = REGISTRY.register(device, [block()])
+        out = read_later(device, registered, 3)
+        """,
+        root=str(Path(__file__).parents[2]),
+    )
+    assert out.strip() == "[1, 1, 1] 0 []"
 
 
 def test_a_handle_that_is_forgotten_and_its_registry_in_a_cycle(device, registry):
