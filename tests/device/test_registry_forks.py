@@ -111,6 +111,29 @@ def test_a_device_that_failed_keeps_its_memory(device, registry):
     assert device.regions == []
 
 
+def test_an_interrupt_while_many_are_unregistered(device, registry):
+    """Those that were are known to be, and the others are unregistered by the next call."""
+    memories = [block() for _ in range(3)]
+    registered = registry.register(device, memories)
+    unregister, calls = device.unregister, []
+
+    def interrupted(address):
+        calls.append(address)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        unregister(address)
+
+    device.unregister = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        registered.close()
+    assert len(device.regions) == registry.waiting == 2
+    again = registry.register(device, memories)
+    assert read_later(device, again, 3).tolist() == [1, 1, 1]
+    again.close()
+    registry.settle()
+    assert device.regions == []
+
+
 # ---- two devices ----------------------------------------------------------------------------------------------------------------
 
 

@@ -305,8 +305,12 @@ class Registry:
                     for span in self._ended.popleft():
                         span.users -= 1
                 if os.getpid() == self._pid:  # else a forked child, whose hook has not run
-                    self._spans = [span for span in self._spans if span.users or not span.free()]
-                    self.waiting = sum(not span.users for span in self._spans)
+                    unused = [span for span in self._spans if not span.users]
+                    self.waiting = len(unused)
+                    for span in unused:
+                        if span.free():
+                            self._spans.remove(span)
+                            self.waiting -= 1
             finally:
                 self._lock.release()
 
