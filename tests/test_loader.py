@@ -22,7 +22,7 @@ from engram import (
 )
 from engram.device import block, loader
 from engram.nested import tensors
-from tests.device.noting import Noting
+from tests.device.imitation import Imitation
 
 
 def filled(n=20, *, cls=TensorDictReplayBuffer, batch_size=4, **kwargs):
@@ -113,9 +113,9 @@ THREAD = "engram-device-loader"
 @pytest.fixture
 def streams(monkeypatch):
     """No time passes: without :func:`ahead`, small batches have no thread, however slow this machine is."""
-    made = Noting()
+    made = Imitation(late=True)
     monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(loader, "Streams", lambda device: made)
+    monkeypatch.setattr(loader, "Accelerator", lambda device: made)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     return made
 
@@ -429,6 +429,39 @@ def test_priorities_are_applied_in_order_once_they_have_come(streams):
     batches.close()
 
 
+@pytest.mark.parametrize("held", [("down",), True])
+def test_priorities_are_those_of_the_call_though_the_device_is_late(monkeypatch, held):
+    """The learner may change them in place at once: its stream waits for the copy."""
+    device = Imitation(held=held)
+    monkeypatch.setattr(loader, "Accelerator", lambda _: device)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    rb = Hearing()
+    batches, error = DeviceLoader(rb, "cuda"), device.on_device(torch.zeros(2))
+    device.launch(lambda: error.fill_(3.0))
+    batches.update_priority(torch.tensor([5, 6]), error)
+    device.launch(lambda: error.fill_(77.0))
+    assert rb.heard == []
+    batches.flush()
+    assert [priority for _, priority, _ in rb.heard] == [[3.0, 3.0]]
+    assert device.faults == []
+
+
+def test_batches_are_whole_though_the_device_is_late(monkeypatch):
+    """Each batch is read by the learner's stream after its copy, and by nobody before."""
+    device = Imitation(held=True)
+    monkeypatch.setattr(loader, "Accelerator", lambda _: device)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    rb, found = filled(12), []
+    for batch in DeviceLoader(rb, "cuda", depth=2):
+        device.launch(lambda rows: found.append(rows.tolist()), batch["a"])
+    assert found == []
+    device.release(threading.current_thread().name)
+    assert found == [], "the copies have not been made"
+    device.release()
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert device.counts["sync"] == 0
+
+
 def test_a_bad_priority_is_dropped_and_said(streams):
     rb = Hearing()
     batches = DeviceLoader(rb, "cuda")
@@ -465,7 +498,6 @@ def test_the_loader_keeps_nothing(streams):
     device_loader = DeviceLoader(filled(8), "cuda", depth=1)
     batches = iter(device_loader)
     batch = next(batches)
-    streams.mine.clear()
     gone = weakref.ref(batch)
     del batch
     next(batches)

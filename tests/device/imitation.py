@@ -348,22 +348,31 @@ class Imitation(Accelerator):
 
     def device_address(self, address):
         self._enter("cuMemHostGetDevicePointer_v2")
-        for region in self.regions:
+        for region in (*self.regions, *self._pinned()):
             if region.start <= address < region.end:
                 return address + region.shift
         raise DriverError("cuMemHostGetDevicePointer_v2", 1, NAMES[1])
 
+    def _pinned(self):
+        """Pinned memory is the device's, too."""
+        storages = [storage for storage, where in list(_PLACES.values()) if where == "pinned"]
+        return [Region(storage.data_ptr(), storage.nbytes(), self.shift) for storage in storages]
+
     def memory_at(self, address, nbytes):
         """uint8 ``[nbytes]``: what a kernel finds where the device sees memory of the host. Call it in the kernel."""
-        for region in self.regions:
-            host = address - region.shift
-            if region.start <= host and host + nbytes <= region.end:
-                if not _is_mapped(host, nbytes):
-                    self.fault(f"the device reads {nbytes} bytes that are not mapped any more")
-                if region.stale is not None:
-                    return region.stale[host - region.start :][:nbytes]
-                return _bytes_at(host, nbytes)
-        return self.fault(f"illegal address: the device reads {nbytes} bytes that are not registered")
+        pieces, at = [], address
+        while at < address + nbytes:  # through pages that were registered apart
+            known = (*self.regions, *self._pinned())
+            region = next((one for one in known if one.start + one.shift <= at < one.end + one.shift), None)
+            if region is None:
+                self.fault(f"illegal address: the device reads {nbytes} bytes that are not registered")
+            size, host = min(address + nbytes, region.end + region.shift) - at, at - region.shift
+            if not _is_mapped(host, size):
+                self.fault(f"the device reads {size} bytes that are not mapped any more")
+            stale = region.stale
+            pieces.append(_bytes_at(host, size) if stale is None else stale[host - region.start :][:size])
+            at += size
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _enter(self, call):
         code = 3 if self.is_child else 900 if self.captures else 0

@@ -18,7 +18,7 @@ from engram.store.blocks import ALIGNMENT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engram.device.loader import Streams
+    from engram.store.device.accelerator import Accelerator
 
 
 class Block:
@@ -81,7 +81,7 @@ class Blocks:
     are copied behind it. The core draws into memory of its own where less than half of what it draws is in the batch.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Accelerator) -> None:
         self._streams = streams
         self._pinning = Pinning(streams.memory)
         self._nbytes = 0

@@ -17,64 +17,19 @@ from engram._devices import existing_device
 from engram._words import warn
 from engram.device.block import Blocks, Drawn
 from engram.device.direct import DirectReader, NotDirect, Readable
-from engram.device.pinning import HostMemory
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from typing import Self
 
     from tensordict import TensorDictBase
 
-__all__ = ["DeviceLoader", "Streams"]
+__all__ = ["DeviceLoader"]
 
-
-class Streams:
-    """An accelerator as the loader uses it: two streams besides the consumer's, and copies to and from the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.memory = HostMemory()
-        self._module: Any = torch.get_device_module(device)
-        #: The streams of copies to the device, and from it.
-        self.up, self.down = self._module.Stream(device), self._module.Stream(device)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device."""
-        return tensor.device == self.device
-
-    def current(self) -> torch.Stream:
-        """The calling thread's stream."""
-        stream: torch.Stream = self._module.current_stream(self.device)
-        return stream
-
-    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """A context in which work is queued on a stream."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
-
-    def mark(self, stream: torch.Stream) -> torch.Event:
-        """An event after all work that is queued on a stream."""
-        return stream.record_event()
-
-    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Make work that is queued on a stream from now on wait for an event. The host does not wait."""
-        stream.wait_event(event)
-
-    def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Do not reuse a tensor's memory before the work that is now queued on a stream has ended."""
-        tensor.record_stream(stream)
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, queued on the stream in use."""
-        return tensor.to(self.device, non_blocking=True)
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, queued on the stream in use."""
-        return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+#: What the loader's accelerator was called before.
 
 
 class _Ready(NamedTuple):
@@ -356,6 +311,7 @@ class DeviceLoader:
             for leaf in found:
                 streams.keep(leaf, streams.down)
             event = streams.mark(streams.down)
+            streams.wait(streams.current(), event)  # the caller may overwrite them in place
         self._updates.append(_Update(event, *values))
         self._apply()
 
@@ -479,7 +435,7 @@ class _Run:
     It has no reference to the iterator, so that the iterator can be garbage-collected.
     """
 
-    def __init__(self, batches: Iterator[object], streams: Streams, blocks: Blocks, rule: _ThreadRule) -> None:
+    def __init__(self, batches: Iterator[object], streams: Accelerator, blocks: Blocks, rule: _ThreadRule) -> None:
         self.batches = batches
         self.streams = streams
         self.blocks = blocks

@@ -16,26 +16,14 @@ from engram import _native
 from engram._tensordict import children, is_plain_tensordict, tensordict_type
 from engram._words import warn
 from engram.nested import is_tensordict, map_with_paths, tensors
+from engram.store.device.accelerator import HostMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDictBase
 
     from engram.types import Entry
-
-
-class HostMemory:
-    """The source of pinned tensors."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized pinned tensor."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a CPU tensor is in pinned memory."""
-        return tensor.is_pinned()
 
 
 class Pinning:

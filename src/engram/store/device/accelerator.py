@@ -24,7 +24,7 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -44,9 +44,6 @@ _PORTABLE, _DEVICEMAP, _READ_ONLY = 1, 2, 8
 _USES_HOST_PAGE_TABLES, _REGISTERS_READ_ONLY = 100, 113
 #: The capture mode in which a thread may call what would otherwise break a capture that another thread has under way.
 _RELAXED = 2
-#: The oldest GPUs whose loads can be ordered with the CPU's stores.
-_OLDEST_CAPABILITY = (7, 0)
-
 #: Why the driver refuses to register memory.
 _REFUSALS = {
     1: "it cannot pin these pages, such as those of a file on a disk",
@@ -122,23 +119,19 @@ class Accelerator:
 
     def stream(self) -> torch.Stream:
         """A new stream."""
-        stream: torch.Stream = self._module.Stream(self.device)
-        return stream
+        return cast("torch.Stream", self._module.Stream(self.device))
 
     def current(self) -> torch.Stream:
         """The calling thread's stream."""
-        stream: torch.Stream = self._module.current_stream(self.device)
-        return stream
+        return cast("torch.Stream", self._module.current_stream(self.device))
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A context in which work is queued on a stream."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
+        return cast("AbstractContextManager[object]", self._module.stream(stream))
 
     def active(self) -> AbstractContextManager[object]:
         """A context in which the device is the current one, as kernels need that are launched without :meth:`launch`."""
-        context: AbstractContextManager[object] = self._module.device(self.device)
-        return context
+        return cast("AbstractContextManager[object]", self._module.device(self.device))
 
     def mark(self, stream: torch.Stream) -> torch.Event:
         """An event after all work that is queued on a stream."""
@@ -229,7 +222,7 @@ class Accelerator:
         """
         if self.device.type != "cuda":
             return f"{self.device} is no CUDA device"
-        return _missing_platform() or _missing_tools() or self._missing_on_device()
+        return _missing() or self._missing_on_device()
 
     def register(self, address: int, nbytes: int, *, readonly: bool = False) -> None:
         """Pin memory of the host, and map it for all devices. ``readonly``: it is mapped without the right to write.
@@ -256,9 +249,9 @@ class Accelerator:
         return found.value
 
     def _missing_on_device(self) -> str | None:
-        capability: tuple[int, int] = self._module.get_device_capability(self.device)
-        if capability < _OLDEST_CAPABILITY:
-            return f"{self.device} has compute capability {capability[0]}.{capability[1]}, below 7.0"
+        major, minor = self._module.get_device_capability(self.device)
+        if major < 7:  # its loads cannot be ordered with stores of the CPU
+            return f"{self.device} has compute capability {major}.{minor}, below 7.0"
         try:
             if platform.machine() == "aarch64" and not self._attribute(_USES_HOST_PAGE_TABLES):
                 return f"{self.device} does not read through the page tables of this ARM machine"
@@ -268,23 +261,17 @@ class Accelerator:
             return f"the CUDA driver cannot be used ({error})"
 
     @functools.cached_property
-    def _number(self) -> int:
-        """What the driver calls the device."""
-        found = ctypes.c_int()
+    def _driven(self) -> tuple[int, ctypes.c_void_p]:
+        """What the driver calls the device, and its context that torch uses, which lives as long as the process."""
+        number, context = ctypes.c_int(), ctypes.c_void_p()
         _call("cuInit", 0)
-        _call("cuDeviceGet", ctypes.byref(found), self.device.index)
-        return found.value
-
-    @functools.cached_property
-    def _context(self) -> ctypes.c_void_p:
-        """The context that torch uses, which lives as long as the process."""
-        found = ctypes.c_void_p()
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(found), self._number)
-        return found
+        _call("cuDeviceGet", ctypes.byref(number), self.device.index)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+        return number.value, context
 
     def _attribute(self, number: int) -> int:
         found = ctypes.c_int()
-        _call("cuDeviceGetAttribute", ctypes.byref(found), number, self._number)
+        _call("cuDeviceGetAttribute", ctypes.byref(found), number, self._driven[0])
         return found.value
 
     @contextlib.contextmanager
@@ -295,30 +282,28 @@ class Accelerator:
             return
         mode = ctypes.c_int(_RELAXED)
         with contextlib.ExitStack() as undone:
-            _call("cuCtxPushCurrent_v2", self._context)
+            _call("cuCtxPushCurrent_v2", self._driven[1])
             undone.callback(_call, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
             _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # which puts the one of before there
             undone.callback(_call, "cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             yield
 
 
-def _missing_platform() -> str | None:
-    if torch.version.hip is not None:
-        return "this torch is built for ROCm"
-    if sys.platform != "linux":
-        return f"this is {platform.system()}, not Linux"
-    return "this is WSL" if "microsoft" in platform.release().lower() else None
-
-
-def _missing_tools() -> str | None:
-    """What Triton needs at run time."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, which comes with torch's builds for CUDA"
-    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
-        return "there is no C compiler, which Triton needs (gcc, clang, or the one that CC names)"
+def _missing() -> str | None:
+    """What this machine or its software lacks for a device to read the host by Triton's kernels."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
-    there = next((folder for folder in (cache, *cache.absolute().parents) if folder.exists()), cache)
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"Triton cannot write to its cache {str(cache)!r} (TRITON_CACHE_DIR names another)"
-    return None
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    found = {
+        "this torch is built for ROCm": torch.version.hip is not None,
+        f"this is {platform.system()}, not Linux": sys.platform != "linux",
+        "this is WSL": "microsoft" in platform.release().lower(),
+        "Triton is not installed, which comes with torch's builds for CUDA": importlib.util.find_spec("triton") is None,
+        "there is no C compiler, which Triton needs (gcc, clang, or the one that CC names)": not any(
+            map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))
+        ),
+        f"Triton cannot write to its cache {str(cache)!r} (TRITON_CACHE_DIR names another)": not os.access(
+            there, os.W_OK | os.X_OK
+        ),
+    }
+    return next((why for why, holds in found.items() if holds), None)

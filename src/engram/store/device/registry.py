@@ -58,8 +58,8 @@ class _Span:
         self.owned = False
         #: How many handles need them.
         self.users = 0
-        #: The memory on these pages, which stays mapped.
-        self.tensors: list[Tensor] = []
+        #: The memory on these pages, by address and size. It stays mapped.
+        self.tensors: dict[tuple[int, int], Tensor] = {}
         #: Whether a fork may move them (they are copied on write), and how many forks there had been when they were registered.
         self.private, self.forks = False, 0
         #: On which streams of which devices work was queued that reads them; None: in a graph, which may be replayed on any stream.
@@ -76,6 +76,16 @@ class _Span:
         except DriverError as error:
             if error.code != ALREADY_REGISTERED:
                 raise NotRegistered(str(error)) from error
+
+    def renew(self, forks: int) -> None:
+        """Register them again. Raises ``DriverError``, ``NotRegistered``."""
+        self.finish()
+        if self.owned:
+            self.owned = False
+            self.owner.unregister(self.start)
+            self.register(forks)
+        if not self.owned:
+            raise NotRegistered("another part of this program registered it, and the fork may have moved it")
 
     def finish(self) -> None:
         """Wait for the work that reads them."""
@@ -107,7 +117,8 @@ class Registered:
     ) -> None:
         self._registry, self._accelerator = registry, accelerator
         self._extents, self._spans = extents, spans
-        self._forks, self._streams = registry.forks, set[object]()
+        self._streams = set[object]()
+        self._forks = min([span.forks for span in spans if span.private], default=registry.forks)
         #: Where the device sees the first byte of each tensor; 0 for one without bytes.
         self.addresses: tuple[int, ...] = ()
         self._finalizer = weakref.finalize(self, registry.end, spans)
@@ -160,16 +171,14 @@ class Registered:
 
         Raises ``NotRegistered``: the device does not see each tensor in one piece.
         """
-        look, before, found = self._accelerator.device_address, self.addresses, list[int]()
-        for address, nbytes in self._extents:
-            try:
-                first, last = (look(address), look(address + nbytes - 1)) if nbytes else (0, -1)
-            except DriverError as error:
-                raise NotRegistered(f"{self._accelerator.device} does not see all of it: {error}") from error
-            if last - first != nbytes - 1:
-                raise NotRegistered(f"{self._accelerator.device} does not see it in one piece")
-            found.append(first)
-        self.addresses = tuple(found)
+        look, before = self._accelerator.device_address, self.addresses
+        try:
+            found = [(look(start), look(start + size - 1)) if size else (0, -1) for start, size in self._extents]
+        except DriverError as error:
+            raise NotRegistered(f"{self._accelerator.device} does not see all of it: {error}") from error
+        if any(last - first != size - 1 for (first, last), (_, size) in zip(found, self._extents, strict=True)):
+            raise NotRegistered(f"{self._accelerator.device} does not see it in one piece")
+        self.addresses = tuple(first for first, _ in found)
         return self.addresses != before
 
 
@@ -219,10 +228,10 @@ class Registry:
             with self._lock:
                 self._add(_pages(extents), accelerator, readonly=readonly)
                 needed: dict[_Span, None] = {}  # in order
-                for tensor, piece, (start, nbytes) in zip(tensors, shared_pieces(tensors), extents, strict=True):
-                    for span in self._over(start, start + nbytes):
+                for tensor, piece, extent in zip(tensors, shared_pieces(tensors), extents, strict=True):
+                    for span in self._over(extent[0], sum(extent)):
                         needed[span] = None
-                        span.tensors.append(tensor)
+                        span.tensors[extent] = tensor
                         span.private |= piece is None
                 for span in needed:
                     span.users += 1
@@ -273,24 +282,13 @@ class Registry:
             for span in spans:
                 if span.gone is None and span.private and span.forks != self.forks:
                     accelerator.check_not_capturing("use", "the process has forked: memory must be registered again")
-                    self._renew(span)
+                    try:
+                        span.renew(self.forks)
+                    except (DriverError, NotRegistered) as error:
+                        self._spans.remove(span)
+                        span.gone = NotRegistered(f"after a fork: {error}")
                 if span.gone is not None:
                     raise span.gone
-
-    def _renew(self, span: _Span) -> None:
-        span.finish()
-        owned, span.owned = span.owned, False
-        try:
-            if owned:
-                span.owner.unregister(span.start)
-                span.register(self.forks)
-        except (DriverError, NotRegistered) as error:
-            span.gone = NotRegistered(f"after a fork: {error}")
-        if not span.owned:
-            self._spans.remove(span)
-            span.gone = span.gone or NotRegistered(
-                "a fork may have moved it, and another part of this program registered it"
-            )
 
     def end(self, spans: Sequence[_Span]) -> None:
         """A handle no longer needs these."""
@@ -307,8 +305,12 @@ class Registry:
                     for span in self._ended.popleft():
                         span.users -= 1
                 if os.getpid() == self._pid:  # else a forked child, whose hook has not run
-                    self._spans = [span for span in self._spans if span.users or not span.free()]
-                    self.waiting = sum(not span.users for span in self._spans)
+                    unused = [span for span in self._spans if not span.users]
+                    self.waiting = len(unused)
+                    for span in unused:
+                        if span.free():
+                            self._spans.remove(span)
+                            self.waiting -= 1
             finally:
                 self._lock.release()
 
