@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceLoader"]
 
-#: What the loader's accelerator was called before.
 
 
 class _Ready(NamedTuple):
@@ -395,7 +394,11 @@ class DeviceLoader:
 
 
 def _checked(transport: str | None, device: torch.device) -> str | None:
-    """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device."""
+    """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device.
+    ``NotImplementedError``: not yet.
+    """
+    if transport == "resident":
+        raise NotImplementedError("DeviceLoader: transport: 'resident' is not available yet. Leave it out, or use 'direct'.")
     if transport not in (None, "block", "direct"):
         raise ValueError(f"DeviceLoader: transport: expected 'direct', 'block' or None, got {transport!r}.")
     if transport is not None and device.type in ("cpu", "meta"):
