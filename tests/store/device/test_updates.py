@@ -73,7 +73,8 @@ def test_a_full_ring_drops_and_counts(store):
     for row in range(7, 9):
         send(row)
     assert ring.drain(index) == Drained(4, 0)
-    assert ring.drained == 5 and ring.counters[[5, 7]].tolist() == [5, 4]
+    assert ring.drained == 5
+    assert ring.counters[[5, 7]].tolist() == [5, 4]
 
 
 def test_priorities_that_none_can_be_are_refused_alone(store):
@@ -89,7 +90,16 @@ def test_priorities_that_none_can_be_are_refused_alone(store):
     assert ring.drain(index) == Drained(2, 6)
     after = index.leaves(20)
     assert after[4:6].tolist() == [9.0, 0.0]
-    assert torch.equal(after[:4], before[:4]) and torch.equal(after[6:], before[6:])
+    assert torch.equal(after[:4], before[:4])
+    assert torch.equal(after[6:], before[6:])
+
+
+def test_a_batch_of_nothing(store):
+    index = prioritized(store)
+    ring = UpdateRing(20, 2, 2, "cpu")
+    ring.send(torch.arange(0), torch.arange(0), torch.zeros(0))
+    assert ring.drain(index) == Drained(0, 0)
+    assert ring.drained == 1
 
 
 def test_what_is_sent_is_checked(store):

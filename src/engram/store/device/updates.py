@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,18 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.chain import Launcher
+    from engram.store.indexes import Index
 
 #: Words before the slots, and before the entries of a slot; which of the first ones the host writes.
 _HEADER, _SLOT_HEADER, _CONSUMED = 8, 4, 1
 _ENTRIES_AT_ONCE = 1024
-
-
-class Priorities(Protocol):
-    """What :meth:`UpdateRing.drain` needs of an index of priorities."""
-
-    @property
-    def config(self) -> tuple[float, float, float, bool]: ...
-    def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None: ...
 
 
 class Drained(NamedTuple):
@@ -78,11 +71,12 @@ class UpdateRing:
             torch.zeros(self.words(entries, slots), dtype=torch.int64, device="cpu") if memory is None else memory
         )
         self._address = self._memory.data_ptr() if address is None else address
-        self.counters = torch.zeros(8, dtype=torch.int64, device=self.device)
+        self._state = torch.zeros(72, dtype=torch.int64, device=self.device)
+        self.counters = self._state[64:]
         """On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full."""
         self.drained = 0
         """Batches that the host has taken."""
-        if not self._kernels.INTERPRETED:
+        if not self._kernels.INTERPRETED:  # compiled and loaded now; the ring counts one empty batch
             self.send(*(torch.zeros(0, dtype=kind, device=self.device) for kind in (torch.int64, torch.int64, dtype)))
 
     @staticmethod
@@ -107,33 +101,29 @@ class UpdateRing:
                 f"update_priority: expected contiguous rows and tickets of int64 and priorities of {self.dtype}, at most {self.entries} "
                 f"each, got {kinds}."
             )
-        where = (n, self._address, self.entries)
-        self._launcher(
-            self._kernels.update[(1,)], *where, rows, tickets, priorities, self.counters, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE
-        )
-        self._launcher(self._kernels.publish[(1,)], *where, self.counters, SLOTS=self.slots)
+        where = (self._state, self._address, self.entries, n)
+        given = (*where, rows, tickets, priorities)
+        self._launcher(self._kernels.update[(1,)], *given, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE)
+        self._launcher(self._kernels.publish[(1,)], *where, SLOTS=self.slots)
 
-    def drain(self, priorities: Priorities) -> Drained:
+    def drain(self, priorities: Index) -> Drained:
         """Apply what has arrived, in order, under its tickets. Entries that no priorities take are counted, and the others applied."""
-        entries = refused = 0
-        slot_words = _SLOT_HEADER + 3 * self.entries
+        found, core = Drained(), priorities.core
         while True:
-            slot = self._memory[_HEADER + self.drained % self.slots * slot_words :][:slot_words]
-            if int(slot[0]) != self.drained + 1:
-                return Drained(entries, refused)
-            rows, tickets, values = slot[_SLOT_HEADER:].view(3, self.entries)[:, : int(slot[1])]
-            values = values.view(torch.float64)
-            alpha, _, eps, _ = priorities.config
+            begin = _HEADER + self.drained % self.slots * (_SLOT_HEADER + 3 * self.entries)
+            number, n = self._memory[begin : begin + 2].tolist()
+            if number != self.drained + 1:
+                return found
+            entries = self._memory[begin + _SLOT_HEADER :][: 3 * self.entries].view(3, self.entries)[:, :n]
+            rows, values, tickets = entries[0], entries[2].view(torch.float64), entries[1]
             usable = (
                 (values >= 0)
-                & ((values + eps) ** alpha < 1e300 / self.capacity)
+                & ((values + core.eps) ** core.alpha < 1e300 / self.capacity)
                 & (rows >= -1)
                 & (rows < self.capacity)
             )
             kept = usable.nonzero().flatten()
-            refused += len(values) - len(kept)
-            entries += len(kept)
-            if len(kept):
-                priorities.update(rows[kept], values[kept].to(self.dtype), tickets[kept])
+            core.update(rows[kept], values[kept].to(self.dtype), tickets[kept])
+            found = Drained(found.entries + len(kept), found.refused + n - len(kept))
             self.drained += 1
             self._memory[_CONSUMED] = self.drained
