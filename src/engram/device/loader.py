@@ -20,7 +20,7 @@ from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from typing import Self
 
@@ -446,7 +446,7 @@ class _Run:
         """End the thread. Repeatable."""
         self.stopped = True
         self.slots.release()
-        if self.thread not in (None, threading.current_thread()):
+        if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
 
     def _start_if_needed(self) -> None:
