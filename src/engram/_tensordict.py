@@ -135,10 +135,11 @@ def transparent_type() -> type[TensorDict] | None:
     return _transparent
 
 
-def is_bare(td: object) -> TypeGuard[TensorDict]:
+def is_bare(td: Any) -> TypeGuard[TensorDict]:
     """Whether data is a TensorDict that is just its entries, batch size and device: not locked, and its dimensions have no names."""
-    kind = _transparent or transparent_type()
-    return type(td) is kind and td.__dict__.keys() == _INSIDES.keys() and td._td_dim_names is None
+    if (_transparent or transparent_type()) is None or not is_plain_tensordict(td):
+        return False
+    return td.__dict__.keys() == _INSIDES.keys() and td._td_dim_names is None
 
 
 def wrap(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:

@@ -152,12 +152,14 @@ def map_tensors(data: object, change: Callable[[Tensor], object], **device: torc
     """
 
     def within(leaf: object) -> object:
-        if is_tensordict(leaf):
-            if is_bare(leaf):
-                entries = {key: within(value) for key, value in children(leaf).items()}
-                return wrap(entries, leaf.batch_size, device.get("device", leaf.device))
-            return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
-        return change(leaf) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not is_tensordict(leaf):
+            return leaf
+        if is_bare(leaf):
+            entries = {key: within(value) for key, value in children(leaf).items()}
+            return wrap(entries, leaf.batch_size, device.get("device", leaf.device))
+        return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
 
     return map_leaves(data, within)
 
@@ -167,14 +169,13 @@ def tensors(data: object) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(leaf: object) -> None:
-        if is_tensordict(leaf):
-            if is_bare(leaf):
-                for value in children(leaf).values():
-                    note(value)
-                return
-            leaf.apply(note, filter_empty=True)
-        elif isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor):
             found.append(leaf)
+        elif is_tensordict(leaf) and not is_bare(leaf):
+            leaf.apply(note, filter_empty=True)
+        elif is_tensordict(leaf):
+            for value in children(leaf).values():
+                note(value)
 
     map_leaves(data, note)
     return found

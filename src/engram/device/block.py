@@ -104,7 +104,11 @@ class Blocks:
             RuntimeError: a CPU tensor is not dense (sparse, nested, quantized); the message names its place.
         """
         streams = self._streams
-        of_host = {id(leaf): leaf for leaf in tensors(batch) if self._is_packed(leaf)}
+        of_host = {
+            id(leaf): leaf
+            for leaf in tensors(batch)
+            if leaf.is_cpu and not leaf.requires_grad and not streams.holds(leaf)
+        }
         leaves = list(of_host.values())
         if not all(map(is_dense, leaves)):
             self._pinning(batch)  # raises
@@ -116,7 +120,9 @@ class Blocks:
             begins = block.pack(leaves)
             assert begins is not None
         elif self._draws_into is None and drawn:
-            self._draws_into = 2 * sum(_nbytes(leaf) for leaf, at in zip(leaves, begins, strict=True) if at < drawn) >= drawn
+            self._draws_into = (
+                2 * sum(_nbytes(leaf) for leaf, at in zip(leaves, begins, strict=True) if at < drawn) >= drawn
+            )
         if wanted > size:
             self._nbytes = max(self._nbytes, 1 << (wanted - 1).bit_length())
         memory, nbytes = [], block.native.used
@@ -134,9 +140,6 @@ class Blocks:
 
         moved = map_tensors(batch, on_device, device=streams.device)
         return Sent(moved, memory, nbytes, 0 < size < wanted)
-
-    def _is_packed(self, leaf: Tensor) -> bool:
-        return leaf.is_cpu and not leaf.requires_grad and not self._streams.holds(leaf)
 
 
 def _views(block: Tensor, leaves: list[Tensor], begins: list[int]) -> list[Tensor]:

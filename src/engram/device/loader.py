@@ -22,7 +22,7 @@ from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Self
 
     from tensordict import TensorDictBase
@@ -471,7 +471,7 @@ class _Run:
         """End the thread. Repeatable."""
         self.stopped = True
         self.slots.release()
-        if self.thread not in (None, threading.current_thread()):
+        if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
 
     def _start_if_needed(self) -> None:
