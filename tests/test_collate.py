@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDict
+from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDict, tensorclass
 from torch.testing import assert_close
 
 from engram import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
@@ -202,3 +202,35 @@ def test_rows_in_two_dimensions_are_told_to_be_flattened():
     rb.extend(TensorDict({"a": torch.zeros(3, 2)}, [3]))
     with pytest.raises(RuntimeError, match=r"If these are 3 x 5 rows, .*\.reshape\(-1\)"):
         rb.extend(TensorDict({"a": torch.zeros(3, 5, 2)}, [3, 5]))
+
+
+@tensorclass
+class Step:
+    a: torch.Tensor
+
+
+def nested(**entries):
+    return TensorDict({"a": torch.zeros(3), **entries}, [])
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        (
+            [nested(), TensorDict({"a": torch.zeros(3)}, [3])],
+            r"sample: expected .*batch size \[\] and .*batch size \[3\]",
+        ),
+        ([nested(), Step(a=torch.zeros(3), batch_size=[])], "sample: expected .*TensorDict of .* and a Step of"),
+        ([nested(b="x"), nested(b=nested())], "sample: field 'b': expected .* and a TensorDict of"),
+        (
+            [nested(b=nested(c="x")), nested(b=nested(c=nested()))],
+            r"sample: field \('b', 'c'\): expected .* and a TensorDict",
+        ),
+    ],
+)
+def test_what_no_stack_holds_is_named(items, text):
+    for storage in (ListStorage(4), ReplayBuffer(4).storage):
+        rb = ReplayBuffer(storage=storage, batch_size=2)
+        rb.extend(items)
+        with pytest.raises(RuntimeError, match=f"{text}.*collate_fn=list"):
+            rb[:]

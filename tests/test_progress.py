@@ -135,7 +135,7 @@ def test_no_bar_is_shown_where_it_would_disturb(capsys, monkeypatch, clock, line
     else:
         act()
     assert capsys.readouterr().err == ""
-    assert lines() == ["saving: 0.00 of 0.00 GB (50%) in 20 s"]
+    assert lines() == ["saving: 0.00 of 0.00 GB (50 %) in 20 s"]
 
 
 # ---- lines in the log --------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_the_log_has_a_line_each_ten_seconds(clock, lines):
         for _ in range(25):
             clock.now += 1
             work(500_000_000)
-    assert lines() == ["saving: 5.00 of 20.00 GB (25%) in 10 s", "saving: 10.00 of 20.00 GB (50%) in 20 s"]
+    assert lines() == ["saving: 5.00 of 20.00 GB (25 %) in 10 s", "saving: 10.00 of 20.00 GB (50 %) in 20 s"]
 
 
 def test_the_log_says_rows_of_scans_and_no_share_of_an_unknown_total(clock, lines):
@@ -160,9 +160,9 @@ def test_the_log_says_rows_of_scans_and_no_share_of_an_unknown_total(clock, line
         clock.now += 10
         work(3_000_000_000)
     assert lines() == [
-        "saving: 3.00 of 9.00 million rows (33%) in 10 s",
-        "saving: 6.00 of 9.00 million rows (67%) in 20 s",
-        "saving: 9.00 of 9.00 million rows (100%) in 30 s",
+        "saving: 3.00 of 9.00 million rows (33.3 %) in 10 s",
+        "saving: 6.00 of 9.00 million rows (66.7 %) in 20 s",
+        "saving: 9.00 of 9.00 million rows (100 %) in 30 s",
         "saving: 3.00 GB in 10 s",
     ]
 

@@ -38,19 +38,19 @@ def test_counts():
 
 def test_text():
     assert str(plan(ROW, 1000)).split("\n") == [
-        "obs: obs.memmap or RAM, 28.224 MB, shape [1000, 4, 84, 84] uint8",
-        "('next', 'reward'): next/reward.memmap or RAM, 0.004 MB, shape [1000, 1] float32",
-        "('next', 'done'): next/done.memmap or RAM, 0.001 MB, shape [1000] bool",
-        "1000 rows of 28229 bytes: 28.229 MB, and 0.065 MB beside them",
+        "obs: obs.memmap or RAM, 28.2 MB, shape [1000, 4, 84, 84] uint8",
+        "('next', 'reward'): next/reward.memmap or RAM, 4 kB, shape [1000, 1] float32",
+        "('next', 'done'): next/done.memmap or RAM, 1 kB, shape [1000] bool",
+        "1,000 rows of 28.2 kB: 28.2 MB, and 65.1 kB beside them",
     ]
 
 
 def test_small_stores_are_told_in_bytes():
     assert str(plan(torch.tensor(True), 1)).startswith(
-        "_-single-tensor-_: _-single-tensor-_.memmap or RAM, 1 byte, shape [1] bool\n1 rows of 1 bytes: 1 byte, and "
+        "_-single-tensor-_: _-single-tensor-_.memmap or RAM, 1 B, shape [1] bool\n1 row of 1 B: 1 B, and "
     )
-    assert "RAM, 999 bytes, " in str(plan(torch.tensor(True), 999))
-    assert "RAM, 0.001 MB, " in str(plan(torch.tensor(True), 1000))
+    assert "RAM, 999 B, " in str(plan(torch.tensor(True), 999))
+    assert "RAM, 1 kB, " in str(plan(torch.tensor(True), 1000))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_creation_log_says_the_same_in_one_line(tmp_path, caplog, row):
     assert caplog.messages == []
     fields = [re.fullmatch(r"(.+): \S+ or RAM, (.+), shape \[500(?:, )?(.*)\] (\w+)", line).groups() for line in lines]
     said = ", ".join(f"{name} [{shape}] {dtype} ({size})" for name, size, shape, dtype in fields)
-    size = re.search("bytes: (.+), and", total)[1]
+    size = re.search("B: (.+), and", total)[1]
     for storage in (LazyTensorStorage(500), LazyMemmapStorage(500, scratch_dir=tmp_path / "store")):
         caplog.clear()
         ReplayBuffer(storage=storage).add(row)
@@ -104,7 +104,7 @@ def test_what_storing_frames_once_spares():
     assert found.finals_bytes == 50 * (frames + 8)
     assert found.spared == 1000 * (7 * frames - 16) - 50 * (frames + 8)
     assert str(found).split("\n")[-1] == (
-        "With stacks and next observations in each row: 56.461 MB. Stored once, they spare 49.023 MB (86.8%), with 0.353 MB of final "
+        "With stacks and next observations in each row: 56.5 MB. Stored once, they spare 49 MB (86.8 %), with 353 kB of final "
         "observations"
     )
     rb = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=once, transform=finals)
@@ -186,9 +186,9 @@ def test_what_must_stay_in_memory():
     found = plan(ROW, rows, memory=40_000_000)
     assert found.resident == found.overhead + _native.priority_bytes(rows, True)
     assert str(found).splitlines()[-1] == (
-        "In 40.000 MB of memory: 31.479 MB for tickets and priorities; a batch of 256 rows reads 10.352 MB from disk"
+        "In 40 MB of memory: 31.5 MB for tickets and priorities; a batch of 256 rows reads 10.4 MB from disk"
     )
-    assert str(plan(ROW, rows, memory=30_000_000)).splitlines()[-1].startswith("In 30.000 MB of memory: too little. ")
+    assert str(plan(ROW, rows, memory=30_000_000)).splitlines()[-1].startswith("In 30 MB of memory: too little. ")
     assert str(plan(ROW, 10, memory=20_000_000)).endswith("all rows fit")
     with pytest.raises(ValueError, match="plan: memory: expected at least 1, got 0"):
         plan(ROW, rows, memory=0)

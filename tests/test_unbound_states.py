@@ -7,6 +7,7 @@ from engram import (
     CompressedListStorage,
     ConsumingSampler,
     ImmutableDatasetWriter,
+    IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
@@ -80,3 +81,12 @@ def test_priorities_of_rows_need_rows():
     for capacity in (10, None):
         with pytest.raises(RuntimeError, match="a storage with rows before their priorities are loaded"):
             PrioritizedSampler(capacity, alpha=0.6, beta=0.4).load_state_dict(state)
+
+
+def test_a_state_of_no_priorities_says_when_it_loads():
+    state = PrioritizedSampler(10, alpha=0.6, beta=0.4).state_dict()
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=0.6, beta=0.4))
+    rb.sampler.load_state_dict(state)
+    rb.extend(torch.arange(3))
+    with pytest.raises(IncompatibleCheckpoint, match="had no storage with rows. Load it before rows are written, or"):
+        rb.sampler.load_state_dict(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, Self
 
 #: Special methods of a closed object that are those of every object. All others of its class refuse.
 _OF_ALL_OBJECTS = frozenset(
@@ -24,6 +24,19 @@ _OF_ALL_OBJECTS = frozenset(
 )
 #: What makes copies of any object.
 _COPYING = ("__getstate__", "__reduce__", "__reduce_ex__")
+
+
+class Closes:
+    """What ``with`` closes at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def end(thing: object, why: str, **goes_on: object) -> None:

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from engram._words import said_share
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Self
@@ -123,8 +125,8 @@ class Work:
 
     def _write(self, done: int, seconds: float) -> None:
         divisor, unit = (1e9, "GB") if self._unit == "bytes" else (1e6, "million rows")
-        share = f" of {self.total / divisor:,.2f} {unit} ({done / self.total:.0%})" if self.total else f" {unit}"
-        _log.info("%s: %.2f%s in %.0f s", self._what, done / divisor, share, seconds)
+        of = f" of {self.total / divisor:,.2f} {unit} ({said_share(done / self.total)})" if self.total else f" {unit}"
+        _log.info("%s: %.2f%s in %.0f s", self._what, done / divisor, of, seconds)
 
     def _show(self, done: int) -> bool:
         """Whether there is a terminal, and it is this work's to use."""

@@ -105,6 +105,10 @@ def _arguments_of(taker: Callable[..., object] | Iterable[str]) -> list[str]:
     return [parameter.name for parameters in signatures for parameter in parameters if parameter.kind in named]
 
 
+#: In place of rows by number.
+BY_NUMBER = "Sample them, or use ReplayBuffer.open(directory) where the store is."
+
+
 def refused(call: str, instead: str) -> RuntimeError:
     """The error of a call that needs rows here which are on a server."""
     return RuntimeError(f"{call}: the rows are on a server, and this needs them here. {instead}")

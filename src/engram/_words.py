@@ -13,22 +13,13 @@ def count(number: int, noun: str) -> str:
     >>> count(1, "episode"), count(20_000, "step")
     ('1 episode', '20,000 steps')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    several = f"{noun.removesuffix('y')}ies" if noun.endswith("ory") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else several}"
 
 
 def said_wait(seconds: float) -> str:
     """How long something was waited for, to follow a verb; nothing, if it was not."""
     return f" within {seconds:g} s" if seconds else ""
-
-
-def said_bytes(nbytes: int) -> str:
-    """A size for people, in bytes where it would be 0.000 MB.
-
-    >>> from engram._words import said_bytes
-    >>> said_bytes(40), said_bytes(28_224_000)
-    ('40 bytes', '28.224 MB')
-    """
-    return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1000 else count(nbytes, "byte")
 
 
 def said_number(value: object) -> str:
@@ -50,10 +41,20 @@ def said_size(nbytes: int) -> str:
     >>> said_size(40), said_size(28_224_000)
     ('40 B', '28.2 MB')
     """
-    size, units = float(nbytes), ["TB", "GB", "MB", "kB", "B"]
+    size, units = float(nbytes), ["EB", "PB", "TB", "GB", "MB", "kB", "B"]
     while size >= 999.5 and len(units) > 1:  # 1000 in three figures
         size, _ = size / 1000, units.pop()
     return f"{size:,.3g} {units[-1]}"
+
+
+def said_share(share: float) -> str:
+    """A share for people, in three figures.
+
+    >>> from engram._words import said_share
+    >>> said_share(0.01), said_share(0.8684), said_share(1)
+    ('1 %', '86.8 %', '100 %')
+    """
+    return f"{100 * share:.3g} %"
 
 
 def no_space(nbytes: int, free: int, advice: str = "Use fewer rows, a smaller dtype or another folder") -> str:
@@ -61,11 +62,10 @@ def no_space(nbytes: int, free: int, advice: str = "Use fewer rows, a smaller dt
 
     >>> from engram._words import no_space
     >>> no_space(3 << 40, 5 << 29, "Use fewer rows")
-    'expected 3,072.0 GiB, got 2.5 GiB that are free. Use fewer rows; engram.plan(row, capacity) says what they take'
+    'expected 3.3 TB, got 2.68 GB that are free. Use fewer rows; engram.plan(row, capacity) says what they take'
     """
-    unit, size = ("GiB", 1 << 30) if nbytes >= 1 << 30 else ("MiB", 1 << 20)
-    there = f"expected {nbytes / size:,.1f} {unit}, got {free / size:,.1f} {unit} that are free"
-    return f"{there}. {advice}; engram.plan(row, capacity) says what they take"
+    sizes = f"expected {said_size(nbytes)}, got {said_size(free)}"
+    return f"{sizes} that are free. {advice}; engram.plan(row, capacity) says what they take"
 
 
 def warn(message: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type, wrap
 from engram.field_paths import public
-from engram.nested import find_field, is_named_tuple, is_tensordict, map_with_paths
+from engram.nested import describe, find_field, is_named_tuple, is_tensordict, map_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def stack(items: list[Any], path: Path = ()) -> object:
 
     Raises:
         TypeError: the items are something else, so the buffer needs a ``collate_fn`` of its own.
-        RuntimeError: tensors of different shapes; no items.
+        RuntimeError: tensors of different shapes; TensorDicts that have no lazy stack; no items.
         KeyError: dicts of different keys.
     """
     if not items:
@@ -55,7 +55,14 @@ def stack(items: list[Any], path: Path = ()) -> object:
         from tensordict import LazyStackedTensorDict
 
         _check_kind(items, is_tensor_collection)
-        return LazyStackedTensorDict.maybe_dense_stack(items, 0)
+        try:
+            return LazyStackedTensorDict.maybe_dense_stack(items, 0)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            odd = next((found for item in items if (found := _odd(first, item, path))), (path, first, items[-1]))
+            raise RuntimeError(
+                f"sample: {f'field {public(odd[0])!r}: ' if odd[0] else ''}expected entries of one kind and number of dimensions to stack, "
+                f"got {describe(odd[1])} and {describe(odd[2])}. Write rows of one form, or pass collate_fn= (collate_fn=list)."
+            ) from error
     advice = "Pass collate_fn= to the buffer (collate_fn=list returns them as they are)."
     if isinstance(first, np.ndarray | np.generic | bool | int | float):
         advice = f"A ListStorage keeps objects as they are: for arrays and numbers, use storage=LazyTensorStorage(size). {advice}"
@@ -151,6 +158,15 @@ def _check_kind(items: Sequence[object], fits: Callable[[object], bool]) -> None
             f"sample: expected items of one kind, got {type(items[0]).__name__} and {type(odd).__name__}. "
             "Pass collate_fn= to the buffer."
         )
+
+
+def _odd(one: object, other: Any, path: Path) -> tuple[Path, object, object] | None:
+    """Where two items differ in kind or in dimensions, and what lies there."""
+    if not issubclass(type(other), type(one)) or (is_tensordict(one) and one.ndim != other.ndim):
+        return path, one, other
+    entries = children(one) if is_tensordict(one) else {}
+    pairs = ((key, value, other.get(key, None)) for key, value in entries.items())
+    return next((odd for key, a, b in pairs if b is not None and (odd := _odd(a, b, (*path, key)))), None)
 
 
 def _stack_dicts(items: list[dict[str, object]], path: Path) -> dict[str, object]:

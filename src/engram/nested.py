@@ -45,6 +45,11 @@ def is_numbers(data: object) -> bool:
     return isinstance(data, bool | int | float | np.number | np.bool_)
 
 
+def is_number(data: object) -> bool:
+    """Whether data is one number, perhaps in a tensor."""
+    return not data.ndim if isinstance(data, Tensor) else is_numbers(data) and not isinstance(data, list)
+
+
 def has_entries(data: object) -> bool:
     """Whether data has entries by name: a dict, TensorDict or tensorclass."""
     return isinstance(data, dict) or is_tensor_collection(data)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engram._checks import check_count
 from engram._memory import missing_share
-from engram._words import said_bytes
+from engram._words import count, said_share, said_size
 from engram.expanders import Expander
 from engram.format import layout
 from engram.storages._dtypes import NO_DTYPES, Dtypes, checked_dtypes
@@ -96,29 +96,29 @@ class StoragePlan(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {said_bytes(field.row_bytes * self.capacity)}, "
+            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {said_size(field.row_bytes * self.capacity)}, "
             f"shape {[self.capacity, *field.shape]} {field.dtype}"
             for field in self.fields
         ]
-        total = f"{self.capacity} rows of {self.row_bytes} bytes: {said_bytes(self.nbytes)}"
-        lines.append(f"{total}, and {said_bytes(self.overhead)} beside them")
+        row, total, beside = map(said_size, (self.row_bytes, self.nbytes, self.overhead))
+        lines.append(f"{count(self.capacity, 'row')} of {row}: {total}, and {beside} beside them")
         if self.spared:
             ready = self.ready_bytes * self.capacity
             lines.append(
-                f"With stacks and next observations in each row: {said_bytes(ready)}. Stored once, they spare "
-                f"{said_bytes(self.spared)} ({self.spared / ready:.1%}), with {said_bytes(self.finals_bytes)} of final observations"
+                f"With stacks and next observations in each row: {said_size(ready)}. Stored once, they spare "
+                f"{said_size(self.spared)} ({said_share(self.spared / ready)}), with {said_size(self.finals_bytes)} of final observations"
             )
         if self.memory:
             lines.append(self._in_memory())
         return "\n".join([*lines, *advice(self.fields, self.dtypes)])
 
     def _in_memory(self) -> str:
-        have = f"In {said_bytes(self.memory)} of memory: "
+        have = f"In {said_size(self.memory)} of memory: "
         if self.memory < self.resident:
-            return f"{have}too little. Tickets and priorities need {said_bytes(self.resident)}, or each draw waits for the disk"
+            return f"{have}too little. Tickets and priorities need {said_size(self.resident)}, or each draw waits for the disk"
         batch = self.from_disk(256)
-        read = f"a batch of 256 rows reads {said_bytes(round(batch))} from disk" if batch else "all rows fit"
-        return f"{have}{said_bytes(self.resident)} for tickets and priorities; {read}"
+        read = f"a batch of 256 rows reads {said_size(round(batch))} from disk" if batch else "all rows fit"
+        return f"{have}{said_size(self.resident)} for tickets and priorities; {read}"
 
 
 def plan(
@@ -156,11 +156,11 @@ def plan(
 
     >>> import torch, engram
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
-    obs: obs.memmap or RAM, 28224.000 MB, shape [1000000, 4, 84, 84] uint8
-    reward: reward.memmap or RAM, 4.000 MB, shape [1000000, 1] float32
-    1000000 rows of 28228 bytes: 28228.000 MB, and 20.045 MB beside them
+    obs: obs.memmap or RAM, 28.2 GB, shape [1000000, 4, 84, 84] uint8
+    reward: reward.memmap or RAM, 4 MB, shape [1000000, 1] float32
+    1,000,000 rows of 28.2 kB: 28.2 GB, and 20 MB beside them
     >>> print(str(engram.plan({"obs": torch.zeros(28_224, dtype=torch.uint8)}, 1_000_000, memory=8_000_000_000)).splitlines()[-1])
-    In 8000.000 MB of memory: 31.479 MB for tickets and priorities; a batch of 256 rows reads 5.926 MB from disk
+    In 8 GB of memory: 31.5 MB for tickets and priorities; a batch of 256 rows reads 5.93 MB from disk
 
     >>> from engram import FinalObservations, FrameStack, LazyTensorStorage, NextFromFollowing, RandomSampler
     >>> sampler = NextFromFollowing(RandomSampler(), FinalObservations(["frame"], LazyTensorStorage(2_000)))
@@ -168,12 +168,11 @@ def plan(
     >>> frame = torch.zeros(1, 84, 84, dtype=torch.uint8)
     >>> row = {"frame": frame, "next": {"frame": frame, "done": torch.tensor(False)}}
     >>> print(engram.plan(row, 1_000_000, sampler=sampler))
-    frame: frame.memmap or RAM, 7056.000 MB, shape [1000000, 1, 84, 84] uint8
-    ('next', 'done'): next/done.memmap or RAM, 1.000 MB, shape [1000000] bool
-    ('next', 'final'): next/final.memmap or RAM, 16.000 MB, shape [1000000, 2] int64
-    1000000 rows of 7073 bytes: 7073.000 MB, and 20.045 MB beside them
-    With stacks and next observations in each row: 56449.000 MB. Stored once, they spare 49361.872 MB (87.4%), with 14.128 MB of
-    final observations
+    frame: frame.memmap or RAM, 7.06 GB, shape [1000000, 1, 84, 84] uint8
+    ('next', 'done'): next/done.memmap or RAM, 1 MB, shape [1000000] bool
+    ('next', 'final'): next/final.memmap or RAM, 16 MB, shape [1000000, 2] int64
+    1,000,000 rows of 7.07 kB: 7.07 GB, and 20 MB beside them
+    With stacks and next observations in each row: 56.4 GB. Stored once, they spare 49.4 GB (87.4 %), with 14.1 MB of final observations
     """
     from engram import _native
 

@@ -87,7 +87,7 @@ REFUSED = {
     "None": (updated(None), (TypeError, ValueError, RuntimeError)),
     "complex": (updated(torch.tensor([1j])), TypeError),
     "two for one row": (updated([1.0, 2.0], [0]), RuntimeError),
-    "one for two rows": (updated([1.0], [0, 0]), RuntimeError),
+    "two for three rows": (updated([1.0, 2.0], [0, 0, 0]), RuntimeError),
     # rows of priorities
     "row -2": (updated(1.0, -2), RowError),
     "row 2**31": (updated(1.0, 2**31), RowError),

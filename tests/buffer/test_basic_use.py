@@ -53,7 +53,7 @@ def test_creation_is_logged_and_prints_nothing(tmp_path):
         buffer.extend(td)
         buffer.extend(td)
         """
-    line = f"engram: 10 rows in {tmp_path}, 160 bytes: a [3] float32 (120 bytes), b [1] float32 (40 bytes)"
+    line = f"engram: 10 rows in {tmp_path}, 160 B: a [3] float32 (120 B), b [1] float32 (40 B)"
     for level, lines in (("INFO", [line]), ("WARNING", [])):
         made = fresh.start(program, folder=str(tmp_path / level), level=level)
         assert made.wait() == 0, made.err

@@ -265,3 +265,34 @@ def test_processes_share_it():
     assert len(rb) == 8
     assert rb.sample()["obs"].shape == (2, 3)
     rb.close()
+
+
+def test_without_rows_it_says_what_empty_buffers_say():
+    for rb in (ReplayBuffer(100), ReplayBuffer(storage=ListStorage(100))):
+        for read in (lambda rb=rb: rb[:], lambda rb=rb: rb["a"], lambda rb=rb: rb.read_all_in_order()):
+            with pytest.raises(RuntimeError, match="^Cannot sample from an empty storage"):
+                read()
+    assert ReplayBuffer(100, collate_fn=list)[:] == []
+    rb = ReplayBuffer(100)
+    rb.extend([torch.zeros(2)])
+    with pytest.raises(RuntimeError, match="^no items to stack"):
+        rb[[]]
+
+
+class Columns(NamedTuple):
+    obs: object
+    action: object
+
+
+@pytest.mark.parametrize("make", [lambda: ReplayBuffer(100), lambda: ReplayBuffer(storage=ListStorage(100))])
+def test_a_batch_in_a_named_tuple_is_no_list_of_items(make):
+    rb, batch = make(), Columns(torch.zeros(4, 3), torch.zeros(4))
+    with pytest.raises(TypeError, match="extend: expected a list of items, .* named tuples .*LazyTensorStorage"):
+        rb.extend(batch)
+    assert len(rb) == 0
+    rb.add(Columns(torch.zeros(3), torch.zeros(())))
+    rb.extend([Columns(torch.ones(3), torch.ones(()))] * 2)
+    assert (len(rb), rb[2].obs.tolist()) == (3, [1, 1, 1])
+    tensors = ReplayBuffer(storage=LazyTensorStorage(100))
+    tensors.extend(batch)
+    assert len(tensors) == 4

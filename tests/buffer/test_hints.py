@@ -160,7 +160,7 @@ def test_a_batch_that_has_rows_several_times_is_said_once(said, storage, prefetc
         for _ in range(3):
             rb.sample()
         (line,) = said("several times")
-        assert "16 rows, of 1 row" in line
+        assert "16 rows has some of the 1 stored row several times" in line
 
 
 def test_enough_rows_and_samplers_that_draw_each_once_say_nothing(said):

@@ -1,5 +1,6 @@
 """A mask has left nothing: ``extend`` of no rows writes none, and its index names none."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -143,6 +144,45 @@ def test_over_a_connection(tmp_path):
     rb.close()
 
 
+@pytest.mark.parametrize("none", [[], ()])
+@pytest.mark.parametrize(
+    "storage", [*STORAGES, partial(LazyTensorStorage, ndim=2), partial(LazyTensorStorage, lanes=2)]
+)
+def test_of_a_list_or_tuple_of_nothing(storage, none):
+    for make in (ReplayBuffer, TensorDictReplayBuffer, partial(TensorDictPrioritizedReplayBuffer, alpha=1.0, beta=1.0)):
+        rb = make(storage=storage(10), batch_size=2)
+        dims, rows = rb.storage.ndim, TensorDict({"x": torch.zeros(2, 3)}, [2, 3])
+        for data in (None, rows if dims > 1 else rows[0]):
+            if data is not None:
+                rb.extend(data, lane=None if rb.storage.lanes == 1 else 0)
+            before = len(rb)
+            assert is_none(rb.extend(none), dims)
+            if rb.storage.lanes > 1:
+                assert is_none(rb.extend(none, lane=1))
+                assert is_none(rb.extend(none, layout="time_first"))
+            assert len(rb) == before
+    assert is_none(ReplayBuffer(10).extend(none))
+
+
+def test_one_row_of_nothing_is_refused():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(ValueError, match="add: expected a TensorDict, got list"):
+        rb.add([])
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_of_nothing_to_an_ensemble_and_over_a_connection(tmp_path, none):
+    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2)]
+    for key in ({}, {"routing_key": "member"}):
+        written = ReplayBufferEnsemble(*members, batch_size=2, **key).extend(none)
+        assert (written.shape, len(written["index"])) == ((0,), 0)
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "s"), batch_size=2)
+    rb.extend({"x": torch.zeros(3)})
+    with serving(tmp_path / "s") as server, ReplayBuffer.connect(server.address) as remote:
+        assert is_none(remote.extend(none))
+    rb.close()
+
+
 def test_what_is_no_batch_is_refused():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     with pytest.raises(TypeError, match="expected a batch of rows"):
@@ -150,3 +190,25 @@ def test_what_is_no_batch_is_refused():
     with pytest.raises(RuntimeError, match="the same number of rows"):
         rb.extend({"x": torch.zeros(0), "y": torch.zeros(1)})
     assert not rb.initialized or not len(rb)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+def test_rows_without_fields_are_for_lists(storage, buffer):
+    rb = buffer(storage=storage(8))
+    for write in (
+        lambda: rb.extend(TensorDict({}, [4])),
+        lambda: rb.add(TensorDict({}, [])),
+        lambda: rb.add(TensorDict({"next": TensorDict({}, [])}, [])),
+    ):
+        with pytest.raises(
+            TypeError, match="expected at least one tensor, got a TensorDict.* Add one, or use a ListStorage"
+        ):
+            write()
+    if buffer is ReplayBuffer:
+        with pytest.raises(TypeError, match="add: expected at least one tensor, got dict"):
+            rb.add({})
+    assert not rb.storage.initialized
+    kept = buffer(storage=ListStorage(8), batch_size=3)
+    kept.extend(TensorDict({}, [4]))
+    assert (len(kept), kept.sample().shape) == (4, (3,))

@@ -266,7 +266,8 @@ def test_what_needs_rows_in_memory():
         "share: the rows are in a Ring, a storage of one's own": rb.share,
         "copy: the rows are in a Ring": lambda: copy.deepcopy(rb),
         "copy: the rows are in a Ring, a storage": lambda: pickle.dumps(rb),
-        "remove: expected rows in memory, got those of OwnStorage": lambda: rb.remove(3),
+        r"remove and empty\(lane=\): expected rows in memory, got those of OwnStorage": lambda: rb.remove(3),
+        r"empty\(lane=\): expected rows in memory": lambda: rb.empty(lane=0),
         "limit: the rows are in a Ring": lambda: rb.limit(MinSize(3)),
         "expected rows on the CPU, got those of Ring": lambda: rb.add_field("more", torch.zeros(())),
     }

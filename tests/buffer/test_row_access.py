@@ -354,7 +354,8 @@ def test_assigned_values_are_checked(fields):
         ({**row, "b": torch.tensor(1)}, KeyError),
         ({**row, "a": torch.tensor(7.0)}, RuntimeError),
         ({**row, "next": {"r": torch.ones(3)}}, RuntimeError),
-        (torch.tensor(7), TypeError),
+        (torch.tensor(7), RuntimeError),  # a number of all fields, of which one has floats
+        (torch.zeros(2), TypeError),
     ]:
         with pytest.raises(kind):
             fields[0] = wrong

@@ -428,8 +428,8 @@ def test_plan_says_of_fields_what_the_creation_log_says(caplog):
     caplog.set_level("INFO", logger="engram")
     ReplayBuffer(storage=LazyTensorStorage(10)).add(row)
     (message,) = caplog.messages
-    assert message == "10 rows in RAM, 200 bytes: obs [4] float32 (160 bytes), reward [1] float32 (40 bytes)"
-    assert "obs: obs.memmap or RAM, 160 bytes, shape [10, 4] float32\nreward: reward.memmap or RAM, 40 bytes," in text
+    assert message == "10 rows in RAM, 200 B: obs [4] float32 (160 B), reward [1] float32 (40 B)"
+    assert "obs: obs.memmap or RAM, 160 B, shape [10, 4] float32\nreward: reward.memmap or RAM, 40 B," in text
     assert "10 rows of" in text
 
 

@@ -41,7 +41,7 @@ LIMIT_S = 120
 
 def called(name, path, out, *more, env=None):
     words = [word.replace("PATH", str(path)).replace("OUT", str(out)) for word in COMMANDS[name][0]]
-    return CliRunner().invoke(main, [*words, *more], env=env)
+    return CliRunner().invoke(main, [*words, *more], env=env or {"COLUMNS": "1000"})
 
 
 def snapshot(folder):

@@ -180,17 +180,17 @@ def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypat
         free_rows, free_disk = disk_plan.disk_speed(tmp_path, 0.01)
     except OSError as error:
         pytest.skip(f"this file system cannot be read past memory: {error}")
-    assert rows == Finding("rows", "4005 bytes each, 4.005 MB in all")
-    found = re.fullmatch(r"(\d+) MB/s, ([\d.]+) batches of 256 rows per second", disk[1])
+    assert rows == Finding("rows", "4 kB each, 4 MB in all")
+    found = re.fullmatch(r"([\d.]+) [kMG]B/s, ([\d.]+) batches of 256 rows per second", disk[1])
     alone = float(found[2])
     assert alone > 0
     expected = re.fullmatch(
-        r"0.112 MB beside what is in use; tickets and priorities need 0.020 MB: expect ([\d.]+) batches of 256 rows per second",
+        r"112 kB beside what is in use; tickets and priorities need 20 kB: expect ([\d.]+) batches of 256 rows per second",
         memory[1],
     )
     assert float(expected[1]) == pytest.approx(alone / (1 - 0.025), abs=0.2)
-    assert free_rows[1] == "none yet, 28224 bytes were tried"
-    assert re.fullmatch(r"\d+ MB/s, [\d.]+ batches of 256 rows per second", free_disk[1])
+    assert free_rows[1] == "none yet, 28.2 kB were tried"
+    assert re.fullmatch(r"[\d.]+ [kMG]B/s, [\d.]+ batches of 256 rows per second", free_disk[1])
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     rb.close()
     result = click.testing.CliRunner().invoke(main, ["doctor", str(tmp_path / "nothing")])

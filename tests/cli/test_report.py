@@ -90,7 +90,7 @@ def test_a_page_about_a_run(run, tmp_path):
     ]
     cells = " ".join(page.cells)
     for said in (
-        "80 of 100 rows are live (80.0%)",
+        "80 of 100 rows live (80 %)",
         "next.reward float32 [1] 4 B 400 B",
         "SamplesPerInsert(ratio=4.0",
         "complete",
@@ -167,7 +167,7 @@ def test_a_picture_of_an_empty_store_and_of_one_checkpoint(run, tmp_path):
         rb.extend(torch.arange(3))
         rb.empty()
         done = call("plot", tmp_path / "store", "--out", tmp_path / "a.png")
-    assert (done.exit_code, done.output) == (1, "Error: plot.age: the buffer is empty. Add data before drawing it.\n")
+    assert (done.exit_code, done.stderr) == (1, "Error: plot.age: the buffer is empty. Add data before drawing it.\n")
     (checkpoint,) = (run / "checkpoints").glob("ckpt-*")
     done = call("plot", checkpoint, "--out", tmp_path / "a.png")
     assert done.exit_code == 1

@@ -342,7 +342,7 @@ def test_what_the_doctor_thinks_of_limits(tmp_path, monkeypatch):
     (tmp_path / "cards").mkdir()
     for cards, status in (("none", "ok"), ("cards", "ok"), (".", "note")):
         it = doctor._memory_locks(65_536, unlimited, tmp_path / cards)
-        assert it[:3] == ("memory locks", "0.066 MB of unlimited", status)
+        assert it[:3] == ("memory locks", "65.5 kB of unlimited", status)
     assert doctor._open_files(256, 4096)[:3] == ("open files", "256 of 4096", "note")
     assert doctor._open_files(4096, 4096).status == "ok"
     assert doctor._shared_memory(tmp_path / "none").status == "note"

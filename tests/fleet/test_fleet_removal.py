@@ -1,6 +1,7 @@
 """Rows of fleets that are removed: all that are named or none, where their stores are."""
 
 import contextlib
+import operator
 
 import pytest
 import torch
@@ -139,3 +140,27 @@ def test_a_store_that_dies_between_the_look_and_the_removal_says_what_went(tmp_p
                 rb.remove(named((0, 1), (0, 2), (1, 1)))
             assert raised.value.__notes__ == ["remove: 2 rows of other stores are removed."]
         assert [len(one) for one in opened] == [18, 30]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_needs_rows_here_is_refused_by_its_name(tmp_path, several):
+    with stores(tmp_path) as (opened, servers):
+        before = held(opened)
+        addresses = [server.address for server in servers]
+        with ReplayBuffer.connect(addresses if several else addresses[0], batch_size=2) as rb:
+            rows = rb.sample()
+            refused = {
+                "read_all_in_order": rb.read_all_in_order,
+                "read_all_in_order ": lambda: rb.read_all_in_order(2, lane=0),
+                r"empty\(lane=\)": lambda: rb.empty(lane=0),
+                "write_all": lambda: rb.write_all(rows),
+                r"rb\[index\]": lambda: rb[:],
+                r"rb\[index\] = value": lambda: operator.setitem(rb, slice(3), rows),
+                r"rb\[index\] = value ": lambda: operator.setitem(rb, "a", torch.zeros(3)),
+            }
+            for call, use in refused.items():
+                with pytest.raises(
+                    RuntimeError, match=f"^{call.strip()}: the rows are on a server, and this needs them here"
+                ):
+                    use()
+        assert held(opened) == before

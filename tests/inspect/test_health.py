@@ -28,7 +28,7 @@ def test_few_rows_that_take_most_draws():
     assert not finding.good
     assert finding.numbers["rows_of_most_draws"] == pytest.approx(38 / 2_000, abs=1e-3)
     assert "lower alpha" in finding.text
-    assert "1.9% of the rows take 90% of the draws" in finding.text
+    assert "1.9 % of the rows take 90 % of the draws" in finding.text
 
 
 def test_even_priorities_are_good():

@@ -314,7 +314,7 @@ def test_a_server_of_a_store_shows_it(directory):
     assert 'engram_rows{buffer="store"} 20.0' in asked(url, "")[1]
     top = start(COMMAND, arguments=["top", listen, "--every", "0.1", "--count", "1"])
     assert top.wait() == 0
-    assert "20 of 100 (20.0%)" in top.out
+    assert "20 of 100 (20 %)" in top.out
     program.kill()
 
 
@@ -323,7 +323,7 @@ def test_top_of_a_directory_that_is_written_to(directory):
         rb.set_sampler(RandomSampler())
         top = start(COMMAND, arguments=["top", directory, "--every", "0.1", "--count", "2"])
         assert top.wait() == 0, top.err
-    assert top.out.count("20 of 100 (20.0%)") == 2
+    assert top.out.count("20 of 100 (20 %)") == 2
     assert "0 rows/s, 0.2 per insert since it was empty" in top.out
     assert "insert waits 0 calls now" in top.out
 
@@ -335,7 +335,7 @@ def test_top_of_a_store_of_a_prioritized_class(tmp_path):
     command = ["top", str(tmp_path / "store"), "--every", "0.1", "--count", "1"]
     top = start(COMMAND, arguments=command)
     assert top.wait() == 0, top.err
-    assert "20 of 100 (20.0%)" in top.out
+    assert "20 of 100 (20 %)" in top.out
     assert "age        10 writes, 99 % below 19" in top.out
     assert "as diverse as of 20 equally likely rows" in top.out
     with ReplayBuffer.open(tmp_path / "store") as rb:  # top sees what another process has changed, and changes nothing

@@ -170,3 +170,31 @@ def test_draws_from_before_a_load_match_nothing_any_more(storage):
         assert ours.remove(torch.arange(6), generation=before[:6]) == 0
         new = ours.extend(rows(90, 2) if storage == "LazyTensorStorage" else [{"a": torch.ones(())}] * 2)
         assert ours.writer.generations_of(torch.as_tensor(new)).min() > after.max()
+
+
+@pytest.mark.parametrize("way", ["dump", "state"])
+def test_rows_of_tensors_load_into_a_buffer_that_was_given_no_storage(way, tmp_path):
+    theirs = rl.ReplayBuffer(storage=rl.LazyTensorStorage(8), batch_size=4)
+    theirs.extend(rows(0, 11))
+    ours = ReplayBuffer(8)
+    if way == "dump":
+        theirs.dumps(tmp_path / "dump")
+        ours.loads(tmp_path / "dump")
+    else:
+        ours.load_state_dict(theirs.state_dict())
+    assert type(ours.storage) is LazyTensorStorage
+    assert torch.equal(ours[:]["a"], theirs[:]["a"])
+    assert ours.extend(rows(20, 2)).tolist() == theirs.extend(rows(20, 2)).tolist()
+
+
+def test_rows_of_tensors_do_not_load_into_a_list(tmp_path):
+    theirs = rl.ReplayBuffer(storage=rl.LazyTensorStorage(8))
+    theirs.extend(rows(0, 3))
+    theirs.dumps(tmp_path / "dump")
+    items = ReplayBuffer(8)
+    items.add(torch.zeros(3))
+    for ours in (ReplayBuffer(storage=ListStorage(8)), TensorDictReplayBuffer(8), items):
+        with pytest.raises(
+            IncompatibleCheckpoint, match="expected a dump of engram's for a ListStorage.* LazyTensorStorage"
+        ):
+            ours.loads(tmp_path / "dump")

@@ -136,7 +136,7 @@ def test_usage_counts_draws(ax):
         seen[rb.sample(return_info=True)[1]["index"].numpy()] += 1
     rb.plot.usage(ax=ax)
     assert [bar.get_height() for bar in ax.patches] == np.bincount(seen, minlength=4).tolist()
-    assert ax.get_title() == f"{(seen == 0).mean():.1%} of the rows were never drawn"
+    assert ax.get_title() == f"{100 * (seen == 0).mean():.3g} % of the rows were never drawn"
 
 
 def returns_of(rb, **more):
@@ -233,7 +233,7 @@ def test_usage_counts_samples_of_any_sampler(ax):
     )
     rb.plot.usage(ax=ax)
     assert [bar.get_height() for bar in ax.patches] == np.bincount(seen).tolist()
-    assert ax.get_title() == f"{(seen == 0).mean():.1%} of the rows were never drawn"
+    assert ax.get_title() == f"{100 * (seen == 0).mean():.3g} % of the rows were never drawn"
 
 
 def test_ratio_without_a_limit_is_what_the_store_counted(ax):

@@ -11,7 +11,7 @@ PAGE = ROOT / "docs/moving/torchrl.md"
 TRANSFORMS = "tests/transforms/test_torchrls_transforms.py::test_as_in_torchrls_buffer"
 FAMILY = "tests/buffer/test_trainers.py::test_a_trainer_of_each_family"
 RECIPE = "tests/recipes/test_recipes.py::test_a_recipe_of_torchrls"
-#: What the first cell of a row begins with, and a test of it. Add rows; take none away.
+#: What the first cell of a row begins with, and a test of it. Add rows; take none away but what was found to be false.
 HELD = {
     "`dqn/dqn_cartpole.py`": RECIPE,
     "`ddpg/ddpg.py`": RECIPE,
@@ -96,12 +96,16 @@ DIFFERS = {
         "tests/samplers/test_slices_epoch_beside_writes.py::test_an_epoch_ends_while_trajectories_arrive"
     ),
     "forked or spawned samplers with one seed": "tests/test_processes_draw_apart.py::test_forked_samplers",
-    "names of dims, after a folder is opened again": (
-        "tests/buffer/test_names_of_dims.py::test_a_folder_does_not_record_them"
-    ),
     "`dim_extend` with `ndim > 1`": "tests/buffer/test_dim_extend.py::test_rows_are_written_and_read_as_by_torchrl",
     "`update_priority` of windows": "tests/samplers/test_priorities_of_windows.py::test_flat",
     "`extend` of no rows": "tests/buffer/test_no_rows.py::test_of_every_kind",
+    "rows without fields": "tests/buffer/test_no_rows.py::test_rows_without_fields_are_for_lists",
+    "strings and other objects": "tests/buffer/test_kinds_of_items.py::test_objects_are_for_lists",
+    "items of several batch sizes": "tests/buffer/test_kinds_of_items.py::test_items_of_several_batch_sizes",
+    "`rb[0:3] = 1.5` of rows": "tests/storages/test_shapes_of_edits.py::test_a_number_that_a_field_does_not_hold_changes_nothing",
+    "a dump or state of a tensor storage": (
+        "tests/migrate/test_torchrl_states.py::test_rows_of_tensors_load_into_a_buffer_that_was_given_no_storage"
+    ),
     "`ReplayBuffer(size)` without a storage": "tests/buffer/test_default_storage.py::test_dicts_are_columns",
     "`empty()` before the first batch": "tests/storages/test_emptied_fields.py::test_the_first_real_rows_say_the_fields",
     "`patch` of `update_if_present`": "tests/storages/test_shapes_of_edits.py::test_a_patch_is_laid_out_as_the_index_or_as_the_data",
@@ -113,7 +117,21 @@ DIFFERS = {
         "tests/test_unsupported.py::test_unknown_arguments_are_refused_whatever_they_are"
     ),
 }
-HELD |= DIFFERS
+#: The same of the table of places where TorchRL asks for its own classes.
+ASKS = {
+    "`LinearScheduler`, `StepScheduler`": "tests/recipes/test_moving.py::test_schedulers_ask_for_torchrls_classes",
+    "the data set for TRL": "tests/recipes/test_moving.py::test_what_asks_for_torchrls_buffers",
+    "`ReplayBuffer(storage=, sampler=, writer=)` of TorchRL": (
+        "tests/recipes/test_moving.py::test_torchrls_buffers_take_its_components_only"
+    ),
+    "`ReplayBufferEnsemble` of TorchRL": "tests/recipes/test_moving.py::test_what_asks_for_torchrls_buffers",
+    "`TensorDictMap`": "tests/recipes/test_moving.py::test_what_asks_for_torchrls_buffers",
+    "`ReplayBufferTrainer` of a `ReplayBuffer`": (
+        "tests/recipes/test_moving.py::test_a_trainer_of_untyped_rows_updates_no_priorities"
+    ),
+    "trainers of PPO and A2C": "tests/recipes/test_moving.py::test_trainers_of_ppo_and_a2c_warn_and_run",
+}
+HELD |= DIFFERS | ASKS
 
 
 @pytest.mark.parametrize("row", HELD)

@@ -250,3 +250,10 @@ def test_over_a_connection(tmp_path, flat):
         remote.sample(16 if flat else 4)  # what was sent before has been done
         assert torch.equal(leaves(rb), expected(before, info["index"][0].reshape(4, 4).tolist(), [1] * 4, errors))
     rb.close()
+
+
+def test_one_priority_is_that_of_all_windows():
+    rb = filled(by_priority(slice_len=4))
+    _, info = rb.sample(16, return_info=True)
+    rb.update_priority(info, torch.tensor([3.0]))
+    assert leaves(rb)[info["index"][0]].tolist() == [3] * 16

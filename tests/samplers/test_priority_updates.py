@@ -275,7 +275,7 @@ def test_another_number_of_priorities_than_of_rows_writes_nothing(storage):
     before = state()
     one_of_two = TensorDict({"a": torch.arange(2.0)}, [2])
     one_of_two._tensordict["p"] = torch.ones(3)
-    with pytest.raises(RuntimeError, match="one priority per row, 2, got"):
+    with pytest.raises(RuntimeError, match="one priority per row, 2, or one for all, got"):
         rb.extend(one_of_two)
     assert state() == before
 
@@ -331,9 +331,9 @@ def test_priorities_are_counted_after_a_write_transform():
             return torch.cat([data, data]) if data["a"].max() > 0 else data[:0]
 
     rb, state = along(LazyTensorStorage(6), filled=0, transform=Doubled())
-    with pytest.raises(RuntimeError, match="one priority per row, 4, got"):
+    with pytest.raises(RuntimeError, match="one priority per row, 4, or one for all, got"):
         rb.extend(steps(1.0, 2.0))
-    with pytest.raises(RuntimeError, match="one priority per row, 2, got"):
+    with pytest.raises(RuntimeError, match="one priority per row, 2, or one for all, got"):
         rb.add(steps(1.0, 2.0)[1])
     assert state() is None
     assert len(rb.extend(steps(-1.0))) == 0  # held back: nobody looks at it
@@ -464,3 +464,23 @@ def test_priorities_are_checked_for_a_buffer_only(sampler):
     sampler.check_priority([1.0], 1)
     with pytest.raises(PriorityError):
         sampler.check_priority([-1.0], 1)
+
+
+# ---- one for all -------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("one", [2.0, torch.tensor(2.0), torch.tensor([2.0]), [2.0], np.array([2.0], np.float32)])
+def test_one_priority_is_that_of_all_rows(storage, one):
+    rb = ReplayBuffer(storage=storage(8), sampler=PrioritizedSampler(8, alpha=1.0, beta=1.0, eps=0.0), batch_size=2)
+    index = rb.extend(torch.arange(6))
+    rb.update_priority(index, one)
+    assert leaves(rb)[:6].tolist() == [2] * 6
+    rb.update_priority(np.arange(2), one)
+    rb.update_priority(index[:0], one)
+    for other in (torch.ones(2), torch.ones(1, 1), torch.ones(0)):
+        with pytest.raises(RuntimeError, match="one priority per row, 6, or one for all, got"):
+            rb.update_priority(index, other)
+    with pytest.raises(PriorityError):
+        rb.update_priority(index, torch.tensor([-1.0]))
+    assert leaves(rb)[:6].tolist() == [2] * 6

@@ -91,5 +91,18 @@ def test_bad_arguments(arguments):
 
 
 def test_unknown_arguments_are_named():
-    with pytest.raises(TypeError, match=r"unexpected arguments \['drop_last'\] with replacement"):
+    with pytest.raises(
+        TypeError, match=r"replacement=True\): expected no .* but \['recent_share'.*got \['drop_last'\]"
+    ):
         RandomSampler(drop_last=True, recent_share=0.5)
+
+
+@pytest.mark.parametrize("more", [{"recent_share": 0.5, "recent_steps": 3}, {"recent_steps": 3}])
+def test_epochs_have_no_share_of_recent_rows(more):
+    with pytest.raises(
+        TypeError, match=r"RandomSampler\(replacement=False\): expected no .* but \['drop_last'.*got \['recent_"
+    ):
+        RandomSampler(replacement=False, **more)
+    with pytest.raises(TypeError, match="RandomSampler"):
+        RandomSampler(True, replacement=False)
+    assert RandomSampler(replacement=False, drop_last=True, shuffle=False, index="other").drop_last

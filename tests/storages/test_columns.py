@@ -61,7 +61,6 @@ REFUSED = {
     "None": ((torch.zeros(2, 3), None), TypeError, "field '1': expected a tensor or an array, got NoneType"),
     "a float alone": (1.5, RuntimeError, r"data: .*2 leading dimensions, got \[\]"),
     "nothing": ({}, TypeError, r"expected at least one tensor, got dict \{\}"),
-    "nothing, as a tuple": ((), TypeError, r"expected at least one tensor, got tuple \(\)"),
 }
 
 
@@ -79,6 +78,11 @@ def test_data_of_another_layout_is_refused(data, error, says):
     if not isinstance(data, TensorDict):
         with pytest.raises(error):
             TensorStorage(data, ndim=2)
+
+
+def test_an_empty_tuple_is_no_data_of_a_storage():
+    with pytest.raises(TypeError, match=r"expected at least one tensor, got tuple \(\)"):
+        TensorStorage((), ndim=2)
 
 
 def test_arrays_of_all_kinds_are_rows():

@@ -1,5 +1,6 @@
 """Edits whose values are broadcast over rows with several dimensions, and patches in the shapes that come from writes."""
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -99,3 +100,33 @@ def test_patches_of_other_sizes_are_refused():
         with pytest.raises(ValueError, match="field a: expected shape"):
             rb.update_if_present(**rows, patch={"a": torch.zeros(shape)})
     assert not rb[:]["a"].any()
+
+
+@pytest.mark.parametrize("number", [1.0, 1, np.float32(1), torch.tensor(1.0)])
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_number_is_that_of_all_fields(make, number, ndim, buffer):
+    rb = buffer(storage=make(24, ndim=ndim))
+    rows = TensorDict({"a": torch.zeros(3, 4, 2), "next": {"b": torch.zeros(3, 4)}}, [3, 4])
+    rb.extend(rows if ndim == 2 else rows[0])
+    place = (slice(None), slice(1, 3)) if ndim == 2 else slice(1, 3)
+    rb[place] = number
+    expected = torch.tensor([0.0, 1, 1, 0]).expand(3, 4) if ndim == 2 else torch.tensor([0.0, 1, 1, 0])
+    assert torch.equal(rb[:]["next", "b"], expected)
+    assert torch.equal(rb[:]["a"], expected.unsqueeze(-1).expand(*expected.shape, 2))
+    rb[0] = number
+    assert bool((rb[0]["a"] == 1).all())
+    rb.close()
+
+
+def test_a_number_that_a_field_does_not_hold_changes_nothing():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend({"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.int64)})
+    with pytest.raises(RuntimeError, match=r"^rb\[index\] = value: field b: expected"):
+        rb[1:] = 1.5
+    rb[1:] = 2
+    assert (rb[:]["a"].tolist(), rb[:]["b"].tolist()) == ([0, 2, 2], [0, 2, 2])
+    flat = ReplayBuffer(storage=LazyTensorStorage(10))
+    flat.extend(torch.zeros(3, 2))
+    flat[1:] = 1.0
+    assert flat[:].tolist() == [[0, 0], [1, 1], [1, 1]]

@@ -268,7 +268,7 @@ def test_creation_is_logged(make, caplog):
     rb.extend({"obs": torch.zeros(2, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(2, 1)}})
     folder = getattr(storage, "scratch_dir", None)
     assert caplog.messages == [
-        f"1000 rows in {folder or 'RAM'}, 7.060 MB: obs [84, 84] uint8 (7.056 MB), ('next', 'reward') [1] float32 (0.004 MB)"
+        f"1,000 rows in {folder or 'RAM'}, 7.06 MB: obs [84, 84] uint8 (7.06 MB), ('next', 'reward') [1] float32 (4 kB)"
     ]
     rb.extend({"obs": torch.zeros(2, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(2, 1)}})
     assert len(caplog.messages) == 1
@@ -297,7 +297,7 @@ def test_creation_is_shown_where_logging_is_configured_so(tmp_path):
         assert made.wait() == 0, made.err
         said[name] = made.err.split("\n")[:-1]
         assert made.out == "0"
-    line = "10 rows in RAM, 40 bytes: _-single-tensor-_ [] float32 (40 bytes)"
+    line = "10 rows in RAM, 40 B: _-single-tensor-_ [] float32 (40 B)"
     assert said == {"default": [], "warnings": [], "configured": [f"mine: {line}"] * 2}
 
 

@@ -242,7 +242,7 @@ def test_a_store_that_is_larger_than_memory_is_known_and_one_that_cannot_work_is
         warnings.simplefilter("error")
         assert [opened(memory) for memory in (0, 800_000, 799_999, 20_000)] == [0, 0, 1, 1]
     with pytest.warns(
-        UserWarning, match="tickets and priorities of 1000 rows need 0.020 MB of memory, this process can have 0.020 MB"
+        UserWarning, match="tickets and priorities of 1,000 rows need 20 kB of memory, this process can have 20 kB"
     ):
         opened(19_999, PrioritizedSampler(1000, 0.5, 0.5))
     with pytest.warns(UserWarning, match=r"each draw waits for the disk\. Give it more"):

@@ -8,6 +8,7 @@ from tests.typing import user
 def test_the_program_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     user.gymnasium_loop()
+    user.folders_and_servers()
     user.tensordicts(lambda obs: obs.abs().sum(-1))
     assert next(iter(user.windows())) is not None
     user.other_buffers()

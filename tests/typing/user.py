@@ -55,6 +55,16 @@ def gymnasium_loop() -> None:
     assert_type(rb.next(), Rows | None)
 
 
+def folders_and_servers() -> None:
+    with ReplayBuffer[Rows].open_or_create("rows", 100, batch_size=4) as rb:
+        rb.add({"obs": torch.zeros(3)})
+        assert_type(rb.sample(), Rows)
+    with ReplayBuffer[Rows].open("rows", batch_size=4) as again:
+        assert_type(again.sample(), Rows)
+        with engram.serve(again) as address, ReplayBuffer[Rows].connect(address, batch_size=4) as remote:
+            assert_type(remote.sample(), Rows)
+
+
 def tensordicts(policy: Callable[[Tensor], Tensor]) -> Tensor:
     rb = TensorDictReplayBuffer(
         storage=LazyMemmapStorage(10_000, scratch_dir="replay"),

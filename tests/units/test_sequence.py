@@ -349,3 +349,18 @@ def test_memory_mapped(tmp_path):
     _, info = rb.sample(return_info=True)
     check(rb, unit, info["index"], info, steps_of(None, 1, 6, writes))
     rb.close()
+
+
+@pytest.mark.parametrize("shape", [(5,), (2,), (11,), (4, 2)])
+def test_another_number_of_priorities_is_named_by_the_call(shape):
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=LazyTensorStorage(8), sample_unit=Sequence(3), batch_size=4
+    )
+    rb.extend(rows_of(0, [False] * 8))
+    _, info = rb.sample(return_info=True)
+    for good in ((4,), (12,), (4, 3), (12, 2)):
+        rb.update_priority(info, torch.ones(good))
+    with pytest.raises(
+        RuntimeError, match="^update_priority: expected one priority per record, 12, or per window, 4, got"
+    ):
+        rb.update_priority(info, torch.ones(shape))

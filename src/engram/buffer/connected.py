@@ -10,7 +10,7 @@ from engram import _fork
 from engram._checks import check_path
 from engram._native import NotAdmitted
 from engram._progress import Work
-from engram._unsupported import refusing
+from engram._unsupported import BY_NUMBER, refused, refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
 from engram.format.dumps import replacing
@@ -159,6 +159,16 @@ class RequestsUnderWay:
 
 class ConnectedRowAccess(RowAccess):
     """Rows by number are refused. Trajectories end on the server."""
+
+    in_order = refusing("read_all_in_order", BY_NUMBER)
+
+    def set(self, index: object, value: object, call: str = "rb[index] = value") -> None:  # noqa: ARG002 - whatever they are
+        raise refused(call, "Edit them where the store is.")
+
+    def empty(self, lanes: Tensor | None, *, keep_write_count: bool) -> None:
+        if lanes is not None:
+            raise refused("empty(lane=)", "Call it where the store is; remove(rows) and empty() can be called here.")
+        super().empty(None, keep_write_count=keep_write_count)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         if self._prefetching is not None:

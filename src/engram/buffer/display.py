@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engram._words import said_number, said_size
+from engram._words import count, said_number, said_share, said_size
 from engram.expanders import finals_of
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
@@ -217,7 +217,7 @@ class Display:
     def _facts_of_storage(self) -> list[tuple[str, str]]:
         storage = self._wiring.storage
         size, capacity = len(storage), storage.max_size
-        of = f"/{capacity:,} ({100 * size / capacity:.3g} %)" if _is_bounded(capacity) else ""
+        of = f"/{capacity:,} ({said_share(size / capacity)})" if _is_bounded(capacity) else ""
         facts = [("size", f"{size:,}{of}")]
         store = storage.memory
         if store is None:
@@ -238,7 +238,7 @@ def _bars(found: Histogram) -> str:
     """A histogram as HTML: a bar for each, which says its range and number when the pointer is on it."""
     edges, counts = found["edges"], found["counts"]
     bars = "".join(
-        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {number:,} rows' style='display:inline-block;width:1.4em;"
+        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {count(number, 'row')}' style='display:inline-block;width:1.4em;"
         f"margin-right:1px;background:#1f77b4;height:{max(3 * number / max(counts), 0.1 if number else 0):.2f}em'></span>"
         for i, number in enumerate(counts)
     )

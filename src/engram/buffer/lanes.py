@@ -265,7 +265,7 @@ def _check_flat(data: object, lanes: int, layout: Layout) -> None:
     """Refuse leaves that all begin with steps and lanes, in this order or the other: as rows they would be others, silently."""
     shapes: list[tuple[int, ...]] = []
     map_leaves(data, lambda x: shapes.append(tuple(getattr(x, "shape", ()))[:2]))
-    first = shapes[0]
+    first = shapes[0] if shapes else ()
     if (
         lanes > 1
         and len(shapes) > 1

@@ -70,7 +70,7 @@ class ReadPath:
             self.looked = True
             if size < batch_size:
                 line = (
-                    f"sample: a batch of {batch_size} rows, of {_words.count(size, 'row')} that are stored, has some several times. Write "
+                    f"sample: a batch of {batch_size:,} rows has some of the {_words.count(size, 'stored row')} several times. Write "
                     "more before the first batch."
                 )
                 storages.announcing.announce(line, level=logging.WARNING)

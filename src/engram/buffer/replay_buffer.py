@@ -33,7 +33,7 @@ from engram.buffer.making import make_at_first_use, taken_from
 from engram.buffer.new_fields import add_field
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import View, moved, target_of
-from engram.buffer.prefetching import Prefetching
+from engram.buffer.prefetching import Draws, Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess, remove
@@ -43,7 +43,7 @@ from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.tracing import leave_untraced
 from engram.buffer.window_priorities import of_batch
-from engram.buffer.wiring import checked_generator, component
+from engram.buffer.wiring import component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.limits import WAIT_S, checked_timeout
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 E = TypeVar("E")
 
 
-class ReplayBuffer(Shown, Generic[Batch]):
+class ReplayBuffer(Shown, Draws, Generic[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -661,7 +661,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     def __setitem__(self, index: object, value: object) -> None:
         """Replace live rows, or with a key one field of all live rows. Write transforms apply to rows.
 
-        Cursor and length stay.
+        Cursor and length stay. One number goes into all fields of the rows.
 
         Raises:
             RowError: a row that is not live. KeyError: no such field: only ``rb[:] = data`` adds new ones, as :meth:`add_field` does.
@@ -815,7 +815,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         >>> rb.read_all_in_order(lane=0).tolist()
         [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
         """
-        return self[:end] if lane is None else self._rows.in_order(self._lanes.meant(lane, "read_all_in_order"), end)
+        return self._rows.in_order(lane if lane is None else self._lanes.meant(lane, "read_all_in_order"), end)
 
     def write_all(self, data: object, end: int | None = None) -> None:
         """``rb[:end] = data``; ``end`` defaults to the number of rows given. Of all rows, new entries become fields, as by
@@ -830,7 +830,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         [7, 8, 2, 3, 4]
         """
         end = rows_of(data) if end is None else end
-        self[slice(None if end == len(self) else end)] = data
+        self._rows.set(slice(None if end == len(self) else end), data, "write_all")
 
     # ---- components ----------------------------------------------------------------------------------------------------
 
@@ -1017,31 +1017,14 @@ class ReplayBuffer(Shown, Generic[Batch]):
         self._recipe.note()
         return previous
 
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
-        >>> rb.set_rng(torch.Generator().manual_seed(0))
-        >>> first = rb.sample(return_info=True)[1]["index"]
-        >>> rb.set_rng(torch.Generator().manual_seed(0))
-        >>> torch.equal(first, rb.sample(return_info=True)[1]["index"])
-        True
-        """
-        generator = checked_generator(generator)
-        self._discard_prefetched("set_rng", keys=False)
-        self._wiring.generator = generator
-
     def update_priority(self, index: object, priority: Any = None, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; a sampler without priorities warns and does nothing.
 
         Args:
             index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts. Or
                 the whole ``info`` of a batch, which has the generations, too; of a :class:`Sequence` the anchors get the priorities.
-            priority: needed: a number for all, or ``[B]``: at least 0 and finite. Of windows also one for each, which the step
-                gets that the window was drawn by: its first one, or the first behind the burn-in.
+            priority: needed: a number for all, also as ``[1]``, or ``[B]``: at least 0 and finite. Of windows also one for each, which
+                the step gets that the window was drawn by: its first one, or the first behind the burn-in.
             generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
 
         Raises:
@@ -1088,15 +1071,9 @@ class ReplayBuffer(Shown, Generic[Batch]):
         if self._prefetching is not None:
             self._prefetching.rewired()
 
-    def _materialize(self) -> None:
-        """What happens to the buffer now is not for batches that were asked for before."""
-        if self._prefetching is not None:
-            self._prefetching.materialize()
-
     def _discard_prefetched(self, call: str, *, keys: bool = True) -> None:
         self._following.refuse(call)
-        if self._prefetching is not None:
-            self._prefetching.discard(call, keys=keys)
+        super()._discard_prefetched(call, keys=keys)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -1252,7 +1229,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
         readonly: bool = False,
         io: str = "auto",
         **arguments: Unpack[OpenArguments],
-    ) -> ReplayBuffer:
+    ) -> ReplayBuffer[Batch]:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
         Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last began to write rows or
@@ -1362,7 +1339,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
     followed = alias("_following.followed", "The checkpoint that :meth:`follow` holds; None: nothing is followed.")
 
     @classmethod
-    def connect(cls, address: str | Sequence[str], **arguments: Unpack[ConnectArguments]) -> ReplayBuffer:
+    def connect(cls, address: str | Sequence[str], **arguments: Unpack[ConnectArguments]) -> ReplayBuffer[Batch]:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
 
         Buffer class, sampler, batch size, prefetch and output are those of the store, as for :meth:`open`; transforms and
@@ -1457,22 +1434,7 @@ class ReplayBuffer(Shown, Generic[Batch]):
             storage.close()
         service.close()
 
-    __enter__ = returns_itself("Returns the buffer: ``with`` closes it at the end.")
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
-
-    def synchronize(self) -> None:
-        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises.
-
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rb.synchronize()
-        """
-        if self._prefetching is not None:
-            self._prefetching.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Refuse sampling from now on, and end the threads of ``prefetch``. Repeatable.

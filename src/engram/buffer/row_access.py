@@ -15,6 +15,7 @@ from engram.buffer.end_flags import EndFlags
 from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
 from engram.buffer.write_path import new_containers
+from engram.errors import EMPTY
 from engram.field_paths import checked_path
 from engram.nested import entries_of, find, flatten, has_entries, name_of
 from engram.types import Draw
@@ -49,8 +50,12 @@ class RowAccess:
             return _entry(self.get(slice(None)), index)
         return self._get(self._where(index), index)
 
-    def in_order(self, lanes: Tensor, end: int | None) -> object:
-        """The rows of these lanes, int64 ``[k]``, lane after lane and oldest first, in the form of ``rb[rows]``; at most ``end``."""
+    def in_order(self, lanes: Tensor | None, end: int | None) -> object:
+        """The rows of these lanes, int64 ``[k]``, lane after lane and oldest first, in the form of ``rb[rows]``; at most ``end``. None: all
+        in row order.
+        """
+        if lanes is None:
+            return self.get(slice(end))
         rows = self._wiring.storage.extent().in_order(lanes)[:end]
         return self._get(storages.Rows(rows), rows)
 
@@ -63,6 +68,8 @@ class RowAccess:
         if wiring.storage.gets:
             data = wiring.storage.got(index, data)
         stacked = wiring.collates and not (where.single or isinstance(index, int))
+        if stacked and data == [] and not len(wiring.storage) and wiring.collate_fn is None:
+            raise RuntimeError(EMPTY)
         if stacked:
             data = reading.collated(data)
         if wiring.transform.reads:
@@ -94,12 +101,11 @@ class RowAccess:
 
     # ---- editing ---------------------------------------------------------------------------------------------------------
 
-    def set(self, index: object, value: object) -> None:
+    def set(self, index: object, value: object, call: str = "rb[index] = value") -> None:
         """What ``rb[index] = value`` does."""
         if _is_key(index):
             self.set_field(index, value, slice(None), "rb[key] = value")
             return
-        call = "rb[index] = value"
         self._check_editable(call)
         wiring = self._wiring
         where = self._where(index)

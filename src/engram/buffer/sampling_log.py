@@ -6,12 +6,13 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from torch import Tensor
 
 from engram import _fork
+from engram._closing import Closes
 from engram._words import warn
 from engram.buffer.drawn import NUMBERS, TICKETS, Drawn, bytes_of, entry_of, form_of, says_tickets
 from engram.expanders import Expander
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from engram.types import Info
 
 
-class SamplingLog:
+class SamplingLog(Closes):
     """Writes down each batch that a buffer draws: its key, rows and tickets, weights and masks, and a digest of what was read.
 
     :func:`replay_draws` gives the same batches again, bit for bit, from the buffer while the rows live, or from one that a
@@ -133,12 +134,6 @@ class SamplingLog:
             self._attach(None)
         with self._lock:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, batches={self.batches}{', closed' * self._file.closed})"

@@ -16,6 +16,7 @@ from engram.buffer.row_access import RowAccess
 from engram.buffer.window_marks import attach
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.limits import WAIT_S, checked_timeout
+from engram.nested import is_number
 from engram.units import Sequence
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class TensorDictWritePath(WritePath):
 
     def _priority_in(self, data: Any) -> Any:
         """The priorities that come along with rows; None if there are none, or the sampler takes none."""
-        return data.get(self._settings.priority_key, None) if self._wiring.of_sampler.prioritized else None
+        brings = self._wiring.of_sampler.prioritized and not isinstance(data, list | tuple)  # of no rows
+        return data.get(self._settings.priority_key, None) if brings else None
 
     def _update_priority(self, index: object, priority: object) -> None:
         self._bound_sampler().update_priority(self._wiring.rows_named(index), priority)
@@ -121,7 +123,7 @@ class TensorDictRowAccess(RowAccess):
     """What replaces rows is a TensorDict, too."""
 
     def storable(self, data: Any, call: str) -> Any:
-        return _to_store(data, call)
+        return data if is_number(data) else _to_store(data, call)
 
 
 @register
@@ -331,6 +333,8 @@ def priorities_in(data: object, priority_key: str | None, who: str) -> tuple[Ten
 
 def _to_store(data: Any, call: str) -> object:
     """A TensorDict without the entries that are synthesised on reading."""
+    if call == "extend" and isinstance(data, list | tuple) and not data:
+        return data
     if not is_tensor_collection(data) or is_tensorclass(data):
         raise ValueError(
             f"{call}: expected a TensorDict, got {type(data).__name__}. Write TensorDict(data, [n]), or use a ReplayBuffer for other data."

@@ -77,6 +77,8 @@ def by_window(
         last = place % (steps or n // max(1, int(last.count_nonzero()))) == 0
     count = int(last.count_nonzero())
     if values.numel() != count and len(values) != count:
+        if values.shape == (1,):
+            return rows, priority, generation
         got = list(values.shape)
         raise RuntimeError(f"{_CALL}: expected one priority per row, {n}, or per window, {count}, got {got}.")
     learned = info.get("learning_mask", None)
@@ -93,7 +95,12 @@ def _of_anchors(unit: object, info: Mapping[Entry, object], values: Tensor) -> U
         key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)
     }
     begun = told["step_in_sequence"] == 0
-    if isinstance(unit, Sequence) and values.numel() not in (1, int(begun.count_nonzero())):
+    n, count, got = begun.numel(), int(begun.count_nonzero()), values.numel()
+    if isinstance(unit, Sequence) and got not in (1, count):
+        if n not in (got, len(values)):
+            raise RuntimeError(
+                f"{_CALL}: expected one priority per record, {n}, or per window, {count}, got {list(values.shape)}."
+            )
         return unit.anchor_priorities(values, told)
     numbers = told.get("anchor_generation")
     return told["anchor_index"][begun], values, None if numbers is None else numbers[begun]

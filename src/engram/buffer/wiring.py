@@ -287,6 +287,13 @@ class Wiring:
         self.storage.check_writable()
         self.storage.begin_change()
 
+    def epoch_ended(self) -> bool:
+        """Whether the batch drawn last ended an epoch. True once: the next one begins another."""
+        ended: bool = self.of_sampler.has_epochs and self.source.ran_out
+        if ended:
+            self.source.ran_out = False
+        return ended
+
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 
     def user_index(self, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 import msgspec
 
 from engram._checks import check_count
-from engram._words import count, said_bytes, warn
+from engram._words import count, said_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.format import disk, series, strict
 from engram.format.checkpoints import Checkpoint, added
@@ -204,10 +204,10 @@ class SaveReport(NamedTuple):
     otherwise."""
 
     def __str__(self) -> str:
-        episodes = ", ".join(f"{it['episodes']} {kind}" for kind, it in self.episodes.items())
+        episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in self.episodes.items())
         return (
-            f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
-            f"{said_bytes(self.bytes_written)} written and {said_bytes(self.bytes_linked)} linked in {self.seconds:.2f} s, "
+            f"{self.name}: {count(self.steps, 'row')} (episodes: {episodes or 'none'}; {self.lost_rows:,} overwritten meanwhile), "
+            f"{said_size(self.bytes_written)} written and {said_size(self.bytes_linked)} linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
         )
 
@@ -248,9 +248,9 @@ class RestoreReport(NamedTuple):
     """With ``convert=True``, of a checkpoint of another sampler's buffer: how its rows are drawn now; else empty."""
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        text = f"{self.name}: {count(self.steps, 'row')} in {self.seconds:.2f} s"
         if self.given_up:
-            text += f"; {self.given_up} more were saved: the oldest of full lanes mark where what was open ends"
+            text += f"; {self.given_up:,} more were saved: the oldest of full lanes mark where what was open ends"
         if self.dealt is not None:
             text += f"; {said_reshard(self.dealt)}"
         return f"{text}; {self.converted}" if self.converted else text
@@ -298,9 +298,9 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
 
 def _said_left(report: RestoreReport, saved: int, left: dict[str, int], unused: int) -> str:
     """What is said of steps that were dropped, by reason, of all that were saved; ``unused`` rows hold nothing."""
-    said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {saved} were left out"
+    said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {saved:,} were left out"
     over, more = left.pop("overflow", 0), ""
-    counts = [f"{steps} of {reason} episodes" for reason, steps in left.items()]
+    counts = [f"{steps:,} of {reason} episodes" for reason, steps in left.items()]
     if over:
         free = f" as whole trajectories, and {count(unused, 'row')} stay unused" if unused else ""
         counts.append(f"{count(over, 'step')} did not fit{free}")

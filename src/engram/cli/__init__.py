@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 import click
 
 from engram._version import __version__
+from engram._words import said_number
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 from engram.demo import MOST_ACTORS, SAMPLERS
 
@@ -195,9 +196,12 @@ def plot(path: Path, out: Path, what: tuple[str, ...]) -> None:
     Exit code: 0, 1 if a figure cannot be drawn, 2 if PATH holds nothing of engram's or FILE cannot be written.
     """
     with refusing("plot"):
-        from engram.cli.report import picture
+        from engram.cli.report import drawable, picture
 
         _check_out(out, ".png", ".svg", ".pdf")
+        rows = _known(path) if drawable(_folder(path)) == "store" else {}
+        of = f", {said_number(rows['size'])} of {said_number(rows['capacity'])} rows," if "size" in rows else ""
+        echo([f"drawing {', '.join(what) or 'all figures'} of {path}{of} into {out}"])
         out.write_bytes(picture(_folder(path), what, out.suffix[1:].lower() or "png"))
 
 

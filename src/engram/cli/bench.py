@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, __version__, num_threads
-from engram.cli.show import problem, table
+from engram._words import said_size
+from engram.cli.show import echo, problem, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -120,18 +121,15 @@ def show_measured(found: Measured) -> None:
                 rows.append(
                     (f"  {name} {found.libraries[name]}", f"{rates[name]:,.0f}", f"engram {times}" if times else "")
                 )
-        for line in table(rows, right=[1]):
-            click.echo(line)
-    sampled = found.results["sample"]["engram"] * found.batch * found.row_bytes / 1e9
-    click.echo(f"rows of {found.row_bytes} bytes, {found.rows:,} in a buffer, {found.batch} in a batch")
-    click.echo(f"sampling moves {sampled:.2f} GB/s; a copy in memory {found.memory_gb_s:.1f} GB/s")
+        echo(table(rows, right=[1]))
+    sampled = said_size(round(found.results["sample"]["engram"] * found.batch * found.row_bytes))
+    click.echo(f"rows of {said_size(found.row_bytes)}, {found.rows:,} in a buffer, {found.batch:,} in a batch")
+    click.echo(f"sampling moves {sampled}/s; a copy in memory {said_size(round(found.memory_gb_s * 1e9))}/s")
     click.echo(f"{found.cores} cores, {found.threads} threads of engram, load {found.load:.1f}")
     if found.load > found.cores * 0.75:
         click.echo("note: other programs are running, so all numbers are smaller than they could be")
-    for name, why in found.missing.items():
-        click.echo(f"note: {name} was left out: {why}")
-    for entry in found.problems:
-        click.secho(f"SLOW {entry['what']}", fg="red", bold=True)
+    echo(f"note: {name} was left out: {why}" for name, why in found.missing.items())
+    echo((f"SLOW {entry['what']}" for entry in found.problems), damaged=True)
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------

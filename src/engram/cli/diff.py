@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from engram._progress import Work
-from engram.cli.show import plain, table
+from engram._words import count
+from engram.cli.show import echo, plain, table
 from engram.format import control, disk, files, layout, series
 from engram.format.checkpoints import Checkpoint
 from engram.format.description import segment_layout, segment_name
@@ -198,24 +199,20 @@ def show_comparison(found: Comparison) -> None:
     click.echo(f"B  {found.kinds[1]} {plain(found.b)}")
     if found.fields:
         click.echo(f"fields   {plain(found.fields)}")
-    for name, (of_a, of_b) in found.sizes.items():
-        click.echo(f"{name:<8} {of_a:,} in A, {of_b:,} in B")
+    echo(f"{name:<8} {of_a:,} in A, {of_b:,} in B" for name, (of_a, of_b) in found.sizes.items())
     rows = found.rows
     if rows is not None:
         click.echo(f"rows     {rows.a:,} in A, {rows.b:,} in B; {rows.only_a:,} only in A, {rows.only_b:,} only in B")
         click.echo(f"         {rows.paired:,} in both, of which {rows.differ:,} differ")
         if rows.moved:
             click.echo(f"         {rows.moved:,} were overwritten meanwhile, and not compared")
-        for line in table(
-            [(f"         {plain(name)}", f"{number:,}") for name, number in rows.by_field.items()], right=[1]
-        ):
-            click.echo(f"{line} rows")
+        fields = [(f"         {plain(name)}", count(number, "row")) for name, number in rows.by_field.items()]
+        echo(table(fields, right=[1]))
         if rows.first:
             click.echo(
                 f"         first: ticket {', '.join(map(str, rows.first))}{', …' if rows.differ > len(rows.first) else ''}"
             )
-    for entry in (*found.notes, *found.problems):
-        click.echo(f"note: {plain(entry['file'])}: {plain(entry['what'])}.")
+    echo(f"note: {plain(entry['file'])}: {plain(entry['what'])}." for entry in (*found.notes, *found.problems))
     if found.same:
         click.echo("no difference")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engram._memory import available_memory
 from engram._version import __version__
-from engram._words import said_bytes
+from engram._words import said_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +78,7 @@ def findings(directory: Path | None = None, *, load: bool = False) -> list[Findi
         _package("tensordict"),
         _loaded_core() if load else _core(),
         Finding("cores", _cores()),
-        Finding("memory", f"{available_memory() / 1e9:.1f} GB available to this process"),
+        Finding("memory", f"{said_size(available_memory())} available to this process"),
         _shared_memory(Path(_SHARED)),
         _huge_pages(Path(_HUGE)),
         _memory_locks(*resource.getrlimit(resource.RLIMIT_MEMLOCK)),
@@ -202,7 +202,7 @@ def _huge_pages(setting: Path) -> Finding:
 
 def _memory_locks(soft: int, hard: int, cards: Path = _RDMA) -> Finding:
     """Engram locks no memory. Drivers of some network cards do, if there are such ``cards``."""
-    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{said_bytes(soft)} of {_limit(hard)}"
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{said_size(soft)} of {_limit(hard)}"
     if soft != resource.RLIM_INFINITY and soft < 64 << 20 and cards.is_dir() and any(cards.iterdir()):
         advice = "Drivers of network cards that read memory directly (RDMA) lock what they read: ulimit -l unlimited"
         return Finding("memory locks", value, "note", advice)
@@ -210,7 +210,7 @@ def _memory_locks(soft: int, hard: int, cards: Path = _RDMA) -> Finding:
 
 
 def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else said_bytes(value)
+    return "unlimited" if value == resource.RLIM_INFINITY else said_size(value)
 
 
 def _open_files(soft: int, hard: int) -> Finding:
@@ -246,4 +246,4 @@ def _free(path: str) -> str:
 
 
 def _of(free: int, total: int) -> str:
-    return f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB"
+    return f"{said_size(free)} free of {said_size(total)}"

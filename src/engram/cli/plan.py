@@ -15,14 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import click
 import msgspec
 
 from engram._memory import available_memory, missing_share
 from engram._sizes import priority_bytes, resident_bytes
-from engram._words import said_bytes
+from engram._words import count, said_share, said_size
 from engram.cli.doctor import Finding
-from engram.cli.show import Misuse, Refusal, plain, said_size, table, told
+from engram.cli.show import Misuse, Refusal, echo, plain, table, told
 from engram.format import control, files, layout, schema
 from engram.format.describe import describe
 from engram.format.schema import DTYPES, Field
@@ -62,23 +61,23 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
         if schema is not None and (most := lanes["most_rows"]):
             starts = range(0, schema.capacity, schema.capacity // schema.lanes)
             fields = [_opened(stack, path, size) for path, size in layout.row_files(directory, schema).values() if size]
-            said = f"{schema.row_bytes} bytes each, {said_bytes(nbytes)} in all"
+            said = f"{said_size(schema.row_bytes)} each, {said_size(nbytes)} in all"
         else:
             trial = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))
             for _ in range(_TRIAL >> 20):
                 trial.write(os.urandom(1 << 20))
             os.fsync(trial.fileno())
             fields, starts, most = [_opened(stack, Path(trial.name), _ROW)], range(1), _TRIAL // _ROW
-            said = f"none yet, {_ROW} bytes were tried"
+            said = f"none yet, {said_size(_ROW)} were tried"
         batches, read = _measured(fields, starts, most, seconds)
-    speed = f"{read / 1e6:.0f} MB/s, {batches:.1f} batches of {_BATCH} rows per second"
+    speed = f"{said_size(round(read))}/s, {batches:.1f} batches of {_BATCH} rows per second"
     found = [Finding("rows", said), Finding("disk", speed)]
     memory = available_memory()
     if nbytes:
         missing = missing_share(nbytes, memory, needed)
         expected = f"expect {batches / missing:.1f} batches of {_BATCH} rows per second" if missing else "all rows fit"
         value = (
-            f"{said_bytes(memory)} beside what is in use; tickets and priorities need {said_bytes(needed)}: {expected}"
+            f"{said_size(memory)} beside what is in use; tickets and priorities need {said_size(needed)}: {expected}"
         )
         fits = memory >= needed
         advice = "" if fits else "Each draw waits for the disk: give the process more memory, or the store fewer rows."
@@ -201,9 +200,8 @@ def show_plan(plan: Plan) -> None:
         (plain(".".join(it.key)), it.dtype, str(it.shape), said_size(it.row_bytes), said_size(it.bytes))
         for it in plan.fields
     ]
-    for line in table([("field", "dtype", "shape", "a row", f"{plan.capacity:,} rows"), *rows], right=[3, 4]):
-        click.echo(line)
-    click.echo("")
+    columns = ("field", "dtype", "shape", "a row", count(plan.capacity, "row"))
+    echo([*table([columns, *rows], right=[3, 4], headed=True), ""])
     facts = [
         ("rows", said_size(plan.bytes), f"{said_size(plan.row_bytes)} a row"),
         ("beside them", said_size(plan.overhead), "tickets"),
@@ -211,15 +209,12 @@ def show_plan(plan: Plan) -> None:
         ("memory", said_size(plan.memory), "given" if plan.memory != plan.available else "available to a process here"),
         ("disk", said_size(plan.disk_free), f"free in {tempfile.gettempdir()}"),
     ]
-    for line in table(facts, right=[1]):
-        click.echo(line)
-    for text in plan.advice:
-        click.echo(text)
+    echo([*table(facts, right=[1]), *plan.advice])
 
 
 def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -> Iterator[str]:
     if missing:
-        share = f"{missing:.0%} of the rows do not fit into memory"
+        share = f"{said_share(missing)} of the rows do not fit into memory"
         yield f"{share}: LazyMemmapStorage keeps them on disk, and 'engram doctor DIR' says how many batches per second that makes."
     elif nbytes > memory / 2:
         yield "The rows take more than half of the memory: LazyMemmapStorage lets the kernel drop what is not in use."

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from engram._words import said_number, said_size
+from engram._words import count, said_number, said_share, said_size
 from engram.cli.show import told
 from engram.errors import EngramError
 from engram.format.describe import describe
@@ -41,6 +41,15 @@ table { border-collapse: collapse } th, td { text-align: left; padding: .2rem .8
 """
 
 
+def drawable(path: Path) -> str:
+    """Its kind, if rows can be drawn of it; needs no torch. Raises as :func:`opened`, but for what opening raises."""
+    kind = kind_of(path)
+    if kind not in ("store", "series"):
+        raise ValueError(f"{path}: expected a live store or a folder of checkpoints, got: {kind}.")
+    _figure(1, 1)
+    return kind
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[ReplayBuffer]:
     """The rows of a store, or of the newest checkpoint of a series, to be read only.
@@ -49,9 +58,7 @@ def opened(path: Path) -> Iterator[ReplayBuffer]:
         FileNotFoundError: nothing of ours lies there. ValueError: something else of ours.
         OSError, :data:`REFUSALS`: as ``ReplayBuffer.open`` and ``follow``.
     """
-    kind = kind_of(path)
-    if kind not in ("store", "series"):
-        raise ValueError(f"{path}: expected a live store or a folder of checkpoints, got: {kind}.")
+    kind = drawable(path)
     from engram.buffer.prioritized import ReplayBuffer  # by which every class of buffers is known
 
     if kind == "store":
@@ -71,7 +78,6 @@ def picture(path: Path, what: Sequence[str], form: str) -> bytes:
         OSError, :data:`REFUSALS`: as :func:`opened`; a figure is asked for by name, and there is nothing to show; no such form.
         ModuleNotFoundError: matplotlib is missing.
     """
-    _figure(1, 1)  # raises before torch is imported, which takes seconds
     with opened(path) as buffer:
         names = what or [name for name, (drawn, _) in _figures(buffer).items() if drawn is not None]
         if not names:
@@ -138,7 +144,7 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
     stats, memory = buffer.stats(), buffer.storage.memory
     size, capacity = int(stats["size"]), int(stats.get("capacity", 0))
     share = size / capacity if capacity else 0
-    yield f"<h3>{size:,} of {capacity:,} rows are live ({share:.1%})</h3>"
+    yield f"<h3>{size:,} of {count(capacity, 'row')} live ({said_share(share)})</h3>"
     yield f"<div class='fill'><div style='width:{share:.1%}'></div></div>"
     yield f"<p>{escape(repr(buffer.sampler))}<br>{escape(repr(buffer.writer))}</p>"
     if memory is not None:
@@ -151,7 +157,7 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
     if buffer.limits:
         names = {name: value for name, value in stats.items() if "limit" in name or "wait" in name}
         yield _table([], [[repr(limit)] for limit in buffer.limits], "limits")
-        yield _table([], [(name, f"{value:g}") for name, value in names.items()])
+        yield _table([], [(name, said_number(value)) for name, value in names.items()])
     figures = _figures(buffer)
     yield "<h3>figures</h3><div class='figures'>"
     for name, (drawn, _) in figures.items():

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from engram._progress import Work
-from engram.cli.show import print_json, problem, table
+from engram._words import count, said_number
+from engram.cli.show import echo, print_json, problem, table
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.persist import parts
@@ -138,16 +139,15 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
 
 def _show(checkpoint: Checkpoint, made: Reshard, differing: Iterable[str]) -> None:
     found = reshard_report(made, checkpoint.ranks)
-    click.echo(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}")
+    click.echo(f"{checkpoint.folder}: {count(len(found['shards']), 'rank')} → {len(found['targets'])}")
     columns = ("rank", "lanes", "rows", "episodes", "steps", "smallest", "largest", "unused")
-    rows = [columns, *(it.values() for it in found["targets"])]
-    for line in table([[*row] for row in rows], right=range(len(columns))):
-        click.echo(line)
+    rows = [columns, *(map(said_number, it.values()) for it in found["targets"])]
+    echo(table([[*row] for row in rows], right=range(len(columns)), headed=True))
     click.echo("rows: of a lane; smallest, largest: rows in the lane that has fewest, most; unused: of all lanes")
     counts = {"saved": found["saved"], "kept": found["kept"], "truncated": found["truncated"]}
-    counts |= {f"dropped: {reason}": count for reason, count in found["dropped"].items() if count["episodes"]}
-    for what, count in counts.items():
-        click.echo(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
+    counts |= {f"dropped: {reason}": it for reason, it in found["dropped"].items() if it["episodes"]}
+    for what, it in counts.items():
+        click.echo(f"{what}: {count(it['episodes'], 'episode')}, {count(it['steps'], 'step')}")
     click.echo(f"plan {found['plan']}")
     for text in differing:
         click.echo(text)

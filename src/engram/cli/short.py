@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engram._words import count, said_share, said_size
 from engram.cli import show
-from engram.cli.show import checkpoint_lines, plain, said_age, said_size, show_description, show_problems, table
+from engram.cli.show import checkpoint_lines, plain, said_age, show_description, show_problems, table
 from engram.format.histograms import Histogram
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def show_short(found: dict[str, object]) -> None:
         # Of a part or an attempt there is no shorter form; of what is damaged, all that could be read.
         show_description(found)
         return
-    lines = [*show.fitted([f"{kind} {plain(found['path'])}"])]
+    lines = [f"{kind} {plain(found['path'])}"]
     if kind == "store":
         lines += _store(msgspec.convert(found, _Store))
     elif kind == "series":
@@ -130,9 +131,9 @@ def _store(store: _Store) -> Iterator[str]:
     else:
         named = ", ".join(map(str, store.processes[:8])) or "none is noted"
         state = f"open, or not closed in order; processes: {named}"
-    share = f" ({store.rows / store.capacity:.1%})"
+    share = f" ({said_share(store.rows / store.capacity)})"
     lanes = f", {store.lanes.count} lanes of {store.lanes.fewest_rows:,} to {store.lanes.most_rows:,}"
-    facts = table(
+    yield from table(
         [
             ("created", store.created or "–"),
             ("written", f"{store.written}, {said_age(store.age_s)} ago" if store.written else "–"),
@@ -141,12 +142,11 @@ def _store(store: _Store) -> Iterator[str]:
             ("size", f"{said_size(store.bytes)}, {said_size(store.row_bytes)} a row"),
         ]
     )
-    yield from show.fitted(facts)
     yield from _fields(store.fields)
     for index in store.indexes:
         yield from _priorities(index)
     if store.lengths is not None and store.lengths["counts"]:
-        yield from _lengths(store.lengths, f"in the newest {store.lengths_rows:,} rows")
+        yield from _lengths(store.lengths, f"in the newest {count(store.lengths_rows, 'row')}")
 
 
 def _checkpoint(found: _Checkpoint) -> Iterator[str]:
@@ -156,8 +156,8 @@ def _checkpoint(found: _Checkpoint) -> Iterator[str]:
     size, linked = (said_size(_whole(totals, f"bytes_{which}")) for which in ("logical", "linked"))
     facts = [
         ("saved", f"{found.saved}, {said_age(found.age_s)} ago" if found.saved else "–"),
-        ("step", f"{found.step:,} ({plain(found.trigger)}), {found.world} {'rank' if found.world == 1 else 'ranks'}"),
-        ("rows", f"{_whole(totals, 'steps'):,} in {_whole(totals, 'episodes'):,} episodes"),
+        ("step", f"{found.step:,} ({plain(found.trigger)}), {count(found.world, 'rank')}"),
+        ("rows", f"{_whole(totals, 'steps'):,} in {count(_whole(totals, 'episodes'), 'episode')}"),
         ("episodes", episodes or "–"),
         ("size", f"{size} in all, {linked} of it also the parent's"),
     ]
@@ -165,7 +165,7 @@ def _checkpoint(found: _Checkpoint) -> Iterator[str]:
         facts.append(("parent", plain(found.parent["name"] if isinstance(found.parent, dict) else found.parent)))
     if found.user:
         facts.append(("user", plain(found.user)))
-    yield from show.fitted(table(facts))
+    yield from table(facts)
     parts = found.shards[0].parts if found.shards else {}
     of = "" if found.world == 1 else " of rank 0"
     for part in parts.values():
@@ -186,7 +186,7 @@ def _whole(totals: Entries, name: str) -> int:
 def _fields(fields: list[_Field]) -> Iterator[str]:
     yield ""
     rows = [(plain(".".join(it.key)), it.dtype, str(it.shape), said_size(it.row_bytes)) for it in fields[:_FIELDS]]
-    yield from table([("field", "dtype", "shape", "a row"), *rows], right=[3])
+    yield from table([("field", "dtype", "shape", "a row"), *rows], right=[3], headed=True)
     if len(fields) > _FIELDS:
         yield f"and {len(fields) - _FIELDS} more: --all lists them"
 
@@ -200,14 +200,13 @@ def _priorities(index: _Priorities, of: str = "") -> Iterator[str]:
     ]
     name = f" {plain(index.name)}" if index.name else ""
     yield ""
-    said = ", ".join([*parameters, f"{index.drawable:,} rows can be drawn"])
-    yield from show.fitted([f"priorities{name}{of}: {said}"])
+    yield f"priorities{name}{of}: {', '.join([*parameters, count(index.drawable, 'row')])} can be drawn"
     yield from _bars(index.histogram)
 
 
 def _lengths(lengths: Histogram, where: str) -> Iterator[str]:
     yield ""
-    yield from show.fitted([f"lengths of {sum(lengths['counts']):,} whole trajectories{' ' if where else ''}{where}"])
+    yield f"lengths of {count(sum(lengths['counts']), 'whole trajectory')} {where}".rstrip()
     yield from _bars(lengths, whole=True)
 
 
@@ -221,8 +220,8 @@ def _bars(histogram: Histogram, *, whole: bool = False) -> Iterator[str]:
         labels = [f"{low:.0f}" if low == high else f"{low:.0f}–{high:.0f}" for low, high in ranges]
     else:
         labels = [f"{low:.3g} – {high:.3g}" for low, high in itertools.pairwise(edges)]
-    numbers = [f"{count:,}" for count in counts]
+    numbers = [f"{number:,}" for number in counts]
     aside = max(map(len, labels)) + max(map(len, numbers)) + 6
     longest = max(min(_BAR, shutil.get_terminal_size().columns - aside), 4)
-    bars = ["█" * round(count / max(counts) * longest) or ("▏" if count else "") for count in counts]
+    bars = ["█" * round(number / max(counts) * longest) or ("▏" if number else "") for number in counts]
     yield from (f"  {line}" for line in table([*zip(labels, bars, numbers, strict=True)], right=[0, 2]))

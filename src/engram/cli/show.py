@@ -1,6 +1,6 @@
-"""Prints all of a description, or a report, as lines of text: the same on a terminal of any width and in a pipe.
+"""Prints all of a description, or a report, as lines of text, fitted to the terminal.
 
-Lines are never wrapped, so that names and numbers can be read and copied whole.
+In a pipe lines are never wrapped, so that names and numbers can be read and copied whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import click
 import msgspec
 
-from engram._words import count, said_number
+from engram._words import count, said_number, said_size
 from engram.errors import EngramError
 from engram.format.problems import Problem
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 REFUSED, MISUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+#: A space that lines are not broken at.
+_TIED = "\xa0"
 #: Most characters of a sentence that another library wrote.
 _LONGEST = 400
 
@@ -145,16 +147,36 @@ def print_json(found: object) -> None:
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
-def table(rows: Sequence[Sequence[object]], *, right: Sequence[int] = (), between: str = "  ") -> Iterator[str]:
-    """Lines of columns, each as wide as its widest cell. ``right``: numbers of the columns that stand to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+def table(
+    rows: Sequence[Sequence[object]], *, right: Sequence[int] = (), headed: bool = False, indent: int = 0
+) -> Iterator[str]:
+    """Lines of columns, each as wide as its widest cell. A row of fewer cells ends with a text that goes on to the right.
+
+    Args:
+        rows: the cells of each.
+        right: numbers of the columns that stand to the right.
+        headed: the first row names the columns. Where the terminal is narrower than the table, the names then stand at the cells, which
+            follow the first cell on lines of their own.
+        indent: by how much the caller indents the lines.
+    """
+    names, *_ = cells = [[str(cell) for cell in row] for row in rows] or [[]]
+    aligned = [row if len(row) == len(names) else row[:-1] for row in cells]
+    widths = [max(len(row[n]) for row in aligned if n < len(row)) for n in range(len(names))]
+    if headed and indent + sum(widths) + 2 * (len(names) - 1) > _columns():
+        for first, *rest in cells[1:]:
+            labels = names[1:] if len(rest) == len(names) - 1 else [""]
+            yield first
+            pairs = (f"{name} {text}".strip() for name, text in zip(labels, rest, strict=True) if text)
+            yield "    " + ", ".join(pair.replace(" ", _TIED) if labels[0] else pair for pair in pairs)
+        return
     for row in cells:
-        texts = (
-            f"{text:{'>' if n in right else '<'}{width}}"
-            for n, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield between.join(texts).rstrip()
+        texts = (f"{text:{'>' if n in right else '<'}{width}}" for n, (text, width) in enumerate(zip(row, widths)))  # noqa: B905
+        yield "  ".join(texts).rstrip()
+
+
+def _columns() -> int:
+    """Of the terminal; no terminal has no end."""
+    return shutil.get_terminal_size((sys.maxsize, 0)).columns
 
 
 def _text(name: object) -> str:
@@ -246,17 +268,22 @@ def show_description(found: dict[str, object]) -> None:
 
 
 def echo(lines: Iterable[str], *, damaged: bool = False) -> None:
-    """Print lines; what is damaged in red."""
-    for line in lines:
+    """Print lines, fitted to the terminal; what is damaged in red."""
+    for line in fitted(lines):
         click.echo(click.style(line, fg="red", bold=True) if damaged else line)
 
 
 def fitted(lines: Iterable[str]) -> Iterator[str]:
     """Lines, of which one that is wider than the terminal goes on below its second column, or indented."""
-    width = shutil.get_terminal_size((0, 0)).columns
+    width = _columns()
     for line in lines:
-        below = " " * max(line.rfind("  ", 0, width // 2) + 2, 4)
-        yield from textwrap.wrap(line, width, subsequent_indent=below) if 0 < width < len(line) else [line]
+        gap = line.rfind("  ", 0, width * 2 // 3)
+        at = gap + 2 if gap >= 0 else 0
+        below = " " * max(at, 4)
+        wrapped = textwrap.wrap(
+            line[at:], width, initial_indent=line[:at], subsequent_indent=below, break_on_hyphens=False
+        )
+        yield from (it.replace(_TIED, " ") for it in (wrapped if len(line) > width else [line]))
 
 
 def stat_lines(found: Mapping[str, object], unused: Iterable[str] = ()) -> Iterator[str]:
@@ -269,10 +296,9 @@ def show_findings(found: Sequence[Finding]) -> None:
     """Print what ``engram doctor`` found, and below each thing what to do."""
     width = max(len(it.name) for it in found)
     for it in found:
-        line = f"{it.status:<4} {it.name:<{width}} {plain(it.value)}"
-        click.secho(line, fg="red", bold=True) if it.status == "BAD" else click.echo(line)
+        echo([f"{it.status:<4} {it.name:<{width}}  {plain(it.value)}"], damaged=it.status == "BAD")
         if it.advice:
-            click.echo(f"     {'':<{width}} {plain(it.advice)}")
+            echo([f"     {'':<{width}}  {plain(it.advice)}"])
 
 
 def show_problems(found: dict[str, object]) -> None:
@@ -296,7 +322,7 @@ def show_report(report: Report) -> None:
     """Print what ``verify`` found."""
     _say(report.notes, report.problems)
     if report.good:
-        click.echo(f"ok  {report.kind} {plain(report.path)} ({report.level})")
+        echo([f"ok  {report.kind} {plain(report.path)} ({report.level})"])
 
 
 def told(found: Mapping[str, object], entry: str) -> list[Problem]:
@@ -311,20 +337,13 @@ def _say(notes: Iterable[object] = (), problems: Iterable[object] = ()) -> None:
 
 def checkpoint_lines(found: Mapping[str, object]) -> Iterator[str]:
     """A line for each checkpoint of a series: its name, and what it holds, or why it is no checkpoint."""
-    rows = msgspec.convert(found["checkpoints"], list[_Row])
-    columns = ("ranks", "steps", "episodes", "bytes", "linked", "age")
-    whole = (
-        (row.world, row.steps, row.episodes, row.bytes, said_size(row.bytes_linked), said_age(row.age_s))
-        for row in rows
-        if row.world
-    )
-    header, *said = _table([dict(zip(columns, values, strict=True)) for values in whole], columns)
-    width = max((len(row.name) for row in rows), default=0)
-    yield f"{'checkpoint':<{width}}  {header}"
-    rest = iter(said)
-    for row in rows:
+    lines: list[Sequence[object]] = [("checkpoint", "ranks", "steps", "episodes", "bytes", "linked", "age")]
+    for row in msgspec.convert(found["checkpoints"], list[_Row]):
+        counts = map(said_number, (row.world, row.steps, row.episodes))
+        sizes = map(said_size, (row.bytes, row.bytes_linked))
         status = row.status if row.status.startswith(("undecided", "aborted")) else f"damaged: {row.status}"
-        yield f"{row.name:<{width}}  {next(rest) if row.world else plain(status)}"
+        lines.append((row.name, *counts, *sizes, said_age(row.age_s)) if row.world else (row.name, plain(status)))
+    yield from table(lines, right=range(1, 7), headed=True)
 
 
 def what_to_do(found: Mapping[str, object]) -> Iterator[str]:
@@ -358,7 +377,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 # ---- values as lines -------------------------------------------------------------------------------------------------
 
 
-def _block(entries: Mapping[str, object]) -> Iterator[str]:
+def _block(entries: Mapping[str, object], indent: int = 0) -> Iterator[str]:
     """A line for each entry. What is too long for one line stands below its name, indented."""
     texts = {key: _short(key, value) for key, value in entries.items()}
     width = max((len(key) for key, text in texts.items() if text is not None), default=0)
@@ -369,13 +388,13 @@ def _block(entries: Mapping[str, object]) -> Iterator[str]:
             continue
         yield plain(key)
         if isinstance(value, dict):
-            yield from (f"  {line}" for line in _block(value))
+            yield from (f"  {line}" for line in _block(value, indent + 2))
             continue
         parts = msgspec.convert(value, list[dict[str, object]])
         if any(_short(name, part[name]) is None for part in parts for name in part):
-            below: Iterable[str] = (line for part in parts for line in _marked(_block(part)))
+            below: Iterable[str] = (line for part in parts for line in _marked(_block(part, indent + 4)))
         else:
-            below = _table(parts, list(dict.fromkeys(name for part in parts for name in part)))
+            below = _table(parts, list(dict.fromkeys(name for part in parts for name in part)), indent + 2)
         yield from (f"  {line}" for line in below)
 
 
@@ -385,14 +404,11 @@ def _marked(lines: Iterator[str]) -> Iterator[str]:
         yield f"{'  ' if number else '- '}{line}"
 
 
-def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> Iterator[str]:
+def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str], indent: int) -> Iterator[str]:
     """A line of names, and one for each row; numbers to the right."""
     cells = [[_short(column, row[column]) or "" if column in row else "" for column in columns] for row in rows]
-    right = [
-        all(isinstance(row.get(column, 0), int | float) or column in ("linked", "age") for row in rows)
-        for column in columns
-    ]
-    yield from table((columns, *cells), right=[number for number, to in enumerate(right) if to])
+    right = [n for n, column in enumerate(columns) if all(isinstance(row.get(column, 0), int | float) for row in rows)]
+    yield from table((columns, *cells), right=right, headed=True, indent=indent)
 
 
 def _short(key: str, value: object) -> str | None:
@@ -424,10 +440,3 @@ def said_age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def said_size(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from engram._words import said_share, said_size
 from engram.buffer.prioritized import ReplayBuffer
-from engram.cli.show import stat_lines
+from engram.cli.show import fitted, stat_lines
 from engram.inspect import effective_size
 from engram.samplers import RandomSampler
 from engram.store.readonly import ReaderStore
@@ -44,7 +45,7 @@ def stats(directory: Path, form: str, known: Iterable[str] = ()) -> str:
     lines = [*stat_lines({name: value for name, value in found.items() if name not in known}, unused)]
     if not found["usage_counted"]:
         lines.append(f"{'never_sampled_frac':<24}  not counted: rb.count_usage() begins")
-    return "\n".join(lines)
+    return "\n".join(fitted(lines))
 
 
 def _exposed(rb: ReplayBuffer, name: str) -> str:
@@ -113,8 +114,8 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
     def rate(key: str) -> float:
         return max(0.0, now[key] - before.get(key, 0)) / seconds  # emptied meanwhile: 0
 
-    filled = f" of {now['capacity']:,.0f} ({now['utilization']:.1%})" if "capacity" in now else ""
-    yield f"{'rows':<10} {now['size']:,.0f}{filled}, {now['bytes'] / 1e6:,.1f} MB"
+    filled = f" of {now['capacity']:,.0f} ({said_share(now['utilization'])})" if "capacity" in now else ""
+    yield f"{'rows':<10} {now['size']:,.0f}{filled}, {said_size(int(now['bytes']))}"
     if "shards" in now:
         missing = f"; {now['rows_missing']:,.0f} rows are missing" if now["shards_missing"] else ""
         yield f"{'stores':<10} {now['shards'] - now['shards_missing']:.0f} of {now['shards']:.0f} answer{missing}"

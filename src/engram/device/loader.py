@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._checks import check_count
+from engram._closing import Closes
 from engram._devices import existing_device
 from engram._words import warn
 from engram.device.block import Blocks, Drawn
@@ -23,7 +24,6 @@ from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Self
 
     from tensordict import TensorDictBase
 
@@ -49,10 +49,14 @@ class _Update(NamedTuple):
     generation: object
 
 
-class DeviceLoader:
+class DeviceLoader(Closes):
     """Iterates over the batches of a buffer on ``device``: the same batches in the same order as ``iter(rb)``.
 
-    On an accelerator, a batch is drawn into one block of pinned memory, and one copy brings it to the device. The host does not
+    A CUDA device reads the rows of a store in RAM or in shared memory by itself, where nothing of a batch needs the host:
+    ``docs/gpu.md`` says what does. Batches are then read on the consumer's stream, when they are asked for, and a row that is written
+    before the device gets there may show. Epochs count rows when they are asked for.
+
+    Otherwise a batch is drawn into one block of pinned memory, and one copy brings it to the device. The host does not
     wait for the copy. Small batches are drawn when they are asked for, and copied on the consumer's stream. Where drawing takes
     long, a thread draws ahead and copies on a stream of its own, which the consumer's stream waits for. There is a thread if ``depth``
     is above 1, and the first batch has at least 512 KiB or both of the first two took at least a millisecond to draw: because of
@@ -66,14 +70,14 @@ class DeviceLoader:
             changed.
         depth: the most batches drawn ahead of the consumer, by a thread; 1: no thread.
         return_info: yield ``(batch, info)``, as ``rb.sample(return_info=True)``.
-        transport: how rows get to the device: ``"block"``, as above; None: the best way that there is. On the CPU, and on
-            ``meta``, there is none.
+        transport: ``"direct"``: the device reads by itself, or an error says why it cannot. ``"block"``: the host copies. None: the
+            former where it is possible. On the CPU, and on ``meta``, there is neither.
 
     Raises:
         RuntimeError: there is no such device, or the buffer has no ``batch_size``.
         TypeError: ``depth`` is not an int.
         ValueError: ``depth`` is below 1; there is no such ``transport``, or not to this device.
-        NotImplementedError: ``transport`` is ``"direct"`` or ``"resident"``.
+        NotImplementedError: ``transport`` is ``"resident"``.
 
     The tensors of a batch share the memory of one block on the device: one that you keep for long keeps all of it, so keep a
     ``clone()``. With a thread, a batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned, and
@@ -385,12 +389,6 @@ class DeviceLoader:
         for run in list(self._runs):
             run.close()
         self.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _checked(transport: str | None, device: torch.device) -> str | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from engram._checks import check_count
+from engram._closing import Closes
 from engram._devices import existing_device
 from engram.device.direct import DirectReader, NotDirect, Readable
 from engram.errors import NoSampleable, PriorityError
@@ -14,15 +15,13 @@ from engram.nested import is_tensordict
 from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from tensordict import TensorDictBase
     from torch import Tensor
 
 __all__ = ["DeviceReplay"]
 
 
-class DeviceReplay:
+class DeviceReplay(Closes):
     """Draws batches of a buffer on a GPU, which reads the rows in host memory by itself and sends priorities back.
 
     No call waits for the device, so all may be captured in a CUDA graph, together with the loss and the optimizer step: each replay then
@@ -211,9 +210,3 @@ class DeviceReplay:
             updates.close()
         for reader in (self._reader, *self._spare, *self._captured):
             reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

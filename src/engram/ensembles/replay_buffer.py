@@ -14,12 +14,12 @@ from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
 from engram.buffer.output import View, moved, target_of
-from engram.buffer.prefetching import Prefetching, go_back, place_of
+from engram.buffer.prefetching import Draws, Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
 from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
-from engram.buffer.wiring import Wiring, checked_generator
+from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
 from engram.ensembles.members import Member
 from engram.ensembles.reading import EnsembleReadPath, collated
@@ -120,7 +120,7 @@ class _Others(TypedDict, total=False):
     output: Output
 
 
-class ReplayBufferEnsemble(Generic[Batch]):
+class ReplayBufferEnsemble(Draws, Generic[Batch]):
     """Draws batches from several buffers, the members, and divides rows among them.
 
     A batch has ``num_buffer_sampled`` parts of ``batch_size / num_buffer_sampled`` rows: ``[parts, rows, ...]``. Each part is of one
@@ -742,18 +742,6 @@ class ReplayBufferEnsemble(Generic[Batch]):
             self._prefetching.rewired()
         return self
 
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-        >>> rb = ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(100)))
-        >>> rb.set_rng(torch.Generator().manual_seed(0))
-        """
-        generator = checked_generator(generator)
-        self._discard_prefetched("set_rng", keys=False)
-        self._wiring.generator = generator
-
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the ensemble from now on see the same rows, as ``ReplayBuffer.share`` of every member.
 
@@ -768,15 +756,6 @@ class ReplayBufferEnsemble(Generic[Batch]):
                 with naming(number):
                     rb.share()
         return self
-
-    def _materialize(self) -> None:
-        """What happens to the members now is not for batches that were asked for before."""
-        if self._prefetching is not None:
-            self._prefetching.materialize()
-
-    def _discard_prefetched(self, call: str, *, keys: bool = True) -> None:
-        if self._prefetching is not None:
-            self._prefetching.discard(call, keys=keys)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -894,15 +873,6 @@ class ReplayBufferEnsemble(Generic[Batch]):
     start = returns_itself("Returns the ensemble: it runs already.")
     client = returns_itself("Returns the ensemble itself.")
 
-    def synchronize(self) -> None:
-        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises.
-
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-        >>> ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(100))).synchronize()
-        """
-        if self._prefetching is not None:
-            self._prefetching.wait()
-
     def shutdown(self, timeout: float | None = None) -> None:
         """Refuse sampling from the ensemble from now on, and end the threads of ``prefetch``. Repeatable. Members go on.
 
@@ -929,11 +899,6 @@ class ReplayBufferEnsemble(Generic[Batch]):
         end(self, "the ensemble was closed. Make another one of buffers that are open.")
         for rb in members:
             rb.close()
-
-    __enter__ = returns_itself("Returns the ensemble: ``with`` closes it at the end.")
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, object]:
         wiring, sampler = self._wiring, self._wiring.sampler

@@ -106,6 +106,8 @@ class RoutedWrites:
 
     def extend(self, data: object, call: str = "extend") -> TensorDict:
         """What ``ReplayBufferEnsemble.extend`` returns."""
+        if isinstance(data, list | tuple) and not data:
+            data = tensordict_type()({}, [0])
         if not is_tensor_collection(data) or is_tensorclass(data):
             raise TypeError(f"{call}: expected a TensorDict, as its rows are divided, got {type(data).__name__}.")
         transform = self._wiring.transform

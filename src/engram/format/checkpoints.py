@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from engram._closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import beside, disk, strict
 from engram.format.description import NO_SCHEMA
@@ -24,7 +25,6 @@ from engram.format.problems import Problem, corrupt, misfits, no_file, problem_o
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from typing import Self
 
     from engram.format.part_writer import Listing, PartInfo
 
@@ -269,7 +269,7 @@ class Contents:
         return sizes
 
 
-class Checkpoint:
+class Checkpoint(Closes):
     """A checkpoint, open for reading: its manifest, and from there everything by digest. Also a context manager.
 
     Args:
@@ -305,12 +305,6 @@ class Checkpoint:
         self._places = [(rank, world) for rank in range(world)]
         #: Ranks that wrote no shard, where that is allowed: others then count from 0 without them.
         self.missing: tuple[int, ...] = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the checkpoint and the parts that it opened. A second call does nothing."""

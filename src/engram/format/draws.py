@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 import xxhash
 
-from engram._words import said_bytes
+from engram._words import said_size
 from engram.errors import CorruptCheckpoint
 from engram.format import disk, strict
 from engram.format.files import Descriptor
@@ -161,7 +161,7 @@ class Appending:
         for _ in reading:
             pass
         if reading.torn:
-            _log.warning("%s: %s of a torn record were cut off", self.path, said_bytes(reading.torn))
+            _log.warning("%s: %s of a torn record were cut off", self.path, said_size(reading.torn))
             os.ftruncate(fd, reading.end)
         return reading.end
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from engram._closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import beside, description, disk, files, layout, sums, tables
 from engram.format.description import PART, Geometry
@@ -34,7 +35,7 @@ def is_part(folder: Path) -> bool:
     return (folder / PART).is_file() or (folder / layout.FOLDER / PART).is_file()
 
 
-class PartReader:
+class PartReader(Closes):
     """One part, open for reading. Also a context manager. For one thread at a time.
 
     The constructor reads and checks the description; ``open`` also looks at the size of every file.
@@ -113,12 +114,6 @@ class PartReader:
         other = type(self)(self.folder, None, files.Descriptor.copy_of(self.folder_fd), self.listing, self._progress)
         other.behind = self.behind
         return other
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close its files. A second call does nothing."""

@@ -19,7 +19,7 @@ from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.files import Descriptor
 from engram.format.folder import Folder
 from engram.format.parts import NO_SCHEMA, PartWriter
-from engram.format.schema import Field, Node, Schema
+from engram.format.schema import Field, Node, Schema, put_leaf
 from engram.layouts.folders import METADATA
 from engram.layouts.parts import HOOKED, check_sums, fields_of, ring_of, summed, written_store
 from engram.layouts.reading import rows_state
@@ -276,9 +276,6 @@ def _schema(fields: Mapping[Key, object], slots: tuple[int, ...], where: str) ->
             raise IncompatibleCheckpoint(
                 f"{where}: field {key}: expected a tensor that can be stored from the hooks, got {got}. Leave it out, or make one of it."
             )
-        node = root
-        for part in key[:-1]:
-            node = node.children.setdefault(part, Node("tensordict", children={}))
-        node.children[key[-1]] = Node("leaf", field=number)
+        put_leaf(root, key, number)
         made.append(Field(key, DTYPE_NAMES[value.dtype], tuple(value.shape[1:])))
     return Schema(math.prod(slots), 1, slots[1:], tuple(made), root)

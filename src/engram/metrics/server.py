@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from time import monotonic
-from typing import Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector as Collects
 
+from engram._closing import Closes
 from engram.metrics.catalog import METRICS, HasStats
 from engram.remote.addresses import Address, address_of
 
@@ -129,7 +129,7 @@ def checked_buffers(buffers: object, call: str) -> dict[str, HasStats]:
     return dict(buffers)
 
 
-class MetricsServer:
+class MetricsServer(Closes):
     """Answers ``GET /metrics``, until it is closed or the process ends. :func:`serve` makes it; ``with`` closes it."""
 
     def __init__(self, buffers: Mapping[str, HasStats], at: Address) -> None:
@@ -158,12 +158,6 @@ class MetricsServer:
             self._http.shutdown()
             self._http.server_close()
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def serve(

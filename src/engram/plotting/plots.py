@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
+from engram._words import count, said_share
 from engram.consumption import KIND as COUNTS
 from engram.field_paths import as_path, public
 from engram.persist.roles import boundary_fields, roles_of
@@ -322,7 +323,7 @@ class Plots:
         """
         scan = Scan(self._buffer, "plot.priority")
         found = scan.priorities()
-        rows = f"{_effective(found.leaves) * scan.scale:,.0f} of {scan.extent.size:,} rows"
+        rows = f"{_effective(found.leaves) * scan.scale:,.0f} of {count(scan.extent.size, 'row')}"
         axes = _axes(ax)
         _histogram(axes, found.values, found.leaves, scan.scale)
         axes.set(
@@ -367,7 +368,11 @@ class Plots:
         axes = _axes(ax)
         rows = np.bincount(counts, minlength=most + 1) * scan.scale
         axes.bar(np.arange(len(rows)), rows, color=_DRAWS)
-        axes.set(xlabel="times drawn", ylabel="rows", title=f"{np.mean(counts == 0):.1%} of the rows were never drawn")
+        axes.set(
+            xlabel="times drawn",
+            ylabel="rows",
+            title=f"{said_share(np.mean(counts == 0))} of the rows were never drawn",
+        )
         _count_whole(axes.xaxis)
         return axes
 
@@ -400,7 +405,7 @@ class Plots:
         axes.set(
             xlabel="writes since its end",
             ylabel="return",
-            title=f"{len(found.returns):,} trajectories: mean return {found.returns.mean():.4g}, {found.lengths.mean():.4g} steps",
+            title=f"{count(len(found.returns), 'trajectory')}: mean return {found.returns.mean():.4g}, {found.lengths.mean():.4g} steps",
         )
         axes.set_xlim(axes.get_xlim()[::-1])
         axes.legend()
@@ -430,8 +435,8 @@ class Plots:
         step, line = length / per_lane, "lane" if lanes > 1 else "line"
         axes.set(
             xlabel=f"row of the {line}" if step == 1 else f"row of the {line}, every {step:.4g}th",
-            ylabel="lane" if lanes > 1 else f"line of {width * step:,.0f} rows",
-            title=f"{extent.size:,} of {extent.capacity:,} rows are live",
+            ylabel="lane" if lanes > 1 else f"line of {count(round(width * step), 'row')}",
+            title=f"{extent.size:,} of {count(extent.capacity, 'row')} live",
         )
         _count_whole(axes.yaxis)
         return axes

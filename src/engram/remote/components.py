@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
 from engram._unsupported import refused, refusing
 from engram.errors import PriorityError
 from engram.remote.served import OfServer, ServedStorage
 from engram.samplers._base import DeclaredSampler
-from engram.samplers.prioritized import rows_of
+from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
 from engram.types import Traits
 from engram.writers._base import NativeWriter
@@ -118,19 +117,7 @@ class RemoteSampler(OfServer, DeclaredSampler):
 
 def _priorities(priority: object, n: int) -> Tensor:
     """float64 ``[n]``, as a server takes it. Raises as ``PrioritizedSampler.update_priority``."""
-    value = (
-        priority if isinstance(priority, Tensor) else as_numbers("update_priority: priority", priority, torch.float64)
-    )
-    if value.is_complex():
-        raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
-    value = value.detach().to("cpu", torch.float64)
-    if value.ndim == 0:
-        value = value.expand(n)
-    if value.ndim > 1 and value.shape[0] == n:
-        value = value.reshape(n, -1).amax(1)
-    if value.numel() != n:
-        raise RuntimeError(f"update_priority: expected one priority per row, {n}, got {list(value.shape)}.")
-    value = value.reshape(-1).contiguous()
+    value = as_priorities(priority, n, lambda many: many.reshape(n, -1).amax(1)).to(torch.float64)
     bad = value[~((value >= 0) & torch.isfinite(value))]
     if len(bad):
         raise PriorityError(f"update_priority: expected finite priorities of at least 0, got {float(bad[0])}.")

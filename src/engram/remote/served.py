@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from engram._unsupported import refused, refusing
+from engram._unsupported import BY_NUMBER, refused, refusing
 from engram.remote.commands import COALESCED_BYTES, MAX_BATCHES
-from engram.storages import Storage, check_count, leading_size
+from engram.storages import Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
-from engram.storages._structure import Structure, stacked
+from engram.storages._structure import Structure
 from engram.types import Traits
 
 if TYPE_CHECKING:
@@ -100,9 +100,6 @@ class Drawn(NamedTuple):
     """An epoch ended with it."""
     mass: Mass | None = None
     """Of the store, if it is a part of a batch."""
-
-
-_BY_NUMBER = "Sample them, or use ReplayBuffer.open(directory) where the store is."
 
 
 class ServedStorage(Storage):
@@ -221,16 +218,8 @@ class ServedStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        if batched and isinstance(data, list):
-            data = stacked(data, call, self.structure.dtypes)
-        if self.ndim > 1:
-            data, columns = rows_of_written(data, self, call, batched=batched)
-            batched = True
-        n = leading_size(data, call) if batched else 1
-        if self.ndim > 1 and columns != self.columns:
-            raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
-        check_count(call, count, n)
-        return self.structure.flatten(data, n if batched else None, call, ignored), n
+        data, n, _ = rows_of_written(data, self, call, self.structure.dtypes, batched=batched, count=count)
+        return self.structure.flatten(data, n, call, ignored), n or 1
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
         """There is no short path."""
@@ -256,12 +245,12 @@ class ServedStorage(Storage):
 
     # ---- what needs the rows here ----------------------------------------------------------------------------------------
 
-    extent = refusing("extent", _BY_NUMBER)
-    tickets_of = refusing("rb[index]", _BY_NUMBER)
-    hold_nothing = refusing("rb[index]", _BY_NUMBER)
-    field = refusing("rb[key]", _BY_NUMBER)
-    settled = refusing("sampler", _BY_NUMBER)
-    locate = resolve = read = patch = pack = get = refusing("rb[index]", _BY_NUMBER)
+    extent = refusing("extent", BY_NUMBER)
+    tickets_of = refusing("rb[index]", BY_NUMBER)
+    hold_nothing = refusing("rb[index]", BY_NUMBER)
+    field = refusing("rb[key]", BY_NUMBER)
+    settled = refusing("sampler", BY_NUMBER)
+    locate = resolve = read = patch = pack = get = refusing("rb[index]", BY_NUMBER)
     edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
     next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
     state_dict = state_without_rows = prepare_load = refusing(

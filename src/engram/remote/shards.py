@@ -17,9 +17,9 @@ from engram.format.schema import encode
 from engram.remote.connection import Connection, Found
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
-from engram.storages import Storage, check_count, leading_size
+from engram.storages import Storage
 from engram.storages._columns import rows_of_written
-from engram.storages._structure import Structure, as_tensor, stacked
+from engram.storages._structure import Structure, as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -395,16 +395,8 @@ class AwaitedStorage(ServedStorage):
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
         if self.memory is None:
-            if batched and isinstance(data, list):
-                data = stacked(data, call, self._described.geometry.dtypes)
-            first, several = data, batched
-            columns: tuple[int, ...] = ()
-            if self.ndim > 1:
-                first, columns = rows_of_written(data, self, call, batched=batched)
-                several = True
-            n = leading_size(first, call) if several else 1
-            check_count(call, count, n)
-            self._create(first, n if several else None, columns, call)
+            dtypes = self._described.geometry.dtypes
+            self._create(*rows_of_written(data, self, call, dtypes, batched=batched, count=count), call)
         return super().prepare(data, call, batched=batched, ignored=ignored, count=count)
 
     def number(self, value: object, path: tuple[str, ...]) -> object:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engram._words import count
+from engram._words import count, said_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.tables import HAS_FIRST, HAS_LAST
@@ -355,14 +355,14 @@ class Reshard:
         lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
         if sum(lost.values()) <= most * steps:
             return
-        named = ", ".join(f"{number} {reason}" for reason, number in lost.items() if number)
+        named = ", ".join(f"{number:,} {reason}" for reason, number in lost.items() if number)
         advice = [way for end, way in ways.items() if any(lost[reason] for reason in _LACKING[end])]
         if lost["oversize"]:
             longest = max(target.lane_length for target in self.targets)
             advice.append(f"lanes longer than {count(longest, 'row')} keep the oversize ones")
         raise IncompatibleCheckpoint(
-            f"{where}: expected to leave out at most {most:.0%} of {count(steps, 'saved step')}, would leave out {sum(lost.values())} "
-            f"({named}). {'; '.join([*advice, otherwise])}."
+            f"{where}: expected to leave out at most {said_share(most)} of {count(steps, 'saved step')}, would leave out "
+            f"{sum(lost.values()):,} ({named}). {'; '.join([*advice, otherwise])}."
         )
 
     def check_counts(self) -> None:

@@ -37,6 +37,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+#: dtypes of priorities that the core takes.
+_AS_THEY_ARE = (torch.float32, torch.float64)
+
+
 class PrioritizedSampler(NativeSampler):
     """Draws rows with replacement, each with ``P(i) = leaf_i / sum of leaves``, ``leaf_i = (priority_i + eps) ** alpha``.
 
@@ -312,7 +316,7 @@ class PrioritizedSampler(NativeSampler):
 
         Args:
             index: rows: an int, int64 ``[B]``, or a 1-tuple of it. -1 is passed over. Of a row named twice the last counts.
-            priority: a number for all, or ``[B]``; more dimensions are reduced.
+            priority: a number for all, also as ``[1]``, or ``[B]``; more dimensions are reduced.
             generation: int64 ``[B]``, as in ``"index_generation"``: rows rewritten since are dropped and counted.
 
         Raises:
@@ -334,7 +338,7 @@ class PrioritizedSampler(NativeSampler):
         ):
             return
         rows = rows_of(index, "update_priority")
-        priorities = self._priorities_of(priority, rows.numel())
+        priorities = as_priorities(priority, rows.numel(), self.reduced)
         if generation is not None:
             generation = rows_of(generation, "update_priority: generation")
             if generation.numel() != rows.numel():
@@ -376,7 +380,7 @@ class PrioritizedSampler(NativeSampler):
         Traceback (most recent call last):
         engram.errors.PriorityError: ...
         """
-        priorities = self._priorities_of(priority, n)
+        priorities = as_priorities(priority, n, self.reduced)
         if self._storage is None:
             raise RuntimeError(
                 "check_priority: expected a sampler of a buffer, got one that is bound to no storage. Make the buffer first: "
@@ -392,31 +396,6 @@ class PrioritizedSampler(NativeSampler):
         stale &= (rows >= 0) & (rows < self.max_size)  # the others are an error, or are passed over
         own.core.drop(int(stale.sum()))
         return torch.where(stale, -1, rows)
-
-    def _priorities_of(self, priority: object, n: int) -> Tensor:
-        """float64 or float32 ``[n]``, contiguous, on the CPU."""
-        value = (
-            priority
-            if isinstance(priority, Tensor)
-            else as_numbers("update_priority: priority", priority, torch.float64)
-        )
-        if (
-            value.shape == (n,)
-            and value.dtype in (torch.float32, torch.float64)
-            and value.is_cpu
-            and value.is_contiguous()
-        ):
-            return value
-        if value.is_complex():
-            raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
-        value = value.detach().to("cpu", torch.float64)
-        if value.ndim == 0:
-            return value.expand(n).contiguous()
-        if value.ndim > 1 and value.shape[0] == n:
-            value = self.reduced(value)
-        if value.numel() != n:
-            raise RuntimeError(f"update_priority: expected one priority per row, {n}, got {list(value.shape)}.")
-        return value.reshape(-1).contiguous()
 
     def reduced(self, value: Tensor) -> Tensor:
         """``[B, ...]`` to ``[B]`` by :attr:`reduction`.
@@ -482,7 +461,10 @@ class PrioritizedSampler(NativeSampler):
         if capacity is None and index is None and leaves:
             raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")
         if capacity is None and index is not None and not leaves:
-            raise IncompatibleCheckpoint(f"{where}: leaves: expected those of {rows} rows, got 0.")
+            raise IncompatibleCheckpoint(
+                f"{where}: leaves: expected those of {rows} rows, got 0: the sampler of the state had no storage with rows. Load it before "
+                "rows are written, or the state of one that had."
+            )
         return Change(self._take, config, state_dict)
 
     def _take(self, config: PriorityConfig, state_dict: dict[str, object]) -> None:
@@ -521,6 +503,25 @@ class PrioritizedSampler(NativeSampler):
     def __getstate__(self) -> dict[str, object]:
         self._config = self._config._replace(alpha=self.alpha, beta=self.beta)
         return {**self.__dict__, "_storage": None, "_index": None, "adopts_index": True}
+
+
+def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor]) -> Tensor:
+    """float64 or float32 ``[n]``, contiguous, on the CPU: of one number, ``[]`` or ``[1]``, the same for all rows. ``reduced``: makes
+    ``[n]`` of ``[n, ...]``. Raises as :meth:`PrioritizedSampler.update_priority`, unless a priority itself is bad.
+    """
+    value = as_numbers("update_priority: priority", priority, torch.float64)
+    if value.shape == (n,) and value.dtype in _AS_THEY_ARE and value.is_cpu and value.is_contiguous():
+        return value
+    if value.is_complex():
+        raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
+    value = value.detach().to("cpu", torch.float64)
+    if value.ndim > 1 and value.shape[0] == n:
+        value = reduced(value)
+    if value.shape not in ((), (1,)) and value.numel() != n:
+        raise RuntimeError(
+            f"update_priority: expected one priority per row, {n}, or one for all, got {list(value.shape)}."
+        )
+    return value.reshape(-1).expand(n).contiguous()
 
 
 def rows_of(index: object, call: str) -> Tensor:

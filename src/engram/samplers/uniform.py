@@ -33,7 +33,8 @@ class RandomSampler(NativeSampler):
             removed, a row of all is drawn in its place.
 
     Raises:
-        ValueError: ``recent_share`` outside [0, 1]; ``recent_steps`` below 1, or given without a share.
+        ValueError: ``recent_share`` outside [0, 1]; ``recent_steps`` below 1, or given without a share. TypeError: another argument;
+            ``recent_share`` with ``replacement=False``.
 
     Cost with a share: O(B log lanes) for each draw.
 
@@ -52,10 +53,13 @@ class RandomSampler(NativeSampler):
     def __new__(cls, *args: object, replacement: bool = True, **kwargs: Any) -> Any:
         if cls.__init__ is not RandomSampler.__init__:  # a subclass has arguments of its own
             return super().__new__(cls)
+        known = ("recent_share", "recent_steps") if replacement else ("drop_last", "shuffle", "index")
+        unknown = sorted(kwargs.keys() - known)
+        if unknown or args:
+            raise TypeError(
+                f"RandomSampler(replacement={replacement}): expected no arguments but {[*known]}, got {unknown or args}."
+            )
         if replacement:
-            unknown = sorted(kwargs.keys() - {"recent_share", "recent_steps"})
-            if unknown or args:
-                raise TypeError(f"RandomSampler: unexpected arguments {unknown} with replacement.")
             return super().__new__(cls)
         from engram.samplers.epoch import SamplerWithoutReplacement
 

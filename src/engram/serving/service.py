@@ -421,7 +421,7 @@ class Service:
                 if not batches:
                     raise
                 break
-            last = self._ended()
+            last = self._wiring.epoch_ended()
             if last and not parts:
                 break
         drawn = [batch.tensors for batch in batches]
@@ -443,13 +443,6 @@ class Service:
         found = part.masses if part.masses.live else source.masses(storage)
         assert found is not None  # the server says so when it is asked what it is
         return batch, self._with_weights(found, newest, left)
-
-    def _ended(self) -> bool:
-        source = self._wiring.source
-        ended = self._wiring.of_sampler.has_epochs and source.ran_out
-        if ended:
-            source.ran_out = False
-        return ended
 
     def _drawn(self, key: int, rows: int) -> _Drawn:
         self._key.set(key & (1 << 64) - 1)

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram._checks import check_count
+from engram._checks import check_count as check_number_of
 from engram._tensordict import is_lazy_stack, is_non_tensor, is_tensor_collection
 from engram.format.layout import SINGLE
 from engram.nested import describe, flatten, has_entries, map_with_paths
+from engram.storages._base import check_count
 from engram.storages._keys import at
-from engram.storages._structure import as_tensor
+from engram.storages._structure import as_tensor, leading_size, stacked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from engram.storages._base import Storage
+    from engram.storages._dtypes import Dtypes
+    from engram.storages._port import Count
     from engram.storages._structure import Structure
 
 
@@ -43,16 +46,38 @@ def rows_of_slot(data: object, ndim: int, call: str) -> tuple[object, tuple[int,
     return _rearrange(data, ndim - 1, lambda x: x.flatten(0, ndim - 2), call, "one slot, laid out [*columns, …]")
 
 
-def rows_of_written(data: object, storage: Storage, call: str, *, batched: bool) -> tuple[object, tuple[int, ...]]:
-    """What is written to a storage as rows, and the columns."""
-    if not batched:
-        return rows_of_slot(data, storage.ndim, call)
-    return rows_of_batch(data, storage.ndim, call, storage.dim_extend)
+def rows_of_written(
+    data: object,
+    storage: Storage,
+    call: str,
+    dtypes: Dtypes,
+    *,
+    batched: bool,
+    count: Count | None,
+    known: Structure | None = None,
+    ignored: Iterable[str] = (),
+) -> tuple[object, int | None, tuple[int, ...]]:
+    """What is written to a storage as rows, how many, or None of one without a dimension, and the columns.
+
+    Raises as :func:`stacked`, whose arguments ``dtypes``, ``known`` and ``ignored`` are, :func:`leading_size` and :func:`check_count`.
+    """
+    columns: tuple[int, ...] = ()
+    if batched and (isinstance(data, list) or (isinstance(data, tuple) and not data)):
+        data = stacked(data, call, dtypes, known, ignored)
+    if storage.ndim > 1:
+        slots = rows_of_batch(data, storage.ndim, call, storage.dim_extend) if batched else None
+        data, columns = slots or rows_of_slot(data, storage.ndim, call)
+        batched = True
+    n = leading_size(data, call) if batched else None
+    if columns and storage.memory is not None and columns != storage.columns:
+        raise RuntimeError(f"{call}: expected columns {storage.columns} as in the first write, got {columns}.")
+    check_count(call, count, n or 1)
+    return data, n, columns
 
 
 def rows_of_stored(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """Data in the store's own layout ``[time, *columns, ...]`` as rows, and the columns."""
-    ndim = check_count(f"{call}: ndim", ndim)
+    ndim = check_number_of(f"{call}: ndim", ndim)
     rows, shape = _rearrange(data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]")
     return rows, shape[1:]
 

@@ -141,7 +141,9 @@ class Structure:
         builder = _Builder(batched=batched, call=call)
         root = builder.node(data, ())
         if not builder.fields:
-            raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
+            raise TypeError(
+                f"{call}: expected at least one tensor, got {describe(data)}. Add one, or use a ListStorage."
+            )
         if dtypes:
             builder.give(dtypes)
         return cls(builder.fields, root, builder.types, dtypes, names=builder.names)
@@ -441,8 +443,7 @@ class _Builder:
         return Node(kind=kind, children=children, type=name, batch=batch, integers=integers)
 
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
-        key = path or (SINGLE,)
-        value = as_tensor(value, key, self.call)
+        value = as_tensor(value, key := path or (SINGLE,), self.call)
         if value.dtype not in DTYPE_NAMES:
             raise TypeError(
                 f"{self.call}: {at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
@@ -646,9 +647,9 @@ def leading_size(data: object, call: str, least: int = 1) -> int:
     if len(sizes) > 1:
         listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
         raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
-    if not sizes:
+    if not sizes and data not in ([], ()):
         raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
-    (n,) = sizes
+    n = next(iter(sizes), 0)
     if n < least:
         raise NoRows(f"{call}: expected at least one row, got an empty batch.")
     return n

@@ -7,7 +7,7 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from engram._words import said_bytes
+from engram._words import count, said_size
 from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import name_of
@@ -27,9 +27,9 @@ def creation_line(fields: Sequence[Field], capacity: int, where: object) -> str:
     said, total = [], 0
     for field in fields:
         nbytes = field.row_bytes * capacity
-        said.append(f"{field.name} {list(field.shape)} {field.dtype} ({said_bytes(nbytes)})")
+        said.append(f"{field.name} {list(field.shape)} {field.dtype} ({said_size(nbytes)})")
         total += nbytes
-    return f"{capacity} rows in {where}, {said_bytes(total)}: {', '.join(said)}"
+    return f"{count(capacity, 'row')} in {where}, {said_size(total)}: {', '.join(said)}"
 
 
 def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list[str]:
@@ -44,7 +44,7 @@ def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list
 def warn_of_lanes(asked: int, capacity: int, lanes: int) -> None:
     """Log a warning where lanes of one length cannot have all rows that were asked for."""
     if capacity < asked:
-        line = f"{asked} rows in {lanes} lanes are {capacity}, as all lanes have {capacity // lanes}. Ask for a multiple of {lanes}."
+        line = f"{asked:,} rows in {lanes} lanes are {capacity:,}, as all lanes have {capacity // lanes:,}. Ask for a multiple of {lanes}."
         announce(line, level=logging.WARNING)
 
 

@@ -88,7 +88,7 @@ class LazyStackStorage(ListStorage):
         sizes = {row.batch_size for row in rows}
         if len(sizes) > 1:
             raise RuntimeError(
-                f"LazyStackStorage: expected rows of one batch size, got {', '.join(str(list(size)) for size in sizes)}."
+                f"LazyStackStorage: expected rows of one batch size, got {', '.join(str(list(size)) for size in sizes)}. Use a ListStorage."
             )
         dims = len(rows[0].batch_size) + 1
         if not -dims <= self.stack_dim < dims:

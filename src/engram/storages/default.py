@@ -10,7 +10,7 @@ from engram.storages.list import ListStorage
 
 if TYPE_CHECKING:
     from engram.format.parts import PartReader
-    from engram.types import StorageLoad
+    from engram.types import Form, StorageLoad
 
 
 def _of_tensors(name: str) -> Any:
@@ -80,6 +80,10 @@ class DefaultStorage(ListStorage):
                 made.remedy = " Rows of several kinds are for storage=ListStorage(…)."
                 made._tell_moved()
         return made
+
+    @property
+    def form(self) -> Form:
+        return super().form._replace(takes_rows=True)
 
     share, limit, prepare_rows, schema_here = map(_of_tensors, ("share", "limit", "prepare_rows", "schema_here"))
 

@@ -13,7 +13,7 @@ from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.nested import NoRows, describe, find, map_with_paths
+from engram.nested import NoRows, describe, find, is_named_tuple, map_with_paths
 from engram.packing import pack, unpack
 from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
@@ -46,8 +46,8 @@ class Void:
 class ListStorage(Storage):
     """A list of arbitrary objects: ragged tensors, strings, whole trajectories.
 
-    ``extend`` takes a list, tuple, range or set, or a tensor, array or TensorDict, whose rows become the items. Items are stored as
-    they are, tensors detached: a later change of the object shows.
+    ``extend`` takes a list, tuple, range or set, or a tensor, array or TensorDict, whose rows become the items. A named tuple is one
+    item. Items are stored as they are, tensors detached: a later change of the object shows.
 
     Args:
         max_size: rows, or None: the buffer's ``size``, else unbounded.
@@ -155,7 +155,7 @@ class ListStorage(Storage):
         return self._stored(items), len(items)
 
     def _split(self, data: object, call: str) -> list[object]:
-        if isinstance(data, list | tuple | range | set | frozenset) and not is_tensor_collection(data):
+        if isinstance(data, list | tuple | range | set | frozenset) and not is_named_tuple(data):
             return list(data)
         if is_tensor_collection(data) and data.batch_size:
             return list(data.unbind(0))
@@ -163,7 +163,7 @@ class ListStorage(Storage):
             return list(data)
         raise TypeError(
             f"{call}: expected a list of items, or a tensor, array or TensorDict with a batch dimension, "
-            f"got {type(data).__name__}. Did you mean add()? Columns, as dicts and HDF5 data sets ([:]) have them, go into a "
+            f"got {type(data).__name__}. Did you mean add()? Columns, as dicts, named tuples and HDF5 data sets ([:]) have them, go into a "
             "storage=LazyTensorStorage(size)."
         )
 

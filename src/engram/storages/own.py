@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from engram._tensordict import is_tensor_collection, wrap
+from engram._words import count
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, decode, encode
@@ -230,8 +231,8 @@ class OwnStorage(TensorStorage):
 
     def check_removal(self, rows: Tensor) -> None:
         raise RuntimeError(
-            f"remove: expected rows in memory, got those of {self!r}, which cannot hold void rows. Write another row there, rb[i] = row, "
-            "or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
+            f"remove and empty(lane=): expected rows in memory, got those of {self!r}, which cannot hold void "
+            "rows. Write another row there, rb[i] = row, or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -278,7 +279,7 @@ class OwnStorage(TensorStorage):
         return _Preparation(self, without) if whole else SnapshotPreparation(self, without, whole=False)
 
     def __repr__(self) -> str:
-        fields = "not written yet" if self.structure is None else f"{len(self.structure.fields)} fields"
+        fields = "not written yet" if self.structure is None else count(len(self.structure.fields), "field")
         return f"OwnStorage({self._columns.name}, size={len(self):,}/{self._capacity:,}, {fields})"
 
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from engram._devices import existing_device
+from engram._words import count
 from engram.errors import EngramError, RowError
-from engram.nested import NoRows
+from engram.nested import NoRows, is_number
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
-from engram.storages._base import Storage, WrongCount, check_count, check_plan
+from engram.storages._base import Storage, WrongCount, check_plan
 from engram.storages._columns import (
     check_even,
     rows_of_coordinates,
@@ -29,7 +30,7 @@ from engram.storages._columns import (
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
-from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
+from engram.storages._structure import Structure, as_tensor, device_of, leading_size
 from engram.storages.tensor_state import (
     ENTRIES,
     OPTIONAL,
@@ -362,24 +363,17 @@ class TensorStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        given, size = data, batched
+        given, dtypes = data, self._geometry.dtypes
+        known = self.structure if self.memory is not None and self.ndim == 1 else None
         try:
-            if batched and isinstance(data, list):
-                known = self.structure if self.memory is not None and self.ndim == 1 else None
-                data = stacked(data, call, self._geometry.dtypes, known, ignored)
-            columns: tuple[int, ...] = ()
-            if self.ndim > 1:
-                data, columns = rows_of_written(data, self, call, batched=batched)
-                size = True
-            n = leading_size(data, call) if size else 1
-            if columns and self.memory is not None and columns != self.columns:
-                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
-            check_count(call, count, n)
+            data, n, columns = rows_of_written(
+                data, self, call, dtypes, batched=batched, count=count, known=known, ignored=ignored
+            )
             if self.memory is None:
                 with self._lock:
                     if self.memory is None:
-                        self._initialize(data, n if size else None, columns, call)
-            return self.written().flatten(data, n if size else None, call, ignored), n
+                        self._initialize(data, n, columns, call)
+            return self.written().flatten(data, n, call, ignored), n or 1
         except (KeyError, RuntimeError, TypeError) as error:
             check_even(given, call)
             if isinstance(error, NoRows | WrongCount) or not self._forget_fake_rows(
@@ -456,6 +450,10 @@ class TensorStorage(Storage):
         return self.store.edit(where.rows, range(len(prepared)), prepared)
 
     def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
+        if is_number(data):  # of all fields
+            form, lead = self.written(), () if where.single else where.shape or where.rows.shape
+            values = [form.number(data, field.key).expand((*lead, *field.shape)) for field in form.fields]
+            data = form.unflatten(values, lead)
         if where.shape is None:
             return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
         rows = rows_of_selection(data, where.shape, call, self.written())
@@ -815,5 +813,5 @@ class TensorStorage(Storage):
         geometry = self._geometry
         lanes = f", lanes={geometry.lanes}" if geometry.lanes > 1 else ""
         asked = f", max_size={geometry.max_size:,} asked" if geometry.max_size != self._capacity else ""
-        fields = "not allocated yet" if self.structure is None else f"{len(self.structure.fields)} fields"
+        fields = "not allocated yet" if self.structure is None else count(len(self.structure.fields), "field")
         return f"{type(self).__name__}(size={len(self):,}/{self._capacity:,}{lanes}{asked}, {fields}, {self._device})"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engram import _fork, _native
 from engram._memory import available_memory
 from engram._sizes import resident_bytes
-from engram._words import said_bytes, warn
+from engram._words import said_size, warn
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, UncleanStore
 from engram.format import control as controls
 from engram.format import files, layout
@@ -431,8 +431,8 @@ def _use_files(store: Store, directory: Path) -> None:
     needed = resident_bytes(directory, capacity)
     if store.larger and memory < needed:
         warn(
-            f"{str(directory)!r}: tickets and priorities of {capacity} rows need {said_bytes(needed)} of memory, this process can have "
-            f"{said_bytes(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
+            f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {said_size(needed)} of memory, this process can have "
+            f"{said_size(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
         )
 
 

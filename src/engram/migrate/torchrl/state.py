@@ -16,7 +16,7 @@ from engram._tensordict import children, is_tensor_collection, tensordict_type
 from engram._words import warn
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
-from engram.format.schema import Field, Node
+from engram.format.schema import Field, Node, put_leaf
 from engram.migrate.torchrl.dump import EmptyMember, TorchRLEnsemble
 from engram.migrate.torchrl.items import TorchRLItems, whole_of
 from engram.migrate.torchrl.rows import TorchRLDump
@@ -514,10 +514,7 @@ def _structure(keys: list[tuple[str, ...]]) -> Node:
         return Node("leaf", field=0)
     root = Node("tensordict", children={})
     for number, key in enumerate(keys):
-        node = root
-        for part in key[:-1]:
-            node = node.children.setdefault(part, Node("tensordict", children={}))
-        node.children[key[-1]] = Node("leaf", field=number)
+        put_leaf(root, key, number)
     return root
 
 
