@@ -371,11 +371,11 @@ def update(
 ):
     """One program: writes n entries into the next slot of the ring, unless that is full. publish() must follow."""
     sent = tl.load(counters + C_SENT, volatile=True)
-    accepted = sent - _word(ring + 8) < SLOTS
+    accepted = (sent - _word(ring + 8) < SLOTS).to(tl.int64)
     slot = ring + (RING_HEADER + sent % SLOTS * (SLOT_HEADER + 3 * room)) * 8
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = (at < n) & accepted
+        mask = at < n * accepted
         entry = slot + (SLOT_HEADER + at) * 8
         tl.store(entry.to(tl.pointer_type(tl.int64)), tl.load(rows + at, mask=mask, volatile=True), mask=mask)
         tl.store(
@@ -383,7 +383,7 @@ def update(
         )
         priority = tl.load(priorities + at, mask=mask, volatile=True).to(tl.float64)
         tl.store((entry + room * 16).to(tl.pointer_type(tl.float64)), priority, mask=mask)
-    tl.store(counters + C_ACCEPTED, accepted.to(tl.int64))
+    tl.store(counters + C_ACCEPTED, accepted)
 
 
 @triton.jit(do_not_specialize=["n", "ring", "room"])
