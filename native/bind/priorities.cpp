@@ -208,7 +208,7 @@ void bind_update_drain(nb::module_& m) {
           "flush",
           [](const UpdateDrain& self, std::uint64_t sent, double timeout_s) {
             const nb::gil_scoped_release release;
-            return self.flush(sent, std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000)));
+            return self.flush(sent, std::chrono::milliseconds(static_cast<std::int64_t>(std::min(1e9, std::max(0.0, timeout_s * 1000)))));
           },
           "sent"_a, "timeout_s"_a, "Whether so many batches are taken in that time. Raises as check().")
       .def("stop", &UpdateDrain::stop, nb::call_guard<nb::gil_scoped_release>(), "Applies what has arrived, and ends the thread. Repeatable.")

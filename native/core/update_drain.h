@@ -3,7 +3,7 @@
 //   memory   words of 64 bits: a header of 8, whose second word is the host's (batches taken) · slots
 //   slot     a header of 4 (the number of its batch, from 1 on, which is written last; entries) · rows · tickets · priorities, as doubles
 //
-// Nobody waits for the thread: a device that finds the ring full drops its batch. The thread needs neither Python nor the device.
+// A device never waits for the thread: it drops a batch that finds the ring full. The thread needs neither Python nor the device.
 #pragma once
 
 #include <atomic>
