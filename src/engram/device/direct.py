@@ -158,11 +158,14 @@ class DirectReader:
                     columns, batch_size, accelerator.device, kind=rows.kind, full=full, seed=seed,
                     launcher=accelerator.launch, **given,
                 )  # fmt: skip
-                address = seen.get(ring.data_ptr(), 0)
-                self.updates = updated and UpdateRing(
-                    store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=address,
-                    launcher=accelerator.launch,
-                )  # fmt: skip
+                self.updates = None
+                if updated is not None:
+                    address = seen[ring.data_ptr()]
+                    self.updates = UpdateRing(
+                        store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=address,
+                        launcher=accelerator.launch,
+                    )  # fmt: skip
+                    self.updates.attach(updated, store.indexes)
                 self._graph = None if commands is None else accelerator.capture(chain.launch)
         except (NotRegistered, RuntimeError, ImportError) as error:
             raise NotDirect(str(error)) from error
@@ -197,5 +200,10 @@ class DirectReader:
         return self.rows.finish(batch, n, accelerator.device, return_info=return_info)
 
     def close(self) -> None:
-        """Give the memory up, after the work that reads it. Repeatable."""
+        """Apply the priorities that have arrived, and give the memory up after the work that reads it. Repeatable.
+
+        Raises as :meth:`UpdateRing.close`.
+        """
+        if self.updates is not None:
+            self.updates.close()
         self._registered.close()

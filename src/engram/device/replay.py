@@ -79,6 +79,7 @@ class DeviceReplay(Closes):
         self._captured: list[DirectReader] = []
         self._last: tuple[Tensor, Tensor] | None = None
         self._refused = self._missing = 0
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"DeviceReplay(batch_size={self.batch_size}, device='{self._accelerator.device}')"
@@ -189,13 +190,12 @@ class DeviceReplay(Closes):
         buffer has taken, ``dropped``: priorities for which there was no room on the way, and ``refused``: those that are none.
         """
         counts = torch.stack([reader.counters for reader in (self._reader, *self._captured)]).sum(0).tolist()
-        updates = self._reader.updates
-        sent = dict.fromkeys(("updates", "dropped", "refused"), 0) if updates is None else updates.stats()
-        return {
-            "transport": "direct",
-            **dict(zip(("batches", "redraws", "repeated", "missing"), (counts[0], *counts[2:5]), strict=True)),
-            **sent,
-        }
+        updates, applied, dropped, refused = self._reader.updates, 0, 0, 0
+        if updates is not None:
+            (applied, _, refused), dropped = updates.stats, int(updates.counters[7])
+        said = ("batches", "redraws", "repeated", "missing", "updates", "dropped", "refused")
+        found = (counts[0], *counts[2:5], applied, dropped, refused)
+        return {"transport": "direct", **dict(zip(said, found, strict=True))}
 
     def _settle(self, *, wait: bool) -> None:
         self._accelerator.check_not_capturing("DeviceReplay", "it waits for the device")
@@ -205,8 +205,8 @@ class DeviceReplay(Closes):
 
     def close(self) -> None:
         """Apply the priorities that are under way, and give the memory up. Graphs must not be replayed afterwards. Repeatable."""
-        updates = self._reader.updates
-        if updates is not None:
-            updates.close()
+        if self._reader.updates is not None and not self._closed:
+            self._settle(wait=True)
+        self._closed = True
         for reader in (self._reader, *self._spare, *self._captured):
             reader.close()
