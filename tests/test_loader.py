@@ -24,7 +24,6 @@ from engram.device import block, loader
 from engram.nested import tensors
 from tests.device.imitation import Imitation
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:DeviceLoader. .* cannot read the rows by itself")
 
 

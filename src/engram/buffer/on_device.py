@@ -72,7 +72,8 @@ class OnDevice:
             f"output={settings.output!r}": settings.output != "torch",
             "prefetch": bool(settings.prefetch),
             "limits": store is not None and store.core.limited,
-            "counts of samples": store is not None and (store.core.hears_samples or UsageIndex.in_use(store) is not None),
+            "counts of samples": store is not None
+            and (store.core.hears_samples or UsageIndex.in_use(store) is not None),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             type(wiring.sampler).__name__: not (wiring.draws_uniformly or self._draws_natively(of.reads_natively)),
         }
@@ -94,7 +95,15 @@ class OnDevice:
         core.find_fields()
         full = store.lanes > 1 and core.size() == store.capacity
         parts = (store, wiring.source, wiring.transform.reads, wiring.recorder, wiring.storage.gets)
-        return (*map(id, parts), len(store.schema.fields), full, core.limited, core.hears_samples, core.asked_usage, wiring.numbers)
+        return (
+            *map(id, parts),
+            len(store.schema.fields),
+            full,
+            core.limited,
+            core.hears_samples,
+            core.asked_usage,
+            wiring.numbers,
+        )
 
     @property
     def ran_out(self) -> bool:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["DeviceLoader"]
 
 
-
 class _Ready(NamedTuple):
     batch: object
     memory: list[Tensor]
@@ -135,7 +134,9 @@ class DeviceLoader(Closes):
         if self._streams is None or self._asked == "block":
             return False
         if self._asked == "direct" and not isinstance(rb, Readable):
-            raise RuntimeError(f"DeviceLoader: transport: 'direct' expects a ReplayBuffer, got {type(rb).__name__}. Leave it out.")
+            raise RuntimeError(
+                f"DeviceLoader: transport: 'direct' expects a ReplayBuffer, got {type(rb).__name__}. Leave it out."
+            )
         return isinstance(rb, Readable)
 
     @property
@@ -210,7 +211,9 @@ class DeviceLoader(Closes):
                 ) from error
             self._refused, fresh = (state, str(error)), None
             if rows.refusal is None:
-                warn(f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block').")
+                warn(
+                    f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block')."
+                )
         self._direct, before = fresh, self._direct
         if before is not None:
             before.close()
@@ -222,7 +225,9 @@ class DeviceLoader(Closes):
         assert rows is not None and streams is not None  # noqa: PT018 - there is a reader
         rows.begin()
         while (reader := self._reader()) is not None:
-            streams.check_not_capturing("DeviceLoader", "each replay would bring the same batch; DeviceReplay is for graphs")
+            streams.check_not_capturing(
+                "DeviceLoader", "each replay would bring the same batch; DeviceReplay is for graphs"
+            )
             self._apply()
             batch = reader.read(return_info=self.return_info)
             self._counts["batches"] += 1
@@ -396,7 +401,9 @@ def _checked(transport: str | None, device: torch.device) -> str | None:
     ``NotImplementedError``: not yet.
     """
     if transport == "resident":
-        raise NotImplementedError("DeviceLoader: transport: 'resident' is not available yet. Leave it out, or use 'direct'.")
+        raise NotImplementedError(
+            "DeviceLoader: transport: 'resident' is not available yet. Leave it out, or use 'direct'."
+        )
     if transport not in (None, "block", "direct"):
         raise ValueError(f"DeviceLoader: transport: expected 'direct', 'block' or None, got {transport!r}.")
     if transport is not None and device.type in ("cpu", "meta"):

@@ -67,7 +67,9 @@ class DeviceReplay(Closes):
         self._rows, self._accelerator = rb.device_readable(), Accelerator(on)
         try:
             made = [
-                DirectReader(self._rows, self.batch_size, self._accelerator, seed=self._rows.next_seed(), updates=not number)
+                DirectReader(
+                    self._rows, self.batch_size, self._accelerator, seed=self._rows.next_seed(), updates=not number
+                )
                 for number in range(graphs + 1)
             ]
         except NotDirect as error:
@@ -105,9 +107,9 @@ class DeviceReplay(Closes):
             reader = self._spare.pop()
             self._captured.append(reader)
         elif not reader.is_current():
+            what = self._rows.refusal or "its fields, or its memory"
             raise RuntimeError(
-                f"DeviceReplay.sample: expected a buffer as it was, got one that changed ({self._rows.refusal or 'its fields, or its memory'}). "
-                "Make a new DeviceReplay."
+                f"DeviceReplay.sample: expected a buffer as it was, got one that changed ({what}). Make a new DeviceReplay."
             )
         batch, info = cast("tuple[Any, dict[str, Tensor]]", reader.read(return_info=True))
         tickets = info.get("index_generation")
@@ -128,7 +130,9 @@ class DeviceReplay(Closes):
         """
         updates = self._reader.updates
         if updates is None:
-            raise RuntimeError("DeviceReplay.update_priority: expected a buffer with a PrioritizedSampler, got one without.")
+            raise RuntimeError(
+                "DeviceReplay.update_priority: expected a buffer with a PrioritizedSampler, got one without."
+            )
         if generation is None:
             if self._last is None or index is not self._last[0]:
                 raise RuntimeError(
@@ -151,7 +155,9 @@ class DeviceReplay(Closes):
         """
         key = cast("Any", self.rb).priority_key
         if not is_tensordict(data):
-            raise TypeError(f"DeviceReplay.update_tensordict_priority: expected a TensorDict, got {type(data).__name__}.")
+            raise TypeError(
+                f"DeviceReplay.update_tensordict_priority: expected a TensorDict, got {type(data).__name__}."
+            )
         found = [data.get(name, None) for name in ("index", key, "index_generation")]
         if None in [value if value is None else 0 for value in found]:
             raise KeyError(
@@ -180,7 +186,9 @@ class DeviceReplay(Closes):
                 f"DeviceReplay.update_priority: expected finite priorities of at least 0, got {refused} others. They were left out."
             )
         if missing:
-            raise NoSampleable(f"DeviceReplay.sample: expected rows to read, found none for {missing} places, which are zeros.")
+            raise NoSampleable(
+                f"DeviceReplay.sample: expected rows to read, found none for {missing} places, which are zeros."
+            )
 
     def stats(self) -> dict[str, int | str]:
         """What happened since this was made. Waits for the device: not in a capture.

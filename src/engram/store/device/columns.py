@@ -159,7 +159,12 @@ class Layout:
         self.weights = offsets[-1] if weighted else 0
         shapes = [(batch_size, *field.shape) for field in blocks.fields]
         self._parts = [
-            (torch_dtype(field), shape, torch.empty(shape, device="meta").stride(), offset // torch_dtype(field).itemsize)
+            (
+                torch_dtype(field),
+                shape,
+                torch.empty(shape, device="meta").stride(),
+                offset // torch_dtype(field).itemsize,
+            )
             for offset, field, shape in zip(offsets, blocks.fields, shapes, strict=True)
         ]
         self._dtypes = {dtype for dtype, *_ in self._parts}
