@@ -534,18 +534,34 @@ class TestCuda:
         for one, other in zip(found, expected, strict=True):
             assert (one.cpu() == other).all()
 
-    def test_safe_on_the_consumers_stream(self):
+    @pytest.mark.parametrize(("columns", "has_thread"), [(8, False), (50_000, True)])
+    def test_safe_on_the_consumers_stream(self, columns, has_thread):
         """The consumer is slow and drops each batch at once: nobody may write into it meanwhile."""
-        rb = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=32, pin_memory=True)
-        rb.extend(torch.arange(64).repeat_interleave(50_000).reshape(64, 50_000))
+        rb = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=32)
+        rb.extend(torch.arange(64).repeat_interleave(columns).reshape(64, columns))
         stream = torch.cuda.Stream()
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         with torch.cuda.stream(stream):
-            for batch, _ in zip(DeviceLoader(rb, "cuda", depth=3), range(200), strict=False):
+            device_loader = DeviceLoader(rb, "cuda", depth=3)
+            for batch, _ in zip(device_loader, range(200), strict=False):
                 torch.cuda._sleep(1_000_000)
                 wrong += (batch != batch[:, :1]).sum()
                 del batch
         assert int(wrong) == 0
+        assert device_loader.draws_ahead is has_thread
+
+    def test_one_copy(self):
+        """Of fields, index and flags; their tensors are as torch makes them."""
+        batches = iter(DeviceLoader(filled(100), "cuda", depth=1))
+        for _ in range(2):
+            next(batches)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            batch = next(batches)
+            torch.cuda.synchronize()
+        copies = [event for event in profile.events() if "Memcpy HtoD" in event.name]
+        assert len(copies) == 1
+        assert "Pinned" in copies[0].name
+        assert len({leaf.untyped_storage().data_ptr() for leaf in tensors(batch)}) == 1
 
     def test_priorities(self):
         rb = TensorDictPrioritizedReplayBuffer(
