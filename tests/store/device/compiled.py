@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 
 from engram.store.device import kernels
 
-POINTERS = {"weights": "*fp64", "priorities": "*fp32"}
+POINTERS = {"priorities": "*fp32"}
 
 
 def variants():
@@ -28,9 +28,14 @@ def variants():
 
 
 def compiled(kernel, warps, constants, capability):
-    types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type or POINTERS.get(p.name, "*i64") for p in kernel.params}
+    types = {
+        p.name: "constexpr" if p.is_constexpr else p.annotation_type or POINTERS.get(p.name, "*i64")
+        for p in kernel.params
+    }
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(
+        ASTSource(kernel, types, constants), target=GPUTarget("cuda", capability, 32), options=options
+    )
 
 
 def from_device(ttir):
@@ -42,7 +47,11 @@ def from_device(ttir):
         elif (other := re.search(r"(%\w+) = ", line)) is not None:
             definitions.pop(other[1], None)
         atomic = re.search(r"tt\.atomic_rmw \w+, (\w+), (\w+), (%\w+)", line)
-        if atomic is not None and atomic.groups()[:2] != ("acquire", "sys") and definitions.get(atomic[3], atomic[3]) != "%counters":
+        if (
+            atomic is not None
+            and atomic.groups()[:2] != ("acquire", "sys")
+            and definitions.get(atomic[3], atomic[3]) != "%state"
+        ):
             return False
     return True
 

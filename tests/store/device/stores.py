@@ -26,7 +26,9 @@ def content(store, numbers):
         raw = raw % 2 if field.dtype == "bool" else raw
         raw = raw.to(torch.uint8).contiguous()
         shape = (len(numbers), *field.shape)
-        columns.append(raw.view(torch_dtype(field)).view(shape) if nbytes else torch.empty(shape, dtype=torch_dtype(field)))
+        columns.append(
+            raw.view(torch_dtype(field)).view(shape) if nbytes else torch.empty(shape, dtype=torch_dtype(field))
+        )
     return columns
 
 
@@ -61,7 +63,8 @@ def assert_same(batch, columns):
     """Fields, bit for bit: floats may be NaN."""
     assert len(batch.fields) == len(columns)
     for one, other in zip(batch.fields, columns, strict=True):
-        assert one.dtype is other.dtype and one.shape == other.shape
+        assert one.dtype is other.dtype
+        assert one.shape == other.shape
         assert not one.numel() or torch.equal(as_bytes(one), as_bytes(other))
 
 
@@ -88,12 +91,16 @@ def assert_whole(batch, store):
     valid = batch.valid
     columns, moved = store.read(batch.rows[valid])
     assert moved == []
-    assert store.writes_of(batch.rows[valid], store.tickets_of(batch.rows[valid])).tolist() == batch.tickets[valid].tolist()
+    assert (
+        store.writes_of(batch.rows[valid], store.tickets_of(batch.rows[valid])).tolist()
+        == batch.tickets[valid].tolist()
+    )
     for one, other in zip(batch.fields, columns, strict=True):
         assert torch.equal(as_bytes(one[valid]), as_bytes(other))
     for one in batch.fields:
         assert not as_bytes(one[~valid]).any()
-    assert set(batch.rows[~valid].tolist()) <= {-1} and set(batch.tickets[~valid].tolist()) <= {-1}
+    assert set(batch.rows[~valid].tolist()) <= {-1}
+    assert set(batch.tickets[~valid].tolist()) <= {-1}
 
 
 def remove(store, rows):

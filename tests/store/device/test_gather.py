@@ -28,7 +28,9 @@ def test_every_dtype(of):
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_every_row_size(of, nbytes):
     """Beside a field of another size, whose place in the block follows from it."""
-    store = filled(5, 1, [("uint8", (nbytes,)), ("int32", ()), *([("float64", (nbytes // 8,))] if nbytes % 8 == 0 else [])])
+    store = filled(
+        5, 1, [("uint8", (nbytes,)), ("int32", ()), *([("float64", (nbytes // 8,))] if nbytes % 8 == 0 else [])]
+    )
     reader = Chain(columns_of(store), 3, "cpu", rows_per_program=4) if of is Chain else Twin(store, 3, "cpu")
     assert_as_uniform(reader.run(nbytes), store, nbytes)
 
@@ -43,7 +45,9 @@ def test_thousands_of_fields(of):
 @pytest.mark.parametrize("of", [Chain, Twin])
 def test_small_fields_that_lie_together(tmp_path, of):
     rb = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=tmp_path / "store", group_small_fields=24))
-    rb.extend({"a": torch.arange(20.0), "b": torch.arange(20) % 3 == 0, "c": torch.arange(60).view(20, 3).to(torch.int16)})
+    rb.extend(
+        {"a": torch.arange(20.0), "b": torch.arange(20) % 3 == 0, "c": torch.arange(60).view(20, 3).to(torch.int16)}
+    )
     store = rb.storage.store
     at = columns_of(store)
     assert all(field.stride > field.row_bytes for field in at.fields)
@@ -79,7 +83,7 @@ def columns_around(memory, capacity, stride, row_bytes, offset):
 def test_every_alignment(row_bytes, offset):
     capacity, stride = 11, row_bytes + offset
     memory = torch.randint(0, 256, (capacity * stride + offset,), dtype=torch.uint8)
-    at, words, lane = columns_around(memory, capacity, stride, row_bytes, offset)
+    at, words, _lane = columns_around(memory, capacity, stride, row_bytes, offset)
     words[:] = torch.arange(1, capacity + 1) << 2 | 2
     chain = Chain(at, 3, "cpu", rows_per_program=4)
     for source, step, to, apart, nbytes, width, *_ in chunk_table(at, chain.layout, chain._chunk):
@@ -96,19 +100,24 @@ def test_addresses_of_ten_million_rows():
     capacity, row_bytes = 10**7, 28_224
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
     memory = torch.frombuffer(mmap.mmap(-1, capacity * row_bytes, flags=flags), dtype=torch.uint8)
-    at, words, lane = columns_around(memory, capacity, row_bytes, row_bytes, 0)
+    at, words, _lane = columns_around(memory, capacity, row_bytes, row_bytes, 0)
     ranks = torch.tensor([capacity - 1, 2**31 // row_bytes + 1, 2**32 // row_bytes + 1, 0, 7_654_321])
     for row in ranks.tolist():
         words[row] = (row + 1) << 2 | 2
         memory[row * row_bytes :][:row_bytes] = torch.arange(row_bytes) % 251 + row % 5
     batch = Chain(at, 5, "cpu", kind="permuted", rows_per_program=8).run(ranks=ranks)
-    assert batch.rows.tolist() == ranks.tolist() and batch.valid.all()
+    assert batch.rows.tolist() == ranks.tolist()
+    assert batch.valid.all()
     for row, found in zip(ranks.tolist(), batch.fields[0], strict=True):
         assert torch.equal(found, memory[row * row_bytes :][:row_bytes])
 
 
 def test_a_layout():
-    fields = [Column(0, 7, 7, torch.uint8, (7,)), Column(0, 4, 4, torch.float32, ()), Column(0, 0, 0, torch.int64, (0, 2))]
+    fields = [
+        Column(0, 7, 7, torch.uint8, (7,)),
+        Column(0, 4, 4, torch.float32, ()),
+        Column(0, 0, 0, torch.int64, (0, 2)),
+    ]
     layout = Layout(fields, 10, weighted=True)
     starts = (*layout.fields, layout.rows, layout.tickets, layout.valid, layout.weights)
     assert not any(start % 64 for start in starts)
@@ -116,7 +125,8 @@ def test_a_layout():
     block = layout.empty("cpu")
     batch = layout.views(block)
     assert [tuple(field.shape) for field in batch.fields] == [(10, 7), (10,), (10, 0, 2)]
-    assert batch.weights.dtype is torch.float32 and batch.valid.dtype is torch.bool
+    assert batch.weights.dtype is torch.float32
+    assert batch.valid.dtype is torch.bool
     assert batch.tickets.data_ptr() == block.data_ptr() + layout.tickets
     assert Layout(fields, 10, weighted=False).views(layout.empty("cpu")[: layout.nbytes - 64]).weights is None
     with pytest.raises(ValueError, match="Use Layout.empty"):
@@ -140,7 +150,11 @@ def test_addresses_are_translated_once_per_memory():
     store = filled(9)
     seen = []
     at = columns_of(store, lambda address: seen.append(address) or address + 2**40)
-    assert seen == [store.control_memory[1].data_ptr(), *(t.data_ptr() for t in store.tensors), store.control_memory[0].data_ptr()]
+    assert seen == [
+        store.control_memory[1].data_ptr(),
+        *(t.data_ptr() for t in store.tensors),
+        store.control_memory[0].data_ptr(),
+    ]
     own = columns_of(store)
     assert at.tickets - own.tickets == at.writes - own.writes == at.lanes_at - own.lanes_at == 2**40
     assert [f.address - 2**40 for f in at.fields] == [f.address for f in own.fields]

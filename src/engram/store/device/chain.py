@@ -23,6 +23,8 @@ KINDS: tuple[Kind, ...] = ("uniform", "prioritized", "permuted")
 _CHUNKS = {256: 1, 2048: 4, 16384: 8}
 _LANES_AT_ONCE = 1024
 _ENTRY_WORDS = 8
+#: Where counters and places begin in the state of a chain: as in kernels.py.
+_COUNTERS, _PLACES = 64, 72
 
 
 def kernels_of(device: torch.device) -> ModuleType:
@@ -113,34 +115,29 @@ class Chain:
             raise ValueError(f"Chain: kind: expected one of {KINDS}, got {kind!r}.")
         if kind == "prioritized" and columns.tree is None:
             raise ValueError("Chain: expected columns with a priority tree, got none. Give columns_of the priorities.")
-        self.columns = columns
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.layout = Layout(columns.fields, batch_size, weighted=kind == "prioritized")
         self.launches = 0
         """Kernels launched so far."""
         self._kernels = kernels_of(self.device)
-        self._key = 0 if seed is None else seed
-        self._commands = commands
+        self._seed = seed
         longest = max((field.row_bytes for field in columns.fields), default=0)
         self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
         self._rows_per_program = rows_per_program
-        self._programs = programs
         steps = 0 if full else -1 if columns.lanes == 1 else columns.lanes.bit_length()
         self._looks_at_lanes = steps > 0 and kind != "prioritized"
-        self._given = {"SLOTS": slots}
-        self._chosen = {"KIND": KINDS.index(kind), "LANES": steps, "COUNTED": seed is not None, **self._given}
-        table = chunk_table(columns, self.layout, self._chunk)
-        self._chunks = len(table)
-        self._header = self._words(self._header_words())
-        self._table = self._words(table or [[0] * _ENTRY_WORDS])
-        self._ends = self._zeros(columns.lanes)
-        self._places = self._zeros(4, batch_size)
-        self._weights = self._zeros(batch_size, dtype=torch.float64)
-        self.counters = self._zeros(8)
+        self._slots = slots
+        self._chosen = {"KIND": KINDS.index(kind), "LANES": steps, "COUNTED": seed is not None, "SLOTS": slots}
+        self._chunks = len(chunk_table(columns, self.layout, self._chunk))
+        self._programs = min(batch_size * self._chunks, programs or 1 << 30)
+        words = _PLACES + 5 * batch_size + _ENTRY_WORDS * self._chunks + columns.lanes
+        self._state = torch.zeros(words, dtype=torch.int64, device=self.device)
+        self.counters = self._state[_COUNTERS:_PLACES]
         """int64 on the device: batches, then internal, rows read again, places that repeat another one's row, places without a row."""
         if not self._kernels.INTERPRETED:
-            self._warm_up(slots)
+            self._warm_up(columns)
+        self.replace(columns, commands)
 
     def run(self, key: int = 0, out: Tensor | None = None, *, ranks: Tensor | None = None) -> Batch:
         """Launch the kernels that read one batch, on the current stream.
@@ -156,35 +153,30 @@ class Chain:
 
     def launch(self, out: int = 0, key: int = 0, ranks: int = 0) -> None:
         """As :meth:`run`, by addresses that are valid on the device: what a graph captures."""
-        self._launch_all(
-            self.batch_size, out, signed(self._key if self._chosen["COUNTED"] else key), ranks, self._commands
-        )
+        given = (self._state, signed(key if self._seed is None else self._seed), ranks, out)
+        if self._looks_at_lanes:
+            self._launch("extents", 1, 4, self._state, BLOCK=_LANES_AT_ONCE)
+        per = self._rows_per_program
+        self._launch("draw", -(-self.batch_size // per), 1, *given, BLOCK=per, **self._chosen)
+        if self._chunks:
+            self._launch("gather", self._programs, _CHUNKS[self._chunk], *given, CHUNK=self._chunk, SLOTS=self._slots)
+        self._launch("repair", self.batch_size, _CHUNKS[self._chunk], *given, CHUNK=self._chunk, **self._chosen)
 
-    def replace(self, columns: Columns) -> None:
-        """Take over new addresses of the same rows, after their memory was registered again. Graphs that were captured follow.
+    def replace(self, columns: Columns, commands: int = 0) -> None:
+        """Take over new addresses of the same rows, and of the ring, after their memory was registered again. Graphs follow.
 
         Copies from the host: not inside of a capture. Batches under way must be over.
         """
-        self.columns = columns
-        self._header.copy_(self._words(self._header_words()))
         table = chunk_table(columns, self.layout, self._chunk)
-        if table:
-            self._table.copy_(self._words(table))
-
-    def _launch_all(self, n: int, out: int, key: int, ranks: int, commands: int) -> None:
-        layout, chunks, state = self.layout, self._chunks, (self._places, self._weights, self.counters)
-        if self._looks_at_lanes:
-            self._launch("extents", 1, 4, self._header, self._ends, BLOCK=_LANES_AT_ONCE)
-        per = self._rows_per_program
-        drawn = (n, key, ranks, commands, self._header, self._ends, *state)
-        self._launch("draw", -(-n // per), 1, *drawn, BLOCK=per, **self._chosen)
-        if chunks:
-            programs, copied = n * chunks, (n, key, out, commands, chunks, self._table, self._places, self.counters)
-            programs = programs if self._programs is None else min(programs, self._programs)
-            self._launch("gather", programs, _CHUNKS[self._chunk], *copied, CHUNK=self._chunk, **self._given)
-        parts = (layout.rows, layout.tickets, layout.valid, layout.weights, self._header, self._ends, self._table)
-        repaired = (n, key, ranks, out, commands, chunks, *parts, *state)
-        self._launch("repair", n, _CHUNKS[self._chunk], *repaired, CHUNK=self._chunk, **self._chosen)
+        at = _PLACES + 5 * self.batch_size
+        ends = at + _ENTRY_WORDS * len(table)
+        tree = columns.tree
+        levels = [] if tree is None else [word for level in zip(tree.sums, tree.sizes, strict=True) for word in level]
+        of_tree = (0, 0, 0) if tree is None else (len(tree.sizes), tree.least, tree.beta)
+        parts = (self.layout.rows, self.layout.tickets, self.layout.valid, self.layout.weights)
+        header = [*columns[:6], *of_tree, self.batch_size, len(table), at, ends, commands, *parts, *levels]
+        self._state[: len(header)] = torch.tensor(header)
+        self._state[at:ends] = torch.tensor(table, dtype=torch.int64).flatten()
 
     def _launch(self, name: str, programs: int, warps: int, *arguments: object, **constants: object) -> None:
         """One kernel. Without fused multiply-adds: they would draw other rows than the host."""
@@ -192,25 +184,13 @@ class Chain:
         kernel = vars(self._kernels)[name]
         kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
-    def _warm_up(self, slots: int) -> None:
-        """A batch of one row, thrown away: all kernels are compiled and loaded then."""
-        block, ranks = self.layout.empty(self.device), self._zeros(1)
+    def _warm_up(self, columns: Columns) -> None:
+        """A batch that is thrown away: all kernels are compiled and loaded then."""
+        block = self.layout.empty(self.device)
+        ranks = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
         command = [0, block.data_ptr(), ranks.data_ptr(), *[0] * 5]
-        commands = self._words([command] * max(slots, 1))
-        self._launch_all(1, block.data_ptr(), 0, ranks.data_ptr(), commands.data_ptr())
+        commands = torch.tensor([command] * max(self._slots, 1), device=self.device)
+        self.replace(columns, commands.data_ptr())
+        self.launch(block.data_ptr(), 0, ranks.data_ptr())
         self.counters.zero_()
         self.launches = 0
-
-    def _header_words(self) -> list[int]:
-        at, tree = self.columns, self.columns.tree
-        words = [at.tickets, at.writes, at.lanes_at, at.capacity, at.lanes, at.lane_length]
-        if tree is None:
-            return [*words, 0, 0, 0]
-        levels = [word for level in zip(tree.sums, tree.sizes, strict=True) for word in level]
-        return [*words, len(tree.sizes), tree.least, tree.beta, *levels]
-
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def _words(self, words: object) -> Tensor:
-        return torch.tensor(words, dtype=torch.int64, device=self.device)

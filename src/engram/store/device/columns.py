@@ -174,14 +174,15 @@ class Layout:
         Raises:
             ValueError: it is not uint8 of :attr:`nbytes` in one piece, or does not begin at a multiple of 64 bytes.
         """
-        if block.dtype is not torch.uint8 or block.shape != (self.nbytes,) or not block.is_contiguous():
+        if (block.dtype, tuple(block.shape), block.stride(), block.data_ptr() % ALIGNMENT) != (
+            torch.uint8,
+            (self.nbytes,),
+            (1,),
+            0,
+        ):
             raise ValueError(
-                f"Layout: expected a contiguous block of uint8 [{self.nbytes}], got {block.dtype} {list(block.shape)}. "
-                "Use Layout.empty."
-            )
-        if block.data_ptr() % ALIGNMENT:
-            raise ValueError(
-                f"Layout: expected a block at a multiple of {ALIGNMENT} bytes, got one at {block.data_ptr():#x}. Use Layout.empty."
+                f"Layout: expected a contiguous block of uint8 [{self.nbytes}] at a multiple of {ALIGNMENT} bytes, got {block.dtype} "
+                f"{list(block.shape)} at {block.data_ptr():#x}. Use Layout.empty."
             )
         parts = [block[at : at + nbytes].view(dtype).view(shape) for at, nbytes, dtype, shape in self._parts]
         count = len(self.fields)

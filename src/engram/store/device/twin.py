@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram.store.device.chain import KINDS, signed
+from engram.store.device.chain import signed
 from engram.store.device.columns import FANOUT, Layout, columns_of
 
 if TYPE_CHECKING:
@@ -48,16 +48,15 @@ def high_product(bits: Tensor, n: Tensor) -> Tensor:
     return high * n_high + shifted(middle, 32) + shifted(low * n_high + (middle & _LOW), 32)
 
 
-def memory_of(address_of: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous piece of a block of bytes. A view."""
-    nbytes = dtype.itemsize * torch.Size(shape).numel()
-    return address_of[offset : offset + nbytes].view(dtype).view(shape)
+def view_at(memory: Tensor, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous piece of a block of bytes that begins at an address. A view."""
+    begin = address - memory.data_ptr()
+    return memory[begin : begin + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape)
 
 
 def rows_as_bytes(tensor: Tensor, stride: int, row_bytes: int) -> Tensor:
     """uint8 ``[C, row bytes]``: the rows of a field. A view."""
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    offset = tensor.storage_offset() * tensor.element_size()
+    raw, offset = tensor.new_empty(0, dtype=torch.uint8), tensor.storage_offset() * tensor.element_size()
     return raw.set_(tensor.untyped_storage(), offset, (len(tensor), row_bytes), (stride, 1))
 
 
@@ -68,131 +67,96 @@ class Twin:
     """
 
     def __init__(
-        self,
-        store: Store,
-        batch_size: int,
-        device: torch.device | str,
-        *,
-        kind: Kind = "uniform",
-        priorities: Index | None = None,
-    ) -> None:
-        at = columns_of(store, priorities=priorities)
-        control, tickets = store.control_memory
-        self.columns = at
+        self, store: Store, batch_size: int, device: torch.device | str, *, kind: Kind = "uniform", priorities: Index | None = None
+    ) -> None:  # fmt: skip
+        self.columns = at = columns_of(store, priorities=priorities)
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self.kind = KINDS[KINDS.index(kind)]
+        self.kind = kind
         self.layout = Layout(at.fields, batch_size, weighted=kind == "prioritized")
         self.redraws = 0
         """Rows read again."""
-        self._tickets = memory_of(tickets, 0, (at.capacity,), torch.int64)
-        self._writes = memory_of(tickets, at.writes - at.tickets, (at.capacity,), torch.int64)
-        self._lanes = memory_of(control, at.lanes_at - control.data_ptr(), (at.lanes, 8), torch.int64)
-        fields = [
-            (offset, tensor, field)
-            for offset, tensor, field in zip(self.layout.fields, store.tensors, at.fields, strict=True)
-        ]
+        control, tickets = store.control_memory
+        self._tickets = view_at(tickets, at.tickets, (at.capacity,), torch.int64)
+        self._writes = view_at(tickets, at.writes, (at.capacity,), torch.int64)
+        self._lanes = view_at(control, at.lanes_at, (at.lanes, 8), torch.int64)
         self._fields = [
             (offset, field.row_bytes, rows_as_bytes(tensor, field.stride, field.row_bytes))
-            for offset, tensor, field in fields
+            for offset, tensor, field in zip(self.layout.fields, store.tensors, at.fields, strict=True)
             if field.row_bytes
         ]
         self._levels: list[Tensor] = []
         if priorities is not None and at.tree is not None:
             memory, tree = priorities.block.tensor, at.tree
-            double = {"dtype": torch.float64}
-            for address, size in zip(tree.sums, tree.sizes, strict=True):
-                shape = (-(-size // FANOUT), FANOUT)
-                self._levels.append(memory_of(memory, address - memory.data_ptr(), shape, **double))
-            self._least, self._beta = (
-                memory_of(memory, address - memory.data_ptr(), (), **double) for address in (tree.least, tree.beta)
-            )
+            places = [
+                (address, (-(-size // FANOUT), FANOUT)) for address, size in zip(tree.sums, tree.sizes, strict=True)
+            ]
+            self._levels = [view_at(memory, *place, torch.float64) for place in places]
+            self._least, self._beta = (view_at(memory, word, (), torch.float64) for word in (tree.least, tree.beta))
 
     def run(self, key: int = 0, out: Tensor | None = None, *, ranks: Tensor | None = None) -> Batch:
         """One batch: as :meth:`Chain.run`."""
         batch = self.layout.views(self.layout.empty(self.device) if out is None else out)
-        self._bits = torch.tensor(signed(key), device="cpu")
+        self._key = torch.tensor(signed(key), device="cpu")
         self._ranks = None if ranks is None else ranks.to("cpu")
         places = torch.arange(self.batch_size, device="cpu")
-        drawn = self.draw(places)
-        self.gather(batch, places, drawn[0])
-        self.repair(batch, places, *drawn)
-        return batch
-
-    def draw(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows, ticket words (0 where none was found), attempts and weights of places."""
         attempts = torch.zeros_like(places)
         rows, words, weights = self._draw(places, attempts)
         for _ in range(1, ATTEMPTS):
             again = (words == 0).nonzero().flatten()
-            if not len(again):
-                break
             attempts[again] += 1
-            rows[again], words[again], weights[again] = self._draw(places[again], attempts[again])
+            rows[again], words[again], weights[again] = self._draw(again, attempts[again])
         self.redraws += int(attempts.sum())
-        return rows, words, attempts, weights
+        self.gather(batch, places, rows)
+        self.repair(batch, rows, words, attempts, weights)
+        return batch
 
-    def gather(self, batch: Batch, places: Tensor, rows: Tensor) -> None:
-        """Copy rows into places."""
+    def gather(self, batch: Batch, places: Tensor, rows: Tensor | None) -> None:
+        """Copy rows into places; None: zeros."""
         for offset, row_bytes, column in self._fields:
-            to = memory_of(batch.block, offset, (self.batch_size, row_bytes), torch.uint8)
-            to[places.to(self.device)] = column[rows].to(self.device)
+            to = batch.block[offset : offset + row_bytes * self.batch_size].view(self.batch_size, row_bytes)
+            to[places.to(self.device)] = 0 if rows is None else column[rows].to(self.device)
 
-    def repair(
-        self, batch: Batch, places: Tensor, rows: Tensor, words: Tensor, attempts: Tensor, weights: Tensor
-    ) -> None:
-        """Look at the tickets again, and read other rows where a row was not whole throughout."""
-        drawn, n = rows.clone(), self.batch_size
-        writes = self._writes_of(rows, words)
+    def repair(self, batch: Batch, rows: Tensor, words: Tensor, attempts: Tensor, weights: Tensor) -> None:
+        """Look at the tickets again, and read other rows where a row was not whole throughout. Then say which they are."""
+        drawn, writes, n = rows.clone(), self._writes_of(rows, words), self.batch_size
         bad = ((words == 0) | (self._tickets[rows] != words)).nonzero().flatten()
-        for tries in range(ATTEMPTS + n):
-            if not len(bad):
-                break
+        for tries in range(ATTEMPTS + n if len(bad) else 0):
             if tries < ATTEMPTS:
                 attempts[bad] += 1
-                rows[bad], words[bad], weights[bad] = self._draw(places[bad], attempts[bad])
+                rows[bad], words[bad], weights[bad] = self._draw(bad, attempts[bad])
             else:
                 rows[bad] = drawn[(bad + (tries - ATTEMPTS)) % n]
-                words[bad] = self._committed(rows[bad])
-                weights[bad] = self._weights(self._leaves(rows[bad]))
+                words[bad], weights[bad] = self._committed(rows[bad]), self._weighed(rows[bad])[1]
             found = bad[words[bad] != 0]
             writes[found] = self._writes_of(rows[found], words[found])
             self.gather(batch, found, rows[found])
             self.redraws += len(found)
             bad = bad[(words[bad] == 0) | (self._tickets[rows[bad]] != words[bad])]
-        for offset, row_bytes, _ in self._fields:
-            memory_of(batch.block, offset, (n, row_bytes), torch.uint8)[bad.to(self.device)] = 0
+        self.gather(batch, bad, None)
         rows[bad], writes[bad], weights[bad] = -1, -1, 0.0
-        valid = torch.ones(n, dtype=torch.bool, device="cpu")
-        valid[bad] = False
-        batch.rows.copy_(rows), batch.tickets.copy_(writes), batch.valid.copy_(valid)
+        batch.rows.copy_(rows), batch.tickets.copy_(writes), batch.valid.copy_(rows >= 0)
         if batch.weights is not None:
             batch.weights.copy_(weights)
 
     def _draw(self, places: Tensor, attempts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        bits = random_bits(self._bits, places, attempts)
+        """One attempt for places: rows, ticket words or 0 where there is none to be read, and weights."""
+        bits = random_bits(self._key, places, attempts)
         if self.kind == "prioritized":
             rows = self._descend(shifted(bits, 11).double() * 2.0**-53)
-            inside = torch.ones_like(rows, dtype=torch.bool)
+            inside = rows >= 0
         else:
-            ends, total = self._extents()
-            ranks = high_product(bits, total)
+            ends = (self._lanes[:, [0, 2]].amax(1) - self._lanes[:, 1]).clamp(0, self.columns.lane_length).cumsum(0)
+            ranks = high_product(bits, ends[-1]) if self._ranks is None else self._ranks[places]
+            inside = (ranks >= 0) & (ranks < ends[-1])
             if self._ranks is not None:
-                ranks = self._ranks[places]
-            inside = (ranks >= 0) & (ranks < total)
-            if self._ranks is not None:
-                ranks = (ranks + attempts) % total.clamp(min=1)
+                ranks = (ranks + attempts) % ends[-1].clamp(min=1)
             ranks = torch.where(inside, ranks, 0)
             lanes = torch.searchsorted(ends, ranks, right=True).clamp(max=self.columns.lanes - 1)
-            rows = lanes * self.columns.lane_length + ranks - torch.where(lanes > 0, ends[(lanes - 1).clamp(min=0)], 0)
+            rows = lanes * self.columns.lane_length + ranks - torch.where(lanes > 0, ends[lanes - 1], 0)
         rows = rows.clamp(0, self.columns.capacity - 1)
-        words, leaves = self._committed(rows), self._leaves(rows)
-        return rows, torch.where(inside & (leaves > 0), words, 0), self._weights(leaves)
-
-    def _extents(self) -> tuple[Tensor, Tensor]:
-        base = self._lanes[:, 1].clone()
-        ends = (torch.maximum(self._lanes[:, 0], self._lanes[:, 2]) - base).clamp(0, self.columns.lane_length).cumsum(0)
-        return ends, ends[-1]
+        words, (leaves, weights) = self._committed(rows), self._weighed(rows)
+        return rows, torch.where(inside & (leaves > 0), words, 0), weights
 
     def _committed(self, rows: Tensor) -> Tensor:
         words = self._tickets[rows]
@@ -219,13 +183,11 @@ class Twin:
             nodes = nodes * FANOUT + children
         return nodes
 
-    def _leaves(self, rows: Tensor) -> Tensor:
+    def _weighed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Leaves and weights of rows: as in kernels.py."""
         if self.kind != "prioritized":
-            return torch.ones(len(rows), dtype=torch.float64, device="cpu")
-        return self._levels[0].view(-1)[rows]
-
-    def _weights(self, leaves: Tensor) -> Tensor:
-        if self.kind != "prioritized":
-            return leaves
+            ones = torch.ones(len(rows), dtype=torch.float64, device="cpu")
+            return ones, ones
+        leaves = self._levels[0].view(-1)[rows]
         ratio = torch.where((leaves > 0) & (self._least > 0), leaves / self._least, 1.0)
-        return torch.exp(-self._beta * ratio.clamp(min=1.0).log())
+        return leaves, torch.exp(-self._beta * ratio.clamp(min=1.0).log())
