@@ -135,14 +135,17 @@ TEST(fork_while_other_threads_write_a_store) {
 }
 
 TEST(a_forked_child_takes_no_updates_and_its_parent_goes_on) {
-  const FormattedPriorities here(4);
-  Ring ring(4, 1);
+  constexpr std::int64_t kRows = 512;  // of each batch, so that a fork comes upon one that is under way
+  const FormattedPriorities here(kRows);
+  Ring ring(4, kRows);
   const auto drain = ring.drain(*here.priorities);
   std::atomic<bool> over{false};
   std::atomic<std::uint64_t> sent{0};
   std::thread device([&] {
-    for (std::int64_t batch = 0; !over; ++batch) {
-      ring.send({{batch % 4, 1.0 + static_cast<double>(batch)}});
+    std::vector<Entry> batch;
+    for (std::int64_t row = 0; row < kRows; ++row) batch.push_back({row, 1.0 + static_cast<double>(row)});
+    while (!over) {
+      ring.send(batch);
       sent = ring.sent;
     }
   });
@@ -167,7 +170,7 @@ TEST(a_forked_child_takes_no_updates_and_its_parent_goes_on) {
   over = true;
   device.join();
   EXPECT(drain->flush(ring.sent, std::chrono::seconds(60)));
-  EXPECT_EQ(drain->counts().entries, ring.sent);
+  EXPECT_EQ(drain->counts().entries, ring.sent * kRows);
 }
 
 }  // namespace

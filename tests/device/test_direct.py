@@ -13,6 +13,7 @@ from engram import (
     MinSize,
     NoSampleable,
     PrioritizedSampler,
+    PriorityError,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -238,3 +239,55 @@ def test_replay_inside_a_graph(device):
         rows = torch.cat(drawn).unique()
         expected = (rows * 3.0 + 1 + here.sampler.eps) ** here.sampler.alpha
         torch.testing.assert_close(here.sampler.priorities().leaves_of(rows), expected.double(), rtol=1e-6, atol=0)
+
+
+def test_priorities_go_back_through_the_ring(device):
+    here, there = pair(TensorDictPrioritizedReplayBuffer, sampler=by_priority)
+    with DeviceLoader(here, "cuda", transport="direct") as reading:
+        for batch in itertools.islice(reading, 3):
+            batch["td_error"] = batch["obs"][:, 0] + 1
+            reading.update_tensordict_priority(batch)
+            reading.flush()
+            expected = there.sample()
+            expected["td_error"] = expected["obs"][:, 0] + 1
+            there.update_tensordict_priority(expected)
+            assert torch.equal(batch["index"], expected["index"])
+        assert torch.equal(here.sampler.priorities().leaves(20), there.sampler.priorities().leaves(20))
+        reading.update_priority(batch["index"], torch.full((8,), -1.0), generation=batch["index_generation"])
+        reading.flush()
+        with pytest.raises(PriorityError, match="got 8 others"):
+            reading.update_priority(batch["index"], torch.ones(8), generation=batch["index_generation"])
+    assert not device.counts["receive"]
+
+
+def test_replay_refuses_what_it_cannot_do(device):
+    here, _ = pair()
+    replayed = DeviceReplay(here, "cuda", graphs=1)
+    with pytest.raises(RuntimeError, match="PrioritizedSampler"):
+        replayed.update_priority(torch.arange(8), torch.ones(8))
+    device.capture(replayed.sample)
+    with pytest.raises(RuntimeError, match="at most 1 captured calls"):
+        device.capture(replayed.sample)
+    here.append_transform(lambda batch: batch)
+    with pytest.raises(RuntimeError, match="a transform"):
+        replayed.sample()
+    replayed.close()
+    replayed.close()
+    with pytest.raises(TypeError, match="expected a ReplayBuffer, got list"):
+        DeviceReplay([], "cuda")
+    here, _ = pair(sampler=by_priority)
+    replayed = DeviceReplay(here, "cuda")
+    batch, info = replayed.sample(return_info=True)
+    with pytest.raises(RuntimeError, match="generation=info"):
+        replayed.update_priority(info["index"].clone(), torch.ones(8))
+    with pytest.raises(ValueError, match="one priority per row"):
+        replayed.update_priority(info["index"], torch.ones(7))
+    replayed.update_priority(info["index"], torch.full((8, 1), -1.0))
+    with pytest.raises(PriorityError, match="got 8 others"):
+        replayed.flush()
+    replayed.check()
+    here.empty()
+    replayed.sample()
+    with pytest.raises(NoSampleable, match="8 places"):
+        replayed.check()
+    replayed.close()

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.device.pinning import HostMemory, Pinning, is_dense
+from engram.device.pinning import Pinning, is_dense
 from engram.nested import map_tensors, tensors
 from engram.store.blocks import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engram.store.device.accelerator import Accelerator
+    from engram.store.device.accelerator import Accelerator, HostMemory
 
 
 class Block:

@@ -83,7 +83,7 @@ class _Commands:
 
     def __init__(self, accelerator: Accelerator, batch_size: int, *, with_ranks: bool) -> None:
         self.memory = torch.zeros(_SLOTS * (_WORDS + batch_size * with_ranks), dtype=torch.int64, device="cpu")
-        self._words = memoryview(self.memory.numpy())
+        self._words = self.memory.numpy().data
         self._accelerator, self._room = accelerator, batch_size
         self._number, self._behind = 0, list[torch.Event]()
         self.address = 0

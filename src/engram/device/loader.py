@@ -18,6 +18,7 @@ from engram._devices import existing_device
 from engram._words import warn
 from engram.device.block import Blocks, Drawn
 from engram.device.direct import DirectReader, NotDirect, Readable
+from engram.errors import PriorityError
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
@@ -117,6 +118,8 @@ class DeviceLoader(Closes):
         self._direct: DirectReader | None = None
         #: Why the host copies, and the state of the buffer for which that is so.
         self._refused: tuple[object, str | None] = (None, None)
+        #: How many priorities were none, of those that an error has told of.
+        self._said = 0
         self._blocks = None if self._streams is None else Blocks(self._streams)
         self._thread = _ThreadRule(self.depth if self._streams is not None else 1)
         self._counts = dict.fromkeys(("batches", "bytes", "spilled"), 0)
@@ -284,7 +287,8 @@ class DeviceLoader(Closes):
 
         The values are copied to pinned memory after the work that computes them. They are applied in the order of the calls,
         once they have arrived: by the next batch, update or :meth:`flush`. Values on the host are applied at once if no earlier
-        update is pending.
+        update is pending. Where the device reads by itself, a native thread applies float32 priorities of whole rows; if it falls
+        behind, some are dropped.
 
         Args:
             index, priority, generation: as for ``rb.update_priority``. They may be changed or freed afterwards.
@@ -302,6 +306,8 @@ class DeviceLoader(Closes):
         >>> with DeviceLoader(rb, "cpu") as loader:
         ...     loader.update_priority(rows, torch.rand(10))
         """
+        if self._sent_back(index, priority, generation):
+            return
         streams = self._streams
         values = (index, priority, generation)
         found = [] if streams is None else [leaf for leaf in tensors(values) if streams.holds(leaf)]
@@ -322,6 +328,21 @@ class DeviceLoader(Closes):
             streams.wait(streams.current(), event)  # the caller may overwrite them in place
         self._updates.append(_Update(event, *values))
         self._apply()
+
+    def _sent_back(self, index: object, priority: object, generation: object) -> bool:
+        """Send priorities through the ring of the device that reads by itself. False: there is none, or they are not all there."""
+        streams, ring = self._streams, None if self._direct is None else self._direct.updates
+        if ring is None or streams is None or self._updates:
+            return False
+        given = [one for one in (index, generation, priority) if isinstance(one, Tensor) and streams.holds(one)]
+        if len(given) < 3 or len({one.numel() for one in given}) > 1 or given[0].numel() > self.rb.batch_size:
+            return False
+        rows, tickets, values = (one.detach().reshape(-1) for one in given)
+        ring.send(rows.contiguous(), tickets.contiguous(), values.to(torch.float32).contiguous())
+        if refused := ring.stats.refused - self._said:
+            self._said += refused
+            raise PriorityError(f"update_priority: expected finite priorities of at least 0, got {refused} others. They were left out.")
+        return True
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """``rb.update_tensordict_priority`` with a batch on the device, as :meth:`update_priority`.
@@ -364,6 +385,8 @@ class DeviceLoader(Closes):
         ...     loader.flush()  # the priorities are in the buffer
         """
         self._apply(wait=True)
+        if self._direct is not None and self._direct.updates is not None:
+            self._direct.updates.flush()
 
     def _apply(self, *, wait: bool = False) -> None:
         """Apply the updates that have arrived, in order."""
@@ -394,6 +417,9 @@ class DeviceLoader(Closes):
         for run in list(self._runs):
             run.close()
         self.flush()
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
 
 
 def _checked(transport: str | None, device: torch.device) -> str | None:

@@ -121,6 +121,11 @@ def test_priorities_that_none_can_be_are_refused_alone(store):
     assert torch.equal(after[6:], before[6:])
 
 
+def test_a_batch_of_nothing(store, ring):
+    ring.send(torch.arange(0), torch.arange(0), torch.zeros(0, dtype=torch.float64))
+    assert applied(attached(ring, store, prioritized(store))) == Drained(1, 0, 0)
+
+
 def test_what_is_sent_is_checked(store):
     ring = UpdateRing(20, 2, 2, "cpu")
     rows = torch.tensor([0, 1])

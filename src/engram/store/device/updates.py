@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,20 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.chain import Launcher
-    from engram.store.indexes import Indexes
+    from engram.store.indexes import Index, Indexes
 
 #: Words before the slots, and before the entries of a slot; which of the first ones the host writes.
 _HEADER, _SLOT_HEADER, _CONSUMED = 8, 4, 1
 _ENTRIES_AT_ONCE = 1024
 #: Of the counters on the device: batches sent.
 _SENT = 5
-
-
-class Priorities(Protocol):
-    """The index of priorities that updates are for: a :class:`engram.priorities.PriorityIndex` of a store."""
-
-    @property
-    def core(self) -> _native.Priorities: ...
 
 
 class Drained(NamedTuple):
@@ -89,7 +82,7 @@ class UpdateRing:
         self._state = torch.zeros(72, dtype=torch.int64, device=self.device)
         self.counters = self._state[64:]
         """On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full."""
-        self._attached: tuple[Priorities, Indexes] | None = None
+        self._attached: tuple[Index, Indexes] | None = None
         self._drain: _native.UpdateDrain | None = None
         if not self._kernels.INTERPRETED:  # compiled and loaded now; the ring counts one empty batch
             self.send(*(torch.zeros(0, dtype=kind, device=self.device) for kind in (torch.int64, torch.int64, dtype)))
@@ -124,11 +117,11 @@ class UpdateRing:
         self._launcher(self._kernels.update[(1,)], *given, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE)
         self._launcher(self._kernels.publish[(1,)], *where, SLOTS=self.slots)
 
-    def attach(self, priorities: Priorities, indexes: Indexes) -> None:
+    def attach(self, priorities: Index, indexes: Indexes) -> None:
         """Let updates reach an index of priorities, from the next :meth:`send` or :meth:`flush` on, in place of what was attached.
 
         Args:
-            priorities: of as many rows as the ring. indexes: those of their store, which ends the updates when it is closed.
+            priorities: of as many rows as the ring. indexes: those of their store; :meth:`Indexes.close` ends the updates.
 
         Raises as :meth:`close`.
         """
