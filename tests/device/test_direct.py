@@ -277,7 +277,7 @@ def test_replay_refuses_what_it_cannot_do(device):
         DeviceReplay([], "cuda")
     here, _ = pair(sampler=by_priority)
     replayed = DeviceReplay(here, "cuda")
-    batch, info = replayed.sample(return_info=True)
+    _, info = replayed.sample(return_info=True)
     with pytest.raises(RuntimeError, match="generation=info"):
         replayed.update_priority(info["index"].clone(), torch.ones(8))
     with pytest.raises(ValueError, match="one priority per row"):
@@ -286,8 +286,11 @@ def test_replay_refuses_what_it_cannot_do(device):
     with pytest.raises(PriorityError, match="got 8 others"):
         replayed.flush()
     replayed.check()
+    graph = device.capture(replayed.sample)
     here.empty()
-    replayed.sample()
+    with pytest.raises(NoSampleable):
+        replayed.sample()
+    graph.replay()
     with pytest.raises(NoSampleable, match="8 places"):
         replayed.check()
     replayed.close()

@@ -341,7 +341,9 @@ class DeviceLoader(Closes):
         ring.send(rows.contiguous(), tickets.contiguous(), values.to(torch.float32).contiguous())
         if refused := ring.stats.refused - self._said:
             self._said += refused
-            raise PriorityError(f"update_priority: expected finite priorities of at least 0, got {refused} others. They were left out.")
+            raise PriorityError(
+                f"update_priority: expected finite priorities of at least 0, got {refused} others. They were left out."
+            )
         return True
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
