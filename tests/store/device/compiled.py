@@ -16,10 +16,9 @@ POINTERS = {"priorities": "*fp32"}
 def variants():
     yield kernels.extents, 4, {"BLOCK": 1024}
     for kind in range(3):
-        for lanes in (0, -1, 7):
-            yield kernels.draw, 1, {"BLOCK": 1, "KIND": kind, "LANES": lanes, "SLOTS": 0, "COUNTED": False}
-        yield kernels.repair, 4, {"CHUNK": 2048, "KIND": kind, "LANES": 7, "SLOTS": 4, "COUNTED": True}
-    yield kernels.draw, 1, {"BLOCK": 1, "KIND": 0, "LANES": 7, "SLOTS": 4, "COUNTED": True}
+        yield kernels.draw, 1, {"BLOCK": 1, "KIND": kind, "LANES": -1, "SLOTS": 4, "COUNTED": True}
+        yield kernels.repair, 4, {"CHUNK": 2048, "KIND": kind, "LANES": 7, "SLOTS": 0, "COUNTED": False}
+    yield kernels.draw, 1, {"BLOCK": 1, "KIND": 0, "LANES": 0, "SLOTS": 0, "COUNTED": False}
     for chunk, warps in ((256, 1), (2048, 4), (16384, 8)):
         yield kernels.gather, warps, {"CHUNK": chunk, "SLOTS": 4}
     yield kernels.repair, 8, {"CHUNK": 16384, "KIND": 0, "LANES": -1, "SLOTS": 0, "COUNTED": False}

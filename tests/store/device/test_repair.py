@@ -2,6 +2,7 @@
 
 import builtins
 import random
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from engram.store.device.chain import Chain
 from engram.store.device.columns import columns_of
 from engram.store.device.twin import Twin
 from engram.types import WritePlan
+from tests import stress
 from tests.store.device.stores import as_bytes, assert_as_uniform, assert_whole, content, filled, prioritized, remove
 
 FIELDS = (("int64", ()), ("uint8", (700,)), ("float32", (3,)))
@@ -82,14 +84,15 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_writer_between_kernels(of, before, change):
     store = filled(10, 1, FIELDS)
-    chain = disturbed(of, store, 6, before=before, act=lambda: CHANGES[change](store))
+    n = 2 if change == "empty" else 5
+    chain = disturbed(of, store, n, before=before, act=lambda: CHANGES[change](store))
     batch = chain.run(3)
     assert_whole(batch, store)
     assert batch.valid.all() or change == "empty"
     if change == "empty":
         assert not batch.valid.any()
-        assert batch.rows.tolist() == [-1] * 6
-        assert of is Twin or int(chain.counters[4]) == 6
+        assert batch.rows.tolist() == [-1] * n
+        assert of is Twin or int(chain.counters[4]) == n
     assert (int(chain.counters[2]) if of is Chain else chain.redraws) > 0 or change == "empty"
 
 
@@ -265,3 +268,45 @@ def test_without_triton(monkeypatch):
     with pytest.raises(RuntimeError, match=r"expected Triton, got .* pip install triton"):
         Chain(columns_of(store), 2, "cpu")
     assert_as_uniform(Twin(store, 2, "cpu").run(1), store, 1)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(stress.LIMIT_S)
+@pytest.mark.parametrize("of", [Chain, Twin])
+def test_rows_are_whole_beside_a_writer(of):
+    """A thread rewrites rows, of which all numbers are the same. The interpreter reads slowly: it is not to meet each row in vain."""
+    store = filled(64, 1, [("int64", ()), ("int64", (500,)), ("int64", (20,))])
+    stop = threading.Event()
+
+    def write():
+        number = 0
+        while not stop.wait(0.002):
+            number += 1
+            rows = torch.arange(number % 5, 64, 5)
+            values = torch.full((len(rows),), number)
+            columns = [
+                values,
+                values[:, None].expand(-1, 500).contiguous(),
+                values[:, None].expand(-1, 20).contiguous(),
+            ]
+            store.write(WritePlan(rows=rows), columns, len(rows))
+
+    reader, valid = disturbed(of, store, 8), 0
+    store.write(
+        WritePlan(rows=torch.arange(64)),
+        [torch.zeros((64, *f.shape), dtype=torch.int64) for f in store.schema.fields],
+        64,
+    )
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for key in range(stress.size(3, 20_000) if of is Chain else stress.size(100, 1_000_000)):
+            batch = reader.run(key)
+            first, second, third = batch.fields
+            valid += int(batch.valid.sum())
+            assert (second == first[:, None]).all()
+            assert (third == first[:, None]).all()
+    finally:
+        stop.set()
+        writer.join()
+    assert valid > 0

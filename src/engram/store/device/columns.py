@@ -66,22 +66,6 @@ class Columns(NamedTuple):
     tree: Tree | None = None
 
 
-def level_sizes(leaves: int) -> tuple[int, ...]:
-    """Nodes per level of a tree, the leaves first, one node at the top."""
-    sizes = [leaves, -(-leaves // FANOUT)]
-    while sizes[-1] > 1:
-        sizes.append(-(-sizes[-1] // FANOUT))
-    return tuple(sizes)
-
-
-def level_offsets(sizes: Iterable[int]) -> list[int]:
-    """Where levels of those sizes begin, in bytes, and where the last one ends: each is padded to whole lines of 64 bytes."""
-    at = [0]
-    for size in sizes:
-        at.append(at[-1] + -(-size // FANOUT) * FANOUT * 8)
-    return at
-
-
 def columns_of(
     store: Store, translate: Callable[[int], int] = lambda address: address, priorities: Index | None = None
 ) -> Columns:
@@ -113,11 +97,17 @@ def columns_of(
 
 
 def tree_at(address: int, leaves: int) -> Tree:
-    """The tree in the memory of an index of priorities that begins at an address: leaves, sums, then minima, level by level."""
-    sizes = level_sizes(leaves)
-    offsets = level_offsets((*sizes, *sizes[1:]))
-    begin = [address + _TREE_AT + offset for offset in offsets]
-    return Tree(tuple(begin[: len(sizes)]), sizes, begin[-2], address + _BETA_AT)
+    """The tree in the memory of an index of priorities that begins at an address: leaves, sums, then minima, level by level.
+
+    Levels are padded to whole lines of 64 bytes.
+    """
+    sizes = [leaves, -(-leaves // FANOUT)]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // FANOUT))
+    begin = [address + _TREE_AT]
+    for size in (*sizes, *sizes[1:]):
+        begin.append(begin[-1] + -(-size // FANOUT) * FANOUT * 8)
+    return Tree(tuple(begin[: len(sizes)]), tuple(sizes), begin[-2], address + _BETA_AT)
 
 
 class Batch(NamedTuple):
