@@ -5,7 +5,7 @@ import torch
 
 from engram.store.device.chain import Chain
 from engram.store.device.columns import Layout, columns_of, tree_at
-from engram.store.device.twin import Twin, high_product, random_bits
+from tests.store.device.twin import Twin, high_product, random_bits
 from engram.types import WritePlan
 from tests import stress
 from tests.store.device.stores import (

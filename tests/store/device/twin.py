@@ -1,4 +1,4 @@
-"""The chain of kernels in operations of torch: an oracle for it, and a way without Triton to batches on any device."""
+"""The chain of kernels in operations of torch: an oracle for it, which shares no code with the kernels."""
 
 from __future__ import annotations
 
