@@ -240,6 +240,17 @@ class Indexes(Mapping[IndexKey, Any]):
         for index in self._lasting.values():
             index.core = core
 
+    @property
+    def tables(self) -> int:
+        """How many tables there are."""
+        return len(self._tables)
+
+    def keep(self, key: IndexKey, index: Any) -> None:
+        """Have an index that the core does not tell of writes; None: forget the one of that key."""
+        self._lasting.pop(key, None)
+        if index is not None:
+            self._lasting[key] = index
+
     # ---- indexes that last -------------------------------------------------------------------------------------------
 
     def lasting(self, name: str, kind: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Any, bool]:
