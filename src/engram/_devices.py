@@ -32,7 +32,7 @@ def existing_device(device: torch.device | str | int, name: str) -> torch.device
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device. One of the host goes through pinned memory, so that nobody waits."""
+    """A tensor on a device. One of the host goes through pinned memory, so that the host need not wait."""
     if tensor.is_cpu and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from engram.buffer.new_fields import add_entries
 from engram.buffer.write_path import new_containers
 from engram.field_paths import checked_path
 from engram.nested import entries_of, find, flatten, has_entries, name_of
+from engram.store import DeviceStore
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -102,7 +103,9 @@ class RowAccess:
         call = "rb[index] = value"
         self._check_editable(call)
         wiring = self._wiring
-        where = self._where(index)
+        memory = wiring.storage.memory
+        there = isinstance(memory, DeviceStore) and memory.names(index) and wiring.storage.ndim == 1
+        where = storages.Rows(cast("Tensor", index)) if there and not wiring.is_heard() else self._where(index)
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))

@@ -245,7 +245,7 @@ class Indexes(Mapping[IndexKey, Any]):
         """How many tables there are."""
         return len(self._tables)
 
-    def keep(self, key: IndexKey, index: Any) -> None:
+    def keep(self, key: IndexKey, index: object) -> None:
         """Have an index that the core does not tell of writes; None: forget the one of that key."""
         self._lasting.pop(key, None)
         if index is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from engram.types import Write
 
 
-class HostedStore(Store, ABC):
+class HostedStore(Store):
     """Rows that something else moves, while the core keeps tickets and cursors on the host.
 
     Within one process only. A lock orders reads and writes. Fields that an index reads have a copy on the host, which the
@@ -39,13 +38,13 @@ class HostedStore(Store, ABC):
         super().__init__(schema, tensors, control, tickets)
         self.layout = _native.Layout([])
 
-    @abstractmethod
     def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
         """Replace fields of rows; of a row that is named twice the last entry stays."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Fields of rows, copied."""
+        raise NotImplementedError
 
     def paused(self) -> AbstractContextManager[None]:
         return self._pausing_with((self._lock, self._pausing))  # in between, rows have tickets already and no data yet

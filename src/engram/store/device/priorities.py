@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.errors import EMPTY, NoSampleable, RowError
+from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.blocks import Masses
 from engram.store.device.tree import SumTree
 
@@ -39,7 +39,7 @@ class DevicePriorities:
         self._powers = (alpha, beta)
         self._closed: object = None
         self.retired = False
-        """Whether the priorities moved to the host, as a sampler needed them there."""
+        """Whether the priorities of that name are elsewhere now."""
 
     @property
     def core(self) -> DevicePriorities:
@@ -174,6 +174,30 @@ class DevicePriorities:
     # ---- changing ----------------------------------------------------------------------------------------------------
 
     def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
+        """As :meth:`update_there`, where rows and priorities of the host are looked at first.
+
+        Raises:
+            PriorityError: one is negative, not finite or too large. Nothing is changed.
+            RowError: a row outside the store. Nothing is changed.
+        """
+        self.check(priorities)
+        if rows.is_cpu and bool(((rows < -1) | (rows >= self.rows)).any()):
+            raise RowError(f"update_priority: expected rows in [-1, {self.rows}), got {rows.tolist()[:8]}….")
+        self.update_there(rows, priorities, expected)
+
+    def check(self, priorities: Tensor) -> None:
+        """Raise ``PriorityError`` for priorities on the host of which one is negative, not finite or too large."""
+        if not priorities.is_cpu:
+            return
+        good = (priorities >= 0) & ((priorities.double() + self.eps) ** self.alpha < self._most)
+        if not bool(good.all()):
+            at = int(good.long().argmin())
+            raise PriorityError(
+                f"update_priority: expected finite priorities of at least 0 whose power alpha={self.alpha:g} can be summed: a priority at "
+                f"position {at} is {float(priorities[at])}."
+            )
+
+    def update_there(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
         """New priorities, ``[n]``, of rows int64 ``[n]``; -1 is passed over, and so are rows of other writes than expected, and rows
         that hold nothing: these are counted. Of a row that is named twice the last entry stays.
 
@@ -195,7 +219,7 @@ class DevicePriorities:
         last = ledger.last_of(at)
         self.tree.put(at, leaves if last is None else leaves[last])
 
-    def update_arrays(self, rows: object, priorities: object, expected: object) -> None:
+    def update_arrays(self, *_: object) -> None:
         """Raises ``TypeError``: arrays become tensors first."""
         raise TypeError("update_arrays: expected an index on the CPU")
 

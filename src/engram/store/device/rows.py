@@ -52,8 +52,10 @@ class DeviceRows:
         # What the host knows of it, in one place for all stores around these rows.
         #: Appended rows that the core has not been told of.
         self.pending = 0
-        #: Whether graphs append rows, and whether something edits rows, that the core hears of when it is asked.
-        self.captured, self.edits = False, False
+        #: Whether graphs append rows, and whether they edit some, of which the core hears when it is asked.
+        self.captured, self.captured_edits = False, False
+        #: Whether rows may have been edited of which it has not heard.
+        self.edits = False
         #: Whether the live rows are those that the cursor has passed.
         self.ring = True
         #: What the cursor on the device was when the host last knew.
@@ -72,12 +74,12 @@ class DeviceRows:
 
     def sent(self, tensor: Tensor, call: str) -> Tensor:
         """A tensor on the device. Raises ``RuntimeError``: it is of the host, and a graph is captured."""
-        if tensor.device == self.device and not (self.device.type == "cpu" and self.capturing and tensor.is_cpu):
+        if tensor.device == self.device:
             return tensor
         if self.capturing:
             raise RuntimeError(
-                f"{call}: expected tensors on {self.device} while a CUDA graph is captured, got one on {tensor.device}, which would be read "
-                "once and not at each replay. Move it there before, or make this call outside of the capture."
+                f"{call}: expected tensors on {self.device} while a CUDA graph is captured, got one on {tensor.device}, which would be "
+                "read once and not at each replay. Move it there before, or make this call outside of the capture."
             )
         return sent(tensor, self.device)
 
@@ -101,7 +103,7 @@ class DeviceRows:
     def put_span(self, start: int, which: Sequence[int], columns: Sequence[Tensor]) -> None:
         """Replace fields of consecutive rows."""
         spans = [self.whole[number][start : start + len(column)] for number, column in zip(which, columns, strict=True)]
-        torch._foreach_copy_(spans, list(columns))  # noqa: SLF001 - torch's optimizers use it
+        torch._foreach_copy_(spans, list(columns))  # torch's optimizers use it
 
     def number(self, rows: Tensor, first: int | Tensor, last: Tensor | None) -> None:
         """Rows hold new writes, numbered from ``first`` on. ``last`` as for :meth:`put`."""
@@ -145,18 +147,16 @@ class DeviceRows:
     # ---- what the host asks for: each waits ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what calls on the device could not, which left out what was wrong. ``PriorityError``, ``RowError``, ``NoSampleable``."""
+        """Raise ``PriorityError``, ``RowError`` or ``NoSampleable`` for what calls on the device left out since the last call."""
         before, now = self._checked, self.tally[1:].tolist()
         bad, outside, empty = (b - a for a, b in zip(before, now, strict=True))
         self._checked = now
+        left_out = "since the last look at the device; they were left out."
         if bad:
             raise PriorityError(
-                f"update_priority: expected finite priorities of at least 0 whose power can be summed, got {bad} others since the device was "
-                "last asked; they were left out, the rest was set."
+                f"update_priority: expected finite priorities of at least 0, got {bad} others {left_out}"
             )
         if outside:
-            raise RowError(
-                f"expected rows that hold data, got {outside} others on {self.device} since it was last asked; they were left out."
-            )
+            raise RowError(f"expected rows that hold data, got {outside} others {left_out}")
         if empty:
-            raise NoSampleable(f"{EMPTY} {empty} draws on {self.device} found nothing, or priorities that are all zero.")
+            raise NoSampleable(f"{EMPTY} Since the last look at the device {empty} draws found no row, or no priority.")

@@ -77,26 +77,18 @@ class DeviceStore(HostedStore):
     def _settle(self) -> None:
         """Tell the core of appended rows."""
         rows = self.rows
-        if rows.capturing:
+        if rows.captured and rows.capturing:
             return
         with self._lock:
-            n = rows.pending
             if rows.captured:
-                rows.known = position, clock, filled = tuple(rows.cursor.tolist())  # waits
-                n = clock - self.bare.next_ticket
-                first = position - n
-            else:
-                first = self.bare.next_position(0)
-            rows.pending = 0
-            while n > 0:
-                k = min(n, self.capacity)
-                which, columns = (), []
-                if self._copies:
-                    there = (first + torch.arange(k, device="cpu")) % self.capacity
-                    which, columns = self._for_core(self._which, self._take(there, self._which))
-                place = _native.empty_rows(k)
-                self.bare.append(0, k, tuple(map(torch.Tensor.data_ptr, columns)), place.data_ptr())
-                n, first = n - k, first + k
+                position, clock, filled = rows.cursor.tolist()  # waits
+                rows.known, rows.pending = (position, clock, filled), clock - self.bare.next_ticket
+            while rows.pending > 0:
+                k = min(rows.pending, self.capacity)
+                there = (self.bare.next_position(0) + torch.arange(k, device="cpu")) % self.capacity
+                columns = self._for_core(self._which, self._take(there, self._which))[1] if self._copies else []
+                self.bare.append(0, k, tuple(map(torch.Tensor.data_ptr, columns)), there.data_ptr())
+                rows.pending -= k
 
     def _settle_edits(self) -> None:
         """Let rows that were edited by an index on the device have new tickets. Waits for the device, where there may be some."""
@@ -106,7 +98,7 @@ class DeviceStore(HostedStore):
         with self._lock:
             edited = rows.edited[:-1].nonzero().squeeze(1).cpu()
             rows.edited.zero_()
-            rows.edits = rows.captured
+            rows.edits = rows.captured_edits
             if len(edited):
                 super(HostedStore, self).edit(edited, *self._for_core(self._which, self._take(edited, self._which)))
                 self._follow()
@@ -238,7 +230,13 @@ class DeviceStore(HostedStore):
         """Append where the cursor on the device is. Raises ``RuntimeError``: only the host can place the rows."""
         rows = self.rows
         if self.lanes > 1 or not rows.ring or self.bare.limited:
-            why = f"has {self.lanes} lanes" if self.lanes > 1 else "has limits" if self.bare.limited else "has rows that a writer placed"
+            why = (
+                f"has {self.lanes} lanes"
+                if self.lanes > 1
+                else "has limits"
+                if self.bare.limited
+                else "has rows that a writer placed"
+            )
             raise RuntimeError(
                 f"extend: expected a storage of one ring while a CUDA graph is captured, got one that {why}: the host must place the rows. "
                 "Make this call outside of the capture."
@@ -323,7 +321,7 @@ class DeviceStore(HostedStore):
             at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
             ledger.put(at, which, self._sent(self._shaped(at, which, columns), call), ledger.last_of(at))
             ledger.edited.index_fill_(0, at, True)
-            ledger.edits = True
+            ledger.edits, ledger.captured_edits = True, ledger.captured_edits or ledger.capturing
         return Write(at, 0)
 
     def _shaped(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:

@@ -32,7 +32,8 @@ class SumTree:
 
     def __init__(self, leaves: int, device: torch.device) -> None:
         self.spare = leaves
-        n, sizes = leaves + 1, []
+        n = leaves + 1
+        sizes: list[int] = []
         while not sizes or n > _TOP:
             n = math.ceil(n / FANOUT)
             sizes.append(n * FANOUT)
