@@ -175,7 +175,11 @@ class PrioritizedSampler(NativeSampler):
     def _attached(self) -> Priorities | None:
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
         if self._storage is not None and (self._index is None or self._index.retired or self._storage.closed):
-            found = self._found_in(self._storage)
+            memory, rows = self._storage.memory, self._capacity or self._storage.max_size
+            if isinstance(memory, DeviceStore):
+                found: tuple[Priorities, bool] | None = self._found_there(memory)
+            else:
+                found = self._storage.priorities(self.index_name, self._config, rows)
             if found is not None:
                 index, made = found
                 known = (index.core.alpha, index.core.beta)
@@ -189,10 +193,7 @@ class PrioritizedSampler(NativeSampler):
         """Whether the priorities lie on the accelerator that the rows are on."""
         return isinstance(self._attached(), DeviceIndex)
 
-    def _found_in(self, storage: SampledStorage) -> tuple[Priorities, bool] | None:
-        memory = storage.memory
-        if not isinstance(memory, DeviceStore):
-            return storage.priorities(self.index_name, self._config, self._capacity or storage.max_size)
+    def _found_there(self, memory: DeviceStore) -> tuple[Priorities, bool]:
         if self.on_device and self.device not in (torch.device(memory.device.type), memory.device):
             raise ValueError(
                 f"PrioritizedSampler: device: expected {memory.device}, where the rows are, or 'cpu', got {self.device}."
