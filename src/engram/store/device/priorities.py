@@ -60,13 +60,14 @@ class DevicePriorities:
     @alpha.setter
     def alpha(self, alpha: float) -> None:
         power, leaves = alpha / self.alpha if self.alpha > 0 else 1.0, self.tree.leaves
-        raised = torch.where(leaves > 0, leaves**power, leaves)
-        if bool((raised >= self._most).any()):
-            raise ValueError("with that alpha a priority is too large")
-        leaves.copy_(raised)
-        self.tree.sum_up()
-        self._alpha.fill_(alpha)
-        self._powers = (alpha, self.beta)
+        with self._rows.lock:
+            raised = torch.where(leaves > 0, leaves**power, leaves)
+            if bool((raised >= self._most).any()):
+                raise ValueError("with that alpha a priority is too large")
+            leaves.copy_(raised)
+            self.tree.sum_up()
+            self._alpha.fill_(alpha)
+            self._powers = (alpha, self.beta)
 
     @property
     def beta(self) -> float:
@@ -130,10 +131,10 @@ class DevicePriorities:
 
     def _set_all(self, leaves: Tensor) -> None:
         """Set the leaves of live rows; those that none was ever given get the default one."""
-        given, held = (leaves > 0) | leaves.signbit(), self._rows.numbers[:-1] > 0
-        new = torch.where(held, torch.where(given, leaves, self._default()), 0.0)
-        self.tree.leaves[: self.rows].copy_(new)
-        self.tree.sum_up()
+        with self._rows.lock:
+            given, held = (leaves > 0) | leaves.signbit(), self._rows.numbers[:-1] > 0
+            self.tree.leaves[: self.rows].copy_(torch.where(held, torch.where(given, leaves, self._default()), 0.0))
+            self.tree.sum_up()
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
@@ -204,20 +205,22 @@ class DevicePriorities:
         A priority that is negative, not finite or too large leaves its row as it is, and is counted, too; so is a row outside.
         """
         ledger = self._rows
-        rows, priorities = ledger.sent(rows, "update_priority"), ledger.sent(priorities, "update_priority").double()
-        leaves = (priorities + self.eps) ** self._alpha
-        good = (priorities >= 0) & (leaves < self._most)
-        inside = (rows >= 0) & (rows < ledger.capacity)
-        at = torch.where(inside & good, rows, ledger.spare)
-        held = ledger.numbers[at]
-        used = held > 0 if expected is None else (held > 0) & (held == ledger.sent(expected, "update_priority"))
-        ledger.tally[:3].add_(torch.stack((inside & good & ~used, ~good, ~inside & (rows != -1))).sum(1))
-        leaves = torch.where(used, torch.where(leaves > 0, leaves, -0.0), 0.0)
-        at = torch.where(used, at, ledger.spare)
-        if len(at):
-            torch.maximum(self._highest, torch.where(used, priorities, 0.0).amax(), out=self._highest)
-        last = ledger.last_of(at)
-        self.tree.put(at, leaves if last is None else leaves[last])
+        with ledger.lock:
+            ledger.follow_stream()
+            rows, priorities = ledger.sent(rows, "update_priority"), ledger.sent(priorities, "update_priority").double()
+            leaves = (priorities + self.eps) ** self._alpha
+            good = (priorities >= 0) & (leaves < self._most)
+            inside = (rows >= 0) & (rows < ledger.capacity)
+            at = torch.where(inside & good, rows, ledger.spare)
+            held = ledger.numbers[at]
+            used = held > 0 if expected is None else (held > 0) & (held == ledger.sent(expected, "update_priority"))
+            ledger.tally[:3].add_(torch.stack((inside & good & ~used, ~good, ~inside & (rows != -1))).sum(1))
+            leaves = torch.where(used, torch.where(leaves > 0, leaves, -0.0), 0.0)
+            at = torch.where(used, at, ledger.spare)
+            if len(at):
+                torch.maximum(self._highest, torch.where(used, priorities, 0.0).amax(), out=self._highest)
+            last = ledger.last_of(at)
+            self.tree.put(at, leaves if last is None else leaves[last])
 
     def update_arrays(self, *_: object) -> None:
         """Raises ``TypeError``: arrays become tensors first."""
@@ -225,8 +228,10 @@ class DevicePriorities:
 
     def reset(self, rows: Tensor) -> None:
         """Give live rows the default priority again."""
-        at = self._rows.live(self._rows.sent(rows, "mark_update"))
-        self.tree.put(at, torch.where(at < self.rows, self._default(), 0.0))
+        with self._rows.lock:
+            self._rows.follow_stream()
+            at = self._rows.live(self._rows.sent(rows, "mark_update"))
+            self.tree.put(at, torch.where(at < self.rows, self._default(), 0.0))
 
     # ---- what the host asks for: each waits ------------------------------------------------------------------------------
 

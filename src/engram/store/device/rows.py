@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engram import _fork
 from engram._devices import after_stream, capturing, sent
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.memory import torch_dtype
@@ -49,6 +50,8 @@ class DeviceRows:
         self._last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
         self._stream: torch.Stream | None = None
+        #: Held around every call, so that the operations of two threads do not mix.
+        self.lock = _fork.rlock()
         # What the host knows of it, in one place for all stores around these rows.
         #: Appended rows that the core has not been told of.
         self.pending = 0

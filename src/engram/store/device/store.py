@@ -45,6 +45,7 @@ class DeviceStore(HostedStore):
         #: Whether samplers that name no device get their priorities here.
         self.keeps_priorities = rows.device.type != "cpu"
         super().__init__(schema, [column[:-1] for column in rows.whole], control, tickets)
+        self._lock = rows.lock
         self._follow()
 
     @classmethod
