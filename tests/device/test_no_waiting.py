@@ -16,6 +16,8 @@ from engram.store import DeviceStore
 from tests.device.synchronisation import Waited, no_synchronisation
 
 THERE = torch.device("meta")
+#: More than the first batches, at which a buffer looks more closely.
+TIMES = 100
 
 
 def steps_of(n, first=0):
@@ -55,13 +57,13 @@ def test_extend(n):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100, device="meta"), batch_size=8)
     rb.extend(steps_of(70))
     with no_synchronisation() as guard:
-        for _ in range(5):
+        for _ in range(TIMES):
             index = rb.extend(steps_of(n))
             assert index.device == THERE
     assert guard.operations
     assert isinstance(rb.storage.store, DeviceStore)
-    assert rb.storage.store.rows.pending == 70 + 5 * n  # the core was not asked either
-    assert (len(rb), rb.write_count) == (min(100, 70 + 5 * n), 70 + 5 * n)
+    assert rb.storage.store.rows.pending == 70 + TIMES * n  # the core was not asked either
+    assert (len(rb), rb.write_count) == (min(100, 70 + TIMES * n), 70 + TIMES * n)
 
 
 @pytest.mark.parametrize("generations", [False, True])
@@ -101,7 +103,7 @@ def test_draws_by_priority_and_updates(normalize):
     rb.extend(steps_of(70))
     rb.sample()
     with no_synchronisation():
-        for _ in range(3):
+        for _ in range(TIMES):
             rb.extend(steps_of(40))
             batch, info = rb.sample(return_info=True)
             assert batch["priority_weight"].dtype is torch.float32

@@ -6,20 +6,27 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer, TensorStorage
+from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
 from engram.store import DeviceStore
 from tests.store.device.test_priorities import There, steps_of
-from tests.store.test_device import ROOT, FIELDS, schema
+from tests.store.test_device import schema
 
 
 def test_steps_of_environments_are_those_of_the_host():
     both = [
-        TensorDictReplayBuffer(storage=storage(40, ndim=2), sampler=PrioritizedSampler(alpha=0.7, beta=0.5), batch_size=16, generator=torch.Generator().manual_seed(1))
+        TensorDictReplayBuffer(
+            storage=storage(40, ndim=2),
+            sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+            batch_size=16,
+            generator=torch.Generator().manual_seed(1),
+        )
         for storage in (There, LazyTensorStorage)
     ]
     random = torch.Generator().manual_seed(2)
     for time in (1, 3, 1, 5, 9, 13):
-        data = TensorDict({"a": torch.rand(4, time, generator=random), "b": torch.rand(4, time, 2, generator=random)}, [4, time])
+        data = TensorDict(
+            {"a": torch.rand(4, time, generator=random), "b": torch.rand(4, time, 2, generator=random)}, [4, time]
+        )
         error = torch.rand(16, generator=random)
         drawn = []
         for rb in both:
@@ -44,14 +51,19 @@ def test_operations_of_threads_do_not_mix():
         try:
             for turn in range(60):
                 act(turn)
-        except Exception as error:  # shown below
+        except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
 
     def update(turn):
         batch = rb.sample()
         rb.update_priority(batch["index"], torch.rand(32), generation=batch["index_generation"])
 
-    acts = [lambda turn: rb.extend(steps_of(17, turn)), update, update, lambda turn: rb.__setitem__(turn, steps_of(1)[0])]
+    acts = [
+        lambda turn: rb.extend(steps_of(17, turn)),
+        update,
+        update,
+        lambda turn: rb.__setitem__(turn, steps_of(1)[0]),
+    ]
     threads = [threading.Thread(target=run, args=(act,)) for act in acts]
     for thread in threads:
         thread.start()
@@ -71,7 +83,10 @@ def test_of_a_row_that_is_named_twice_the_last_entry_stays(n):
     last = store.rows.last_of(rows)
     places = {int(row): place for place, row in enumerate(rows.tolist())}
     assert last.tolist() == [places[row] for row in rows.tolist()]
-    assert torch.equal(store.rows.last_of(rows.flip(0)), (n - 1) - torch.tensor([rows.flip(0).flip(0).tolist().index(r) for r in rows.flip(0).tolist()]))
+    assert torch.equal(
+        store.rows.last_of(rows.flip(0)),
+        (n - 1) - torch.tensor([rows.flip(0).flip(0).tolist().index(r) for r in rows.flip(0).tolist()]),
+    )
 
 
 def test_rows_are_edited_by_an_index_of_the_device():

@@ -36,6 +36,7 @@ class DevicePriorities:
         self._alpha, self._beta, self._highest = torch.zeros(3, dtype=torch.float64, device=rows.device).unbind()
         self._alpha.fill_(alpha)
         self._beta.fill_(beta)
+        self._zero = torch.zeros_like(self._alpha)
         self._powers = (alpha, beta)
         self._closed: object = None
         self.retired = False
@@ -144,7 +145,7 @@ class DevicePriorities:
         def drawn() -> tuple[Tensor, Tensor, Tensor]:
             rows, leaves = self._draw(key.value, n)
             least = torch.where(leaves > 0, leaves, torch.inf).amin() if over_batch else self.tree.least()
-            weights = torch.where(leaves > 0, (leaves / least) ** -self._beta, 0.0)
+            weights = torch.where(leaves > 0, (least / leaves) ** self._beta, self._zero)
             return rows, self._rows.numbers[rows], weights.float() if single_precision else weights
 
         return store.sample_rows(drawn)
@@ -168,9 +169,10 @@ class DevicePriorities:
         """
         if self.total == 0:
             raise NoSampleable(f"{EMPTY} Or all priorities are zero.")
-        rows, found = self._draw(key, n)
-        weights = found if leaves else (found / self.tree.least()) ** -self._beta
-        return rows.cpu(), self._rows.numbers[rows].cpu(), weights.cpu()
+        with self._rows.lock:
+            rows, found = self._draw(key, n)
+            weights = found if leaves else (self.tree.least() / found) ** self._beta
+            return rows.cpu(), self._rows.numbers[rows].cpu(), weights.cpu()
 
     # ---- changing ----------------------------------------------------------------------------------------------------
 
@@ -211,14 +213,14 @@ class DevicePriorities:
             leaves = (priorities + self.eps) ** self._alpha
             good = (priorities >= 0) & (leaves < self._most)
             inside = (rows >= 0) & (rows < ledger.capacity)
-            at = torch.where(inside & good, rows, ledger.spare)
+            at = torch.where(inside & good, rows, ledger.nowhere)
             held = ledger.numbers[at]
             used = held > 0 if expected is None else (held > 0) & (held == ledger.sent(expected, "update_priority"))
             ledger.tally[:3].add_(torch.stack((inside & good & ~used, ~good, ~inside & (rows != -1))).sum(1))
-            leaves = torch.where(used, torch.where(leaves > 0, leaves, -0.0), 0.0)
-            at = torch.where(used, at, ledger.spare)
+            leaves = torch.where(used, torch.where(leaves > 0, leaves, -self._zero), self._zero)
+            at = torch.where(used, at, ledger.nowhere)
             if len(at):
-                torch.maximum(self._highest, torch.where(used, priorities, 0.0).amax(), out=self._highest)
+                torch.maximum(self._highest, torch.where(used, priorities, self._zero).amax(), out=self._highest)
             last = ledger.last_of(at)
             self.tree.put(at, leaves if last is None else leaves[last])
 

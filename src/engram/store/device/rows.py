@@ -47,6 +47,8 @@ class DeviceRows:
         self.cursor = torch.zeros(3, dtype=torch.int64, device=device)
         #: Updates that came too late; bad priorities; rows outside the store or without data; draws where nothing had a priority.
         self.tally = torch.zeros(4, dtype=torch.int64, device=device)
+        #: The spare row, on the device.
+        self.nowhere = torch.full((), self.spare, device=device)
         self._last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
         self._stream: torch.Stream | None = None
@@ -125,10 +127,10 @@ class DeviceRows:
 
     def live(self, rows: Tensor) -> Tensor:
         """Rows, the spare one in place of those that are outside or hold nothing, which are counted."""
-        at = torch.where((rows >= 0) & (rows < self.capacity), rows, self.spare)
+        at = torch.where((rows >= 0) & (rows < self.capacity), rows, self.nowhere)
         wrong = self.numbers[at] <= 0
         self.tally[2].add_(wrong.sum())
-        return torch.where(wrong, self.spare, at)
+        return torch.where(wrong, self.nowhere, at)
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,12 @@ class SumTree:
         #: The smallest above zero; infinite where there is none. The leaves are their own.
         self.lows = [torch.full_like(level, torch.inf) for level in self.sums[1:]]
         self._places = torch.arange(FANOUT, device=device)
+        self._from_end = 2 * FANOUT - 1 - self._places
+        # Numbers in Python would be made tensors by a kernel each time.
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._infinite = torch.full_like(self._zero, torch.inf)
+        self._none = torch.full((), 2 * FANOUT, device=device)
+        self._ends = torch.zeros(n + 1, dtype=torch.float64, device=device)
 
     @property
     def leaves(self) -> Tensor:
@@ -84,7 +90,9 @@ class SumTree:
     def _of_blocks(self, level: int, blocks: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Of blocks of a level: their sums, and what is smallest in them."""
         sums = self.sums[level].view(-1, FANOUT)[blocks]
-        lows = torch.where(sums > 0, sums, torch.inf) if level == 0 else self.lows[level - 1].view(-1, FANOUT)[blocks]
+        lows = (
+            torch.where(sums > 0, sums, self._infinite) if level == 0 else self.lows[level - 1].view(-1, FANOUT)[blocks]
+        )
         return sums.sum(1), lows.amin(1)
 
     # ---- draws -------------------------------------------------------------------------------------------------------
@@ -99,17 +107,17 @@ class SumTree:
         """
         top = self.sums[-1]
         # What is rounded must neither decrease nor end at a node without mass.
-        ends = torch.where(top > 0, top.cumsum(0), 0.0).cummax(0).values
-        x = u * ends[-1]
-        nodes = torch.searchsorted(ends, x, right=True).clamp_(max=len(top) - 1)
-        x = x - torch.where(nodes > 0, ends[nodes - 1], 0.0)
+        self._ends[1:].copy_(torch.where(top > 0, top.cumsum(0), self._zero).cummax(0).values)
+        x = u * self._ends[-1]
+        nodes = torch.searchsorted(self._ends[1:], x, right=True).clamp_(max=len(top) - 1)
+        x = x - self._ends[nodes]
         for level in reversed(range(len(self.lows))):
             block = self.sums[level].view(-1, FANOUT)[nodes]
             ends = block.cumsum(1)
             # The first one whose end lies above x, else the last one with mass.
-            found = torch.where(ends > x.unsqueeze(1), self._places, 2 * FANOUT - 1 - self._places)
-            place = torch.where(block > 0, found, 2 * FANOUT).amin(1)
-            place = torch.where(place < FANOUT, place, (2 * FANOUT - 1 - place).clamp_(min=0)).unsqueeze(1)
+            found = torch.where(ends > x.unsqueeze(1), self._places, self._from_end)
+            place = torch.where(block > 0, found, self._none).amin(1, keepdim=True)
+            place = torch.minimum(place, 2 * FANOUT - 1 - place).clamp_(min=0)
             mass = block.gather(1, place).squeeze(1)
             x = x - (ends.gather(1, place).squeeze(1) - mass)
             nodes = (nodes << _SHIFT) + place.squeeze(1)
