@@ -50,6 +50,9 @@ def test_appends_go_where_the_device_is(monkeypatch, n, times, prioritized):
         if turn % 4 == 3:  # the host looks, or writes by itself
             for it in (rb, plain):
                 it.extend(steps_of(torch.arange(at, at + 2)))
+                it[1] = steps_of(torch.tensor([at]))[0]
+                if turn == 7:
+                    it.empty()
             at += 2
     assert len(rb) == len(plain)
     assert rb.write_count == plain.write_count

@@ -107,7 +107,7 @@ class DeviceStore(HostedStore):
     def _follow(self) -> None:
         """Let the cursor on the device be where the core is, if that came there in another way."""
         rows = self.rows
-        if self.lanes > 1 or rows.captured:
+        if self.lanes > 1:
             return
         at, filled = self.bare.next_position(0) + rows.pending, self.bare.extent()[0][0]
         rows.ring = filled == self.capacity or filled == self.bare.next_position(0) % self.capacity
@@ -288,8 +288,6 @@ class DeviceStore(HostedStore):
             self.rows.edited.zero_()
             for tree in self.rows.trees:
                 tree.emptied()
-            if self.rows.captured:
-                self._set_cursor((self.bare.next_position(0), self.bare.next_ticket, 0))
             self._follow()
 
     # ---- editing -----------------------------------------------------------------------------------------------------
