@@ -245,6 +245,17 @@ class Indexes(Mapping[IndexKey, Any]):
         for drain in list(self.drains):
             drain.stop()
 
+    @property
+    def tables(self) -> int:
+        """How many tables there are."""
+        return len(self._tables)
+
+    def keep(self, key: IndexKey, index: object) -> None:
+        """Have an index that the core does not tell of writes; None: forget the one of that key."""
+        self._lasting.pop(key, None)
+        if index is not None:
+            self._lasting[key] = index
+
     # ---- indexes that last -------------------------------------------------------------------------------------------
 
     def lasting(self, name: str, kind: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Any, bool]:
