@@ -135,7 +135,7 @@ def transparent_type() -> type[TensorDict] | None:
     return _transparent
 
 
-def is_bare(td: Any) -> TypeGuard[TensorDict]:
+def is_bare(td: object) -> TypeGuard[TensorDict]:
     """Whether data is a TensorDict that is just its entries, batch size and device: not locked, and its dimensions have no names."""
     if (_transparent or transparent_type()) is None or not is_plain_tensordict(td):
         return False

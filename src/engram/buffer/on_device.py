@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from engram.priorities import PriorityIndex
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.store import Key, shared_memory
 from engram.usage import UsageIndex
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
-    from engram.priorities import PriorityIndex
     from engram.storages import TensorStorage
     from engram.store import Store
     from engram.store.device.chain import Kind
@@ -50,7 +50,10 @@ class OnDevice:
     def priorities(self) -> PriorityIndex | None:
         """What rows are drawn by; None: not by priority."""
         source = self._wiring.bound_sampler()
-        return source.priorities() if isinstance(source, PrioritizedSampler) and self.store is not None else None
+        if not isinstance(source, PrioritizedSampler) or self.store is None:
+            return None
+        index = source.priorities()
+        return index if isinstance(index, PriorityIndex) else None
 
     @property
     def refusal(self) -> str | None:
@@ -149,7 +152,7 @@ class OnDevice:
             info["index_generation"] = batch.tickets
         structure = cast("TensorStorage", wiring.storage).structure
         assert structure is not None  # rows were written
-        data: Any = structure.unflatten(batch.fields, (n,), device)
+        data = structure.unflatten(batch.fields, (n,), device)
         if reading.shows_rows:
             data = reading.attached(data, batch.rows, info)
         return (data, reading.info(batch.rows, info)) if return_info else data

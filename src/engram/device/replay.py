@@ -96,6 +96,13 @@ class DeviceReplay(Closes):
 
         Raises:
             RuntimeError: the buffer is not what it was; outside of a capture only. Or graphs have captured as many calls as were named.
+
+        >>> import torch
+        >>> from engram import DeviceReplay, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> if torch.cuda.is_available():
+        ...     batch = DeviceReplay(rb, "cuda").sample()
         """
         reader = self._reader
         if self._accelerator.capturing():
@@ -127,6 +134,15 @@ class DeviceReplay(Closes):
 
         Raises:
             RuntimeError: the buffer has no priorities; or no ``generation`` of another index. ValueError: another number of priorities.
+
+        >>> import torch
+        >>> from engram import DeviceReplay, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(alpha=0.6, beta=0.4), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> if torch.cuda.is_available():
+        ...     with DeviceReplay(rb, "cuda") as replay:
+        ...         batch, info = replay.sample(return_info=True)
+        ...         replay.update_priority(info["index"], torch.rand(4, device="cuda"))
         """
         updates = self._reader.updates
         if updates is None:
@@ -152,6 +168,17 @@ class DeviceReplay(Closes):
 
         Raises:
             KeyError: one of them is missing. TypeError: no TensorDict. What :meth:`update_priority` raises.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import DeviceReplay, LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+        >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend(TensorDict({"obs": torch.zeros(10, 3)}, [10]))
+        >>> if torch.cuda.is_available():
+        ...     with DeviceReplay(rb, "cuda") as replay:
+        ...         batch = replay.sample()
+        ...         batch["td_error"] = torch.rand(4, device="cuda")  # of your model
+        ...         replay.update_tensordict_priority(batch)
         """
         key = cast("Any", self.rb).priority_key
         if not is_tensordict(data):
@@ -167,7 +194,15 @@ class DeviceReplay(Closes):
         self.update_priority(found[0], found[1], generation=found[2])
 
     def flush(self) -> None:
-        """Wait until all priorities are in the buffer. Not in a capture. Raises as :meth:`check`."""
+        """Wait until all priorities are in the buffer. Not in a capture. Raises as :meth:`check`.
+
+        >>> import torch
+        >>> from engram import DeviceReplay, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(alpha=0.6, beta=0.4), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> if torch.cuda.is_available():
+        ...     DeviceReplay(rb, "cuda").flush()
+        """
         self._settle(wait=True)
         self.check()
 
@@ -176,6 +211,13 @@ class DeviceReplay(Closes):
 
         Raises:
             PriorityError: some priorities were none; the others are in the buffer, or on their way. NoSampleable: batches had no rows.
+
+        >>> import torch
+        >>> from engram import DeviceReplay, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> if torch.cuda.is_available():
+        ...     DeviceReplay(rb, "cuda").check()
         """
         self._settle(wait=False)
         stats = self.stats()
@@ -196,6 +238,13 @@ class DeviceReplay(Closes):
         ``transport``; ``batches``; ``redraws``: rows that were read again, or drawn again, because they moved; ``repeated``: places that
         repeat another place's row; ``missing``: places without a row; and of updates of priorities ``updates``: batches of them that the
         buffer has taken, ``dropped``: priorities for which there was no room on the way, and ``refused``: those that are none.
+
+        >>> import torch
+        >>> from engram import DeviceReplay, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> if torch.cuda.is_available():
+        ...     batches = DeviceReplay(rb, "cuda").stats()["batches"]
         """
         counts = torch.stack([reader.counters for reader in (self._reader, *self._captured)]).sum(0).tolist()
         updates, applied, dropped, refused = self._reader.updates, 0, 0, 0
@@ -212,7 +261,15 @@ class DeviceReplay(Closes):
             updates.flush()
 
     def close(self) -> None:
-        """Apply the priorities that are under way, and give the memory up. Graphs must not be replayed afterwards. Repeatable."""
+        """Apply the priorities that are under way, and give the memory up. Graphs must not be replayed afterwards. Repeatable.
+
+        >>> import torch
+        >>> from engram import DeviceReplay, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> _ = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> if torch.cuda.is_available():
+        ...     DeviceReplay(rb, "cuda").close()
+        """
         if self._reader.updates is not None and not self._closed:
             self._settle(wait=True)
         self._closed = True

@@ -550,9 +550,7 @@ class PrioritizedSampler(NativeSampler):
         return {**self.__dict__, "_storage": None, "_index": None, "adopts_index": True}
 
 
-def as_priorities(
-    priority: object, n: int, reduced: Callable[[Tensor], Tensor], *, there: bool = False
-) -> Tensor:
+def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor], *, there: bool = False) -> Tensor:
     """float64 or float32 ``[n]``, contiguous, on the CPU, or ``there``, where they are: of one number, ``[]`` or ``[1]``, the same for all
     rows. ``reduced``: makes ``[n]`` of ``[n, ...]``. Raises as :meth:`PrioritizedSampler.update_priority`, unless a priority itself is bad.
     """

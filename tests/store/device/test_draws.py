@@ -5,7 +5,6 @@ import torch
 
 from engram.store.device.chain import Chain
 from engram.store.device.columns import Layout, columns_of, tree_at
-from tests.store.device.twin import Twin, high_product, random_bits
 from engram.types import WritePlan
 from tests import stress
 from tests.store.device.stores import (
@@ -17,6 +16,7 @@ from tests.store.device.stores import (
     prioritized,
     remove,
 )
+from tests.store.device.twin import Twin, high_product, random_bits
 
 KEYS = [0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
 GEOMETRIES = [

@@ -9,8 +9,8 @@ from engram import LazyMemmapStorage, ReplayBuffer
 from engram.format.schema import DTYPES
 from engram.store.device.chain import Chain, chunk_table
 from engram.store.device.columns import Column, Columns, Layout, columns_of
-from tests.store.device.twin import Twin
 from tests.store.device.stores import as_bytes, assert_as_uniform, filled
+from tests.store.device.twin import Twin
 
 SIZES = [1, 2, 3, 7, 8, 12, 31, 255, 256, 257, 1000, 2048, 2049, 4095, 4097, 16_384, 28_224, 99_999, 100_000]
 

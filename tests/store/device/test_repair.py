@@ -9,10 +9,10 @@ import torch
 
 from engram.store.device.chain import Chain
 from engram.store.device.columns import columns_of
-from tests.store.device.twin import Twin
 from engram.types import WritePlan
 from tests import stress
 from tests.store.device.stores import as_bytes, assert_as_uniform, assert_whole, content, filled, prioritized, remove
+from tests.store.device.twin import Twin
 
 FIELDS = (("int64", ()), ("uint8", (700,)), ("float32", (3,)))
 
