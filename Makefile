@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo docs test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -56,6 +56,7 @@ help:
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
+	@echo "make gpu              the tests that need a CUDA device, and bench-gpu         TORCH=<a CUDA build>"
 	@echo "make bench-gpu        measure pinning, copies to a GPU and storages on it  ARGS='...' TORCH=<a CUDA build>"
 	@echo "make clean            remove what was built; make distclean removes .venv too"
 	@echo
@@ -138,6 +139,10 @@ stress: $(VENV)/.engram-dev
 # REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+gpu: $(VENV)/.engram-dev $(VENV)/.engram-bench $(VENV)/.rivals
+	@$(PYTEST) -m gpu $(ARGS)
+	@$(BIN)/python -m benchmarks.bench_gpu --quick
 
 bench-gpu: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks.bench_gpu $(ARGS)

@@ -5,7 +5,9 @@ Measured on the current CUDA device, beside what the same machine does at best i
 * what is pinned, for every kind of batch and with a transform that builds a new TensorDict;
 * host to device: batches of 256 frames of 28 kB through ``DeviceLoader``, against one large pinned copy;
 * waiting: what part of a training step of 5 ms passes in ``next(loader)``, with priorities flowing back;
-* a sample of 256 rows from a storage on the GPU, against TorchRL's.
+* a sample of 256 rows from a storage on the GPU, against TorchRL's;
+* uniform draws, cycles by priority and ``extend`` of 4,096 rows on such a storage of 10^6 rows: as calls, in a CUDA graph, and how
+  often the host waits in 1,000 of them.
 
 Without a GPU it says so and exits with status 2.
 """
@@ -49,6 +51,7 @@ def run(quick: bool, out: Path | None) -> None:
     share = 0.2 if quick else 1.0
     libraries = rivals.load()
     figures: list[Figure] = [*_pinned(), *_throughput(share), *_waiting(share), *_cuda_storage(libraries, share)]
+    figures += _device_storage(libraries, share)
     folder = out or (RESULTS / "quick" if quick else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "gpu.json"
@@ -283,6 +286,97 @@ def _sampler_of(module: Any) -> Callable[[], object]:
         return batch
 
     return sample
+
+
+# ---- calls on a storage on the GPU, and the same in a graph ------------------------------------------------------------------
+
+ROWS, APPENDED, IN_A_BLOCK = 1_000_000, 4_096, 20
+#: Microseconds of a call, and of its replay.
+CALL_US = {"uniform": (40, 10), "cycle": (70, 30), "extend": (90, 20)}
+
+
+def _steps(n: int) -> TensorDict:
+    fields = {"obs": torch.randn(n, 17), "action": torch.randn(n, 6), "done": torch.zeros(n, 1, dtype=torch.bool)}
+    return TensorDict({**fields, "next": {"obs": torch.randn(n, 17), "reward": torch.zeros(n, 1)}}, [n]).cuda()
+
+
+def _calls_on(module: Any, *, generations: bool) -> dict[str, Callable[[], object]]:
+    """Calls on two storages of a library: one that is drawn from uniformly, and one by priority."""
+    plain, prioritized = (
+        module.TensorDictReplayBuffer(
+            storage=module.LazyTensorStorage(ROWS, device="cuda"), batch_size=BATCH, **arguments
+        )
+        for arguments in ({}, {"sampler": module.PrioritizedSampler(ROWS, alpha=0.6, beta=0.4)})
+    )
+    for rb in (plain, prioritized):
+        for _ in range(0, ROWS, ROWS // 10):
+            rb.extend(_steps(ROWS // 10))
+    steps, errors = _steps(APPENDED), torch.rand(BATCH, device="cuda")
+
+    def cycle() -> object:
+        batch = prioritized.sample()
+        late = {"generation": batch["index_generation"]} if generations else {}
+        prioritized.update_priority(batch["index"], errors, **late)
+        return batch
+
+    return {"uniform": plain.sample, "cycle": cycle, "extend": lambda: plain.extend(steps)}
+
+
+def _in_a_block(call: Callable[[], object]) -> Callable[[], None]:
+    def block() -> None:
+        for _ in range(IN_A_BLOCK):
+            call()
+        torch.cuda.synchronize()
+
+    return block
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _waits(call: Callable[[], object]) -> int:
+    """How often the host waits for the device in 1,000 calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(1_000):
+            call()
+    names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    return sum(event.count for event in seen.key_averages() if event.key in names) - 1  # the profiler's own at the end
+
+
+def _device_storage(libraries: rivals.Libraries, share: float) -> list[Figure]:
+    figures, rival = [], libraries["TorchRL"].module
+    for name, floors in CALL_US.items():
+        call = _calls_on(libraries["engram"].module, generations=True)[name]
+        sides = [Side("engram", _in_a_block(call))]
+        if rival is not None:
+            sides.append(Side("TorchRL", _in_a_block(_calls_on(rival, generations=False)[name])))
+        waits = _waits(call)
+        timings = [(floors[0], "", alternate(sides, Effort(calls=5, blocks=20).scaled(share)))]
+        graph = [Side("engram", _in_a_block(_captured(call)))]
+        timings.append((floors[1], " in a graph", alternate(graph, Effort(calls=5, blocks=20).scaled(share))))
+        for floor, where, timing in timings:
+            took = {
+                side: timing.spread(side).median / IN_A_BLOCK for side in (s.name for s in sides[: 1 if where else 2])
+            }
+            said = ", ".join(f"{side} {us:.1f} µs" for side, us in took.items())
+            what = f"{name} on the GPU{where}, {ROWS:,} rows"
+            figures.append(
+                _figure(f"device-{name}{where.replace(' ', '-')}", what, said, f"≤ {floor} µs", took["engram"] <= floor)
+            )
+        what = f"{name} on the GPU: the host waits in 1,000 calls"
+        figures.append(_figure(f"device-{name}-waits", what, str(waits), "0", waits <= 0))
+    return figures
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ settings.load_profile("engram")
 # start where torchrl is not installed.
 os.environ.setdefault("LAZY_LEGACY_OP", "False")
 
+# Kernels of Triton run in its interpreter where there is no GPU. It looks when it is first imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 #: Folders whose tests restore onto other ranks, which may leave rows out. tests/reshard/test_reports.py asks for what is said then.
 LEAVING_OUT = ("checkpoint", "cli", "cluster", "features", "ranks", "reshard")
 LEFT_OUT = pytest.mark.filterwarnings("ignore:restore. .* were left out. [0-9]+ of:UserWarning")

@@ -281,7 +281,17 @@ def raised():
 
 
 #: Errors that are caught within the package, or are ones of the tree.
-INTERNAL = ("NoRows", "NotAdmitted", "NotOnce", "OutOfOrder", "TooMany", "WrongCount", "_AnotherStore")
+INTERNAL = (
+    "DriverError",
+    "NoRows",
+    "NotAdmitted",
+    "NotOnce",
+    "NotRegistered",
+    "OutOfOrder",
+    "TooMany",
+    "WrongCount",
+    "_AnotherStore",
+)
 
 
 def test_everything_raised_is_in_the_tree_or_builtin():

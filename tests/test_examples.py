@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import interpreter
 
@@ -112,6 +113,11 @@ def check_r2d2(said):
     assert float(right) > 50
 
 
+def check_gpu_learner(said):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert said.endswith(f"101 updates on {device}\n")
+
+
 def check_returns(said):
     """An agent that learns tells the return of every episode."""
     assert re.fullmatch(r"(step \d+: return -?\d+\n)+", said)
@@ -122,6 +128,7 @@ CHECKS = {
     "actors_and_learner.py": check_actors_and_learner,
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
+    "gpu_learner.py": check_gpu_learner,
     "her.py": check_her,
     "grpo_data_path.py": check_grpo_data_path,
     "larger_than_memory.py": check_larger_than_memory,
@@ -137,6 +144,7 @@ QUICKLY = {
     **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
     **{f"{agent}.py": ["--steps", "290", "--warmup", "260"] for agent in ("sac", "td3")},  # of larger batches
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
+    "gpu_learner.py": ["--steps", "300", "--warmup", "200"],
     "her.py": ["--bits", "10", "--steps", "1600"],
     "grpo_data_path.py": ["--rounds", "150"],
     "larger_than_memory.py": ["--memory", "0", "--updates", "60"],

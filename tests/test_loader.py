@@ -20,10 +20,11 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.device import loader
-from engram.device.loader import Streams
-from engram.device.pinning import HostMemory
+from engram.device import block, loader
 from engram.nested import tensors
+from tests.device.imitation import Imitation
+
+pytestmark = pytest.mark.filterwarnings("ignore:DeviceLoader. .* cannot read the rows by itself")
 
 
 def filled(n=20, *, cls=TensorDictReplayBuffer, batch_size=4, **kwargs):
@@ -108,122 +109,75 @@ def test_priorities_on_the_cpu():
 # ---- on streams that do nothing by themselves --------------------------------------------------------------------------------
 
 
-class Event:
-    def __init__(self, name, log):
-        self.name, self.log, self.come = name, log, False
-
-    def query(self):
-        return self.come
-
-    def synchronize(self):
-        self.log.append(("host waits for", self.name))
-        self.come = True
-
-
-class Noting(Streams):
-    """A device whose tensors are in ordinary memory, and a log of what was queued where."""
-
-    def __init__(self, device=None):
-        self.device = torch.device("cpu")
-        self.memory = HostMemory()
-        self.memory.empty = lambda shape, dtype: self._pinned(torch.empty(tuple(shape), dtype=dtype))
-        self.memory.is_pinned = lambda tensor: any(tensor is one for one in [*self.pinned, *self.mine])
-        self.up, self.down = "up", "down"
-        self.log, self.mine, self.pinned, self.events = [], [], [], []
-        self.where = threading.local()
-
-    def _pinned(self, tensor):
-        self.pinned.append(tensor)
-        return tensor
-
-    def holds(self, tensor):
-        return any(tensor is one for one in self.mine)
-
-    def current(self):
-        return getattr(self.where, "stream", threading.current_thread().name)
-
-    def on(self, stream):
-        streams = self
-
-        class On:
-            def __enter__(self):
-                self.before = streams.current()
-                streams.where.stream = stream
-
-            def __exit__(self, *_):
-                streams.where.stream = self.before
-
-        return On()
-
-    def mark(self, stream):
-        event = Event(f"{stream} {len(self.events)}", self.log)
-        self.events.append(event)
-        self.log.append(("mark", stream, event.name))
-        return event
-
-    def wait(self, stream, event):
-        self.log.append(("wait", stream, event.name))
-
-    def keep(self, tensor, stream):
-        assert self.holds(tensor)
-        self.log.append(("keep", stream))
-
-    def send(self, tensor):
-        assert self.memory.is_pinned(tensor), "the copy would not be asynchronous"
-        self.log.append(("send", self.current()))
-        self.mine.append(tensor.clone())
-        return self.mine[-1]
-
-    def receive(self, tensor):
-        self.log.append(("receive", self.current()))
-        return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
-
-    def on_device(self, tensor):
-        self.mine.append(tensor)
-        return tensor
+THREAD = "engram-device-loader"
 
 
 @pytest.fixture
 def streams(monkeypatch):
-    made = Noting()
-    monkeypatch.setattr(loader, "Streams", lambda device: made)
+    """No time passes: without :func:`ahead`, small batches have no thread, however slow this machine is."""
+    made = Imitation(late=True)
+    made.reason = "this test is of blocks"
+    monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(loader, "Accelerator", lambda device: made)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     return made
 
 
-def test_batches_in_order(streams):
+@pytest.fixture
+def ahead(monkeypatch):
+    """Every batch is a large one: behind the first there is a thread."""
+    monkeypatch.setattr(loader._ThreadRule, "BYTES", 1)
+
+
+def has_thread():
+    return any(thread.name == THREAD for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_batches_in_order(streams, monkeypatch, large):
+    monkeypatch.setattr(loader._ThreadRule, "BYTES", 1 if large else 10**6)
     rb = filled()
     expected = [batch["a"].tolist() for batch in rb]
     seen = [(batch["a"].tolist(), streams.holds(batch["n", "b"])) for batch in DeviceLoader(rb, "cuda")]
     assert seen == [(one, True) for one in expected]
-    assert not any(thread.name == "engram-device-loader" for thread in threading.enumerate())
+    assert not has_thread()
 
 
-def test_the_order_on_the_streams(streams):
-    batches = iter(DeviceLoader(filled(4), "cuda", depth=1))
-    batch = next(batches)
-    log = streams.log
-    copies = len(list(batch.keys(True, True)))
-    assert log[: copies + 1] == [*[("send", "up")] * copies, ("mark", "up", "up 0")]
+def test_a_small_batch_is_one_copy_on_the_consumers_stream(streams):
+    batches = iter(DeviceLoader(filled(8), "cuda"))
     consumer = threading.current_thread().name
-    after = [entry for entry in log if entry[1] == consumer]
-    assert after == [("wait", consumer, "up 0"), *[("keep", consumer)] * copies]
-    assert not any("host waits" in entry[0] for entry in log)
+    for _ in range(2):
+        streams.log.clear()
+        next(batches)
+        assert streams.log == [("send", consumer)], "no events, and nothing to keep"
+        assert not has_thread()
 
 
-def test_what_was_on_the_device_already_stays_and_is_waited_for(streams):
+def test_a_large_batch_is_one_copy_on_a_stream_of_its_own(streams, ahead):
+    batches = iter(DeviceLoader(filled(8), "cuda"))
+    next(batches)
+    streams.log.clear()
+    next(batches)
+    consumer = threading.current_thread().name
+    assert streams.log == [("send", "up"), ("mark", "up", "up 0"), ("wait", consumer, "up 0"), ("keep", consumer)]
+    assert not any("host waits" in entry[0] for entry in streams.log)
+
+
+def test_what_was_on_the_device_already_stays_and_is_waited_for(streams, ahead):
     there = streams.on_device(torch.arange(4))
-    rb = filled(4, cls=ReplayBuffer, transform=lambda td: (there, {"b": td["a"], "text": "x"}))
-    (batch,) = DeviceLoader(rb, "cuda")
-    assert batch[0] is there
-    assert batch[1]["text"] == "x"
+    rb = filled(8, cls=ReplayBuffer, transform=lambda td: (there, {"b": td["a"], "text": "x"}))
     consumer = threading.current_thread().name
-    waits = [entry for entry in streams.log if entry[:2] == ("wait", consumer)]
-    assert [name.split()[0] for _, _, name in waits] == ["engram-device-loader", "up"]
+    for number, batch in enumerate(DeviceLoader(rb, "cuda")):
+        assert batch[0] is there
+        assert batch[1]["text"] == "x"
+        waits = [name.split()[0] for what, _, name in (e for e in streams.log if e[0] == "wait")]
+        assert waits == [[], [THREAD, "up"]][number], "without a thread, it was computed on this stream"
+    assert [entry[0] for entry in streams.log if entry[1] == consumer].count("keep") == 2
+    assert [entry[0] for entry in streams.log].count("send") == 2
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_depth_batches_ahead(streams, depth):
+@pytest.mark.parametrize("depth", [2, 3])
+def test_depth_batches_ahead(streams, ahead, depth):
     drawn, wanted = [], threading.Semaphore(0)
 
     def note(td):
@@ -233,15 +187,103 @@ def test_depth_batches_ahead(streams, depth):
 
     rb = filled(40, transform=note)
     batches = iter(DeviceLoader(rb, "cuda", depth))
-    next(batches)
-    for _ in range(depth + 1):
+    for _ in range(2):
+        next(batches)
+    for _ in range(depth + 2):
         assert wanted.acquire(timeout=60)
     assert not wanted.acquire(timeout=0.05), "and no further"
     batches.close()
-    assert len(drawn) == depth + 1
+    assert len(drawn) == depth + 2
 
 
-def test_an_error_comes_in_its_turn_and_ends_it(streams):
+# ---- whether there is a thread -----------------------------------------------------------------------------------------------
+
+
+def seen_ahead(device_loader, batches):
+    found = []
+    for _ in range(batches):
+        next(device_loader)
+        found.append(has_thread())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds", "depth", "found"),
+    [
+        (1, [0, 0], 2, [False, False, False]),
+        (1, [1, 0.0009], 2, [False, False, False]),
+        (1, [0.0009, 1], 2, [False, False, False]),
+        (1, [0.001, 0.001], 2, [False, False, True]),
+        (1, [1, 1], 1, [False, False, False]),
+        (2**15 - 64, [0, 0], 2, [False, False, False]),
+        (2**15, [0, 0], 2, [False, True, True]),
+        (2**15, [1, 1], 1, [False, False, False]),
+    ],
+)
+def test_the_rule_for_a_thread(streams, monkeypatch, fields, seconds, depth, found):
+    """16 rows: half a MiB is 2^15 bytes each, and the index needs 128."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(16), batch_size=16)
+    rb.extend(torch.zeros(16, fields, dtype=torch.uint8))
+    passed = [0.0]
+
+    def clock():
+        ticks.append(None)
+        number = (len(ticks) - 1) // 2
+        passed[0] += seconds[number] if len(ticks) % 2 == 0 and number < len(seconds) else 0.0
+        return passed[0]
+
+    ticks = []
+    monkeypatch.setattr(block, "perf_counter", clock)
+    device_loader = DeviceLoader(rb, "cuda", depth)
+    assert device_loader.draws_ahead is (False if depth == 1 else None)
+    assert "draws_ahead" not in repr(device_loader) or depth == 1
+    assert seen_ahead(iter(device_loader), 3) == found
+    device_loader.close()
+    assert device_loader.draws_ahead is found[-1]
+    assert f"transport='block', draws_ahead={found[-1]})" in repr(device_loader)
+    batches = iter(device_loader)
+    assert has_thread() is found[-1], "it is decided once"
+    device_loader.close()
+    assert next(batches, None) is None
+    assert not has_thread()
+
+
+def test_without_a_thread_nothing_is_drawn_before_it_is_asked_for(streams):
+    drawn = []
+    rb = filled(40, transform=lambda td: drawn.append(1) or td)
+    batches = iter(DeviceLoader(rb, "cuda", 5))
+    assert drawn == []
+    for n in range(1, 5):
+        next(batches)
+        assert len(drawn) == n
+
+
+def test_a_way_that_does_not_exist_yet(streams):
+    with pytest.raises(NotImplementedError, match="transport: 'resident' is not available yet"):
+        DeviceLoader(filled(), "cuda", transport="resident")
+
+
+def test_ways(streams, monkeypatch):
+    for transport in (None, "block"):
+        assert DeviceLoader(filled(), "cuda", transport=transport).transport == "block"
+    with pytest.raises(ValueError, match="transport: expected 'direct', 'block' or None, got 'magic'"):
+        DeviceLoader(filled(), "cuda", transport="magic")
+    monkeypatch.undo()
+    assert DeviceLoader(filled(), "cpu").transport == DeviceLoader(filled(), "meta").transport == "none"
+    with pytest.raises(ValueError, match="expected an accelerator for 'block', got device='cpu'"):
+        DeviceLoader(filled(), "cpu", transport="block")
+    device_loader = DeviceLoader(filled(), "cpu")
+    assert len(list(device_loader)) == 5
+    assert device_loader.stats() == {"transport": "none", "batches": 5, "bytes": 0, "spilled": 0}
+    assert repr(device_loader) == "DeviceLoader(batch_size=4, device='cpu')"
+    assert device_loader.draws_ahead is False
+
+
+# ---- errors, ends and forms --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_an_error_comes_in_its_turn_and_ends_it(streams, ahead, depth):
     count = []
 
     def third(td):
@@ -250,19 +292,21 @@ def test_an_error_comes_in_its_turn_and_ends_it(streams):
             raise ZeroDivisionError("mine")
         return td
 
-    batches = iter(DeviceLoader(filled(40, transform=third), "cuda", depth=4))
+    batches = iter(DeviceLoader(filled(40, transform=third), "cuda", depth))
     next(batches)
     next(batches)
     with pytest.raises(ZeroDivisionError, match="mine"):
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
-    assert not any(thread.name == "engram-device-loader" for thread in threading.enumerate())
+    assert not has_thread()
 
 
 @pytest.mark.parametrize("how", ["break", "close", "forgotten", "context"])
-def test_left_early(streams, how):
-    device_loader = DeviceLoader(filled(40), "cuda", depth=3)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_left_early(streams, ahead, how, depth):
+    device_loader = DeviceLoader(filled(40), "cuda", depth)
+    device_loader._thread.note(1, 0.0)
     if how == "break":
         for _ in device_loader:
             break
@@ -280,17 +324,18 @@ def test_left_early(streams, how):
         else:
             del batches
     gc.collect()
-    assert not any(thread.name == "engram-device-loader" for thread in threading.enumerate())
+    assert not has_thread()
     assert len(list(device_loader)) > 0, "and once more"
 
 
-def test_the_same_draws_as_without_it(streams):
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_same_draws_as_without_it(streams, ahead, depth):
     def draws(through):
         rb = filled(40, sampler=None, cls=ReplayBuffer, generator=torch.Generator().manual_seed(4))
         batches = iter(through(rb))
         return [next(batches)["a"].tolist() for _ in range(10)]
 
-    assert draws(lambda rb: DeviceLoader(rb, "cuda", depth=3)) == draws(lambda rb: rb)
+    assert draws(lambda rb: DeviceLoader(rb, "cuda", depth)) == draws(lambda rb: rb)
 
 
 @tensorclass
@@ -386,6 +431,41 @@ def test_priorities_are_applied_in_order_once_they_have_come(streams):
     batches.close()
 
 
+@pytest.mark.parametrize("held", [("down",), True])
+def test_priorities_are_those_of_the_call_though_the_device_is_late(monkeypatch, held):
+    """The learner may change them in place at once: its stream waits for the copy."""
+    device = Imitation(held=held)
+    device.reason = "this test is of blocks"
+    monkeypatch.setattr(loader, "Accelerator", lambda _: device)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    rb = Hearing()
+    batches, error = DeviceLoader(rb, "cuda"), device.on_device(torch.zeros(2))
+    device.launch(lambda: error.fill_(3.0))
+    batches.update_priority(torch.tensor([5, 6]), error)
+    device.launch(lambda: error.fill_(77.0))
+    assert rb.heard == []
+    batches.flush()
+    assert [priority for _, priority, _ in rb.heard] == [[3.0, 3.0]]
+    assert device.faults == []
+
+
+def test_batches_are_whole_though_the_device_is_late(monkeypatch, ahead):
+    """Each batch is read by the learner's stream after its copy, and by nobody before. The first is copied on that stream."""
+    device = Imitation(held=True)
+    device.reason = "this test is of blocks"
+    monkeypatch.setattr(loader, "Accelerator", lambda _: device)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    rb, found = filled(12), []
+    for batch in DeviceLoader(rb, "cuda", depth=2):
+        device.launch(lambda rows: found.append(rows.tolist()), batch["a"])
+    assert found == []
+    device.release(threading.current_thread().name)
+    assert found == [[0, 1, 2, 3]], "the other copies have not been made"
+    device.release()
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert device.counts["sync"] == 0
+
+
 def test_a_bad_priority_is_dropped_and_said(streams):
     rb = Hearing()
     batches = DeviceLoader(rb, "cuda")
@@ -422,7 +502,6 @@ def test_the_loader_keeps_nothing(streams):
     device_loader = DeviceLoader(filled(8), "cuda", depth=1)
     batches = iter(device_loader)
     batch = next(batches)
-    streams.mine.clear()
     gone = weakref.ref(batch)
     del batch
     next(batches)
@@ -455,18 +534,34 @@ class TestCuda:
         for one, other in zip(found, expected, strict=True):
             assert (one.cpu() == other).all()
 
-    def test_safe_on_the_consumers_stream(self):
+    @pytest.mark.parametrize(("columns", "has_thread"), [(8, False), (50_000, True)])
+    def test_safe_on_the_consumers_stream(self, columns, has_thread):
         """The consumer is slow and drops each batch at once: nobody may write into it meanwhile."""
-        rb = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=32, pin_memory=True)
-        rb.extend(torch.arange(64).repeat_interleave(50_000).reshape(64, 50_000))
+        rb = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=32)
+        rb.extend(torch.arange(64).repeat_interleave(columns).reshape(64, columns))
         stream = torch.cuda.Stream()
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         with torch.cuda.stream(stream):
-            for batch, _ in zip(DeviceLoader(rb, "cuda", depth=3), range(200), strict=False):
+            device_loader = DeviceLoader(rb, "cuda", depth=3)
+            for batch, _ in zip(device_loader, range(200), strict=False):
                 torch.cuda._sleep(1_000_000)
                 wrong += (batch != batch[:, :1]).sum()
                 del batch
         assert int(wrong) == 0
+        assert device_loader.draws_ahead is has_thread
+
+    def test_one_copy(self):
+        """Of fields, index and flags; their tensors are as torch makes them."""
+        batches = iter(DeviceLoader(filled(100), "cuda", depth=1))
+        for _ in range(2):
+            next(batches)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            batch = next(batches)
+            torch.cuda.synchronize()
+        copies = [event for event in profile.events() if "Memcpy HtoD" in event.name]
+        assert len(copies) == 1
+        assert "Pinned" in copies[0].name
+        assert len({leaf.untyped_storage().data_ptr() for leaf in tensors(batch)}) == 1
 
     def test_priorities(self):
         rb = TensorDictPrioritizedReplayBuffer(

@@ -1,5 +1,6 @@
 #include "block.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -9,6 +10,8 @@
 #include <tuple>
 #include <vector>
 
+#include "../core/gather.h"
+#include "../core/pool.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -18,6 +21,9 @@ namespace engram {
 namespace {
 
 constexpr std::uintptr_t kLeastAlign = 8;
+constexpr std::uint64_t kLarge = 1 << 16;  // bytes: other threads may run while they are copied
+
+std::uint64_t aligned(std::uint64_t bytes) { return (bytes + OutputBlock::kAlign - 1) / OutputBlock::kAlign * OutputBlock::kAlign; }
 
 thread_local OutputBlock* current_block = nullptr;
 
@@ -40,7 +46,6 @@ nb::list views(nb::handle memory, const Layout& layout, const std::vector<std::u
 // Rows [begin, begin + n) of columns that lie in an object each, as tensors. Large ones stay where they are, if that is aligned as their
 // values must be, and keep the object; others are copied. What the objects hold is checked: another process sent it.
 nb::list received(const nb::list& memories, const Layout& layout, std::int64_t begin, std::int64_t n) {
-  constexpr std::uint64_t kLarge = 1 << 16;
   check(memories.size() == layout.specs().size(), "an object for each column");
   check(begin >= 0 && n >= 0, "numbers of rows that are not negative");
   std::vector<std::pair<nb::object, std::byte*>> from;
@@ -95,10 +100,10 @@ std::pair<nb::object, std::span<std::byte>> bytes_of_object(nb::handle object, b
   return {std::move(view), bytes};
 }
 
-OutputBlock::OutputBlock(nb::object memory) {
+OutputBlock::OutputBlock(nb::object memory, bool spills) : spills_(spills) {
   if (memory.is_none()) return;
   std::tie(view_, bytes_) = bytes_of_object(memory, true);
-  check(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kAlign == 0, "a block at a multiple of 64 bytes");
+  check(bytes_.empty() || reinterpret_cast<std::uintptr_t>(bytes_.data()) % kAlign == 0, "a block at a multiple of 64 bytes");
 }
 
 OutputBlock* OutputBlock::current() { return current_block; }
@@ -116,33 +121,95 @@ void OutputBlock::leave() {
 }
 
 std::byte* OutputBlock::take(std::uint64_t bytes) {
-  if (bytes > bytes_.size() - used_) {
+  const std::optional<std::uint64_t> begin = find_room(bytes);
+  if (!begin && !spills_) {
     throw std::invalid_argument("expected a block with room for " + std::to_string(bytes) + " bytes more, got one of " +
                                 std::to_string(bytes_.size()) + " of which " + std::to_string(used_) + " are in use");
   }
-  std::byte* const taken = bytes_.data() + used_;
-  used_ = std::min<std::uint64_t>(bytes_.size(), (used_ + bytes + kAlign - 1) / kAlign * kAlign);
-  return taken;
+  if (!begin) return nullptr;
+  ++open_;
+  return bytes_.data() + *begin;
 }
 
-void OutputBlock::give_back(const std::byte* taken) {
-  used_ = std::min(used_, static_cast<std::uint64_t>(taken - bytes_.data()));
+std::optional<std::uint64_t> OutputBlock::reserve(std::uint64_t bytes) {
+  const std::optional<std::uint64_t> begin = find_room(bytes);
+  settled_ = std::max(settled_, used_);
+  return begin;
+}
+
+std::optional<std::uint64_t> OutputBlock::find_room(std::uint64_t bytes) {
+  const std::uint64_t begin = used_;
+  if (bytes > bytes_.size() - begin) {
+    spilled_ += aligned(bytes);
+    wanted_ = std::max(wanted_, used_ + spilled_);
+    return std::nullopt;
+  }
+  used_ = std::min<std::uint64_t>(bytes_.size(), begin + aligned(bytes));
+  wanted_ = std::max(wanted_, used_ + spilled_);
+  return begin;
+}
+
+void OutputBlock::settle(const std::byte* end) {
+  if (end != nullptr) {
+    settled_ = std::max(settled_, std::min<std::uint64_t>(bytes_.size(), aligned(static_cast<std::uint64_t>(end - bytes_.data()))));
+  }
+  if (--open_ == 0) used_ = settled_;
+}
+
+nb::object OutputBlock::pack(const nb::list& tensors) {
+  nb::list begins;
+  std::vector<Part> parts;
+  std::uint64_t end = used_, copied = 0;
+  for (nb::handle tensor : tensors) {
+    Values values;
+    if (!look_at_tensor(tensor.ptr(), values) || !values.contiguous()) {
+      begins.append(-1);
+      continue;
+    }
+    const auto bytes = static_cast<std::uint64_t>(values.bytes());
+    const std::uint64_t at = reinterpret_cast<std::uintptr_t>(values.data) - reinterpret_cast<std::uintptr_t>(bytes_.data());
+    if (bytes != 0 && at < used_ && bytes <= used_ - at && at % static_cast<std::uint64_t>(values.item_bytes()) == 0) {
+      begins.append(at);
+      continue;
+    }
+    begins.append(end);
+    parts.push_back({end, values.data, bytes});
+    end += aligned(bytes);
+    copied += bytes;
+  }
+  wanted_ = std::max(wanted_, end);
+  if (end > bytes_.size()) return nb::none();
+  const auto copy = [&] { copy_parts(bytes_.data(), parts); };
+  if (copied >= kLarge) {
+    nb::gil_scoped_release others_run;
+    copy();
+  } else {
+    copy();
+  }
+  used_ = settled_ = end;
+  return begins;
 }
 
 void bind_block(nb::module_& m) {
   nb::class_<OutputBlock>(m, "OutputBlock",
                           "A context manager: within it, the tensors that the core makes on this thread are views of some memory.")
-      .def(nb::init<nb::object>(), "memory"_a.none())
+      .def(nb::init<nb::object, bool>(), "memory"_a.none(), "spills"_a = false)
       .def("__enter__", [](nb::handle self) {
         nb::cast<OutputBlock&>(self).enter();
         return nb::borrow(self);
       })
       .def("__exit__", [](OutputBlock& self, nb::handle, nb::handle, nb::handle) { self.leave(); }, "kind"_a.none(), "error"_a.none(),
            "where"_a.none())
+      .def("pack", &OutputBlock::pack, "tensors"_a,
+           "Where in the block the values of tensors begin: those outside of it are copied behind what is in use. -1: torch has to copy it. "
+           "None: there is no room for all.")
+      .def("reserve", &OutputBlock::reserve, "nbytes"_a, "Where so many bytes begin that are in use from now on. None: there is no room.")
       .def_prop_ro("used", &OutputBlock::used, "Bytes up to the end of the last column.")
+      .def_prop_ro("wanted", &OutputBlock::wanted, "Bytes that have room for all that was asked for.")
       .def_prop_ro("masses", [](const OutputBlock& self) {
         return nb::make_tuple(self.masses.total, self.masses.least, self.masses.live);
       }, "Of the last draw: sum of all leaves, the smallest above zero, and live rows.");
+  m.attr("PARALLEL_BYTES") = kParallelBytes;
   m.def("block_views", &views, "memory"_a, "layout"_a, "begins"_a, "n"_a, "Tensors [n, *shape] around parts of an object's bytes.");
   m.def("received", &received, "memories"_a, "layout"_a, "begin"_a, "n"_a,
         "Tensors [n, *shape] of rows whose columns lie in an object each: copies, but for large ones.");

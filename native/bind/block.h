@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -19,8 +20,9 @@ class OutputBlock {
   static constexpr std::uint64_t kAlign = 64;
 
   /// `memory`: an object whose bytes may be written to. The views keep it. None: tensors have memory of their own, and what is drawn
-  /// is a part of a batch that other stores have rows of, too. Raises BufferError, ValueError: it has no bytes.
-  explicit OutputBlock(nanobind::object memory);
+  /// is a part of a batch that other stores have rows of, too. `spills`: a tensor for which there is no room has memory of its own.
+  /// Raises BufferError, ValueError: it has no bytes.
+  explicit OutputBlock(nanobind::object memory, bool spills = false);
 
   /// What this thread is within; null: nothing.
   static OutputBlock* current();
@@ -30,13 +32,23 @@ class OutputBlock {
   void enter();
   void leave();
 
-  /// Memory for so many bytes. Throws std::invalid_argument: there is less.
+  /// Memory for so many bytes. Null: there is less, and it spills. Throws std::invalid_argument: there is less.
   std::byte* take(std::uint64_t bytes);
-  /// Memory that no tensor was made of, with all that was taken since.
-  void give_back(const std::byte* taken);
+  /// Memory that was taken has become a tensor, which ends at `end`; null: it has not, and is free once all that is taken has become one
+  /// or not.
+  void settle(const std::byte* end);
+
+  /// Where in the block the values of tensors begin. Those that lie in it, contiguous, stay there; others are copied behind all that is
+  /// in use. -1: torch has to copy it, as it is not contiguous, or its bytes are not its values. None: there is no room for all, and
+  /// nothing is copied.
+  nanobind::object pack(const nanobind::list& tensors);
+  /// Where so many bytes begin that are in use from now on; none: there is no room.
+  std::optional<std::uint64_t> reserve(std::uint64_t bytes);
 
   nanobind::handle owner() const { return view_; }
   std::uint64_t used() const { return used_; }
+  /// Bytes that would have had room for what was taken, spilled and packed.
+  std::uint64_t wanted() const { return wanted_; }
   std::span<std::byte> bytes() const { return bytes_; }
   /// Whether an anchor where no window lies stays without one: all stores have to choose again.
   bool is_part() const { return !view_.is_valid(); }
@@ -45,11 +57,15 @@ class OutputBlock {
   Masses masses{};
 
  private:
+  std::optional<std::uint64_t> find_room(std::uint64_t bytes);
+
   nanobind::object view_;  // of the memory, which it keeps where it is
   std::span<std::byte> bytes_;
-  std::uint64_t used_ = 0;
+  std::uint64_t used_ = 0, settled_ = 0;        // up to the last part that is taken; that is a tensor's
+  std::uint64_t open_ = 0;                      // parts that are taken and not settled
+  std::uint64_t spilled_ = 0, wanted_ = 0;
+  bool spills_ = false, entered_ = false;
   OutputBlock* outer_ = nullptr;
-  bool entered_ = false;
 };
 
 /// Where a draw notes what it found; null: nothing asks for it.

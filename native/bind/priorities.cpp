@@ -7,11 +7,13 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <type_traits>
 #include <vector>
 
+#include "../core/update_drain.h"
 #include "block.h"
 #include "column.h"
 #include "interpreter.h"
@@ -187,6 +189,34 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
            "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
 }
 
+void bind_update_drain(nb::module_& m) {
+  nb::class_<UpdateDrain>(m, "UpdateDrain", nb::is_weak_referenceable(), "A thread that applies the updates of priorities that a device sends.")
+      .def(
+          "__init__",
+          [](UpdateDrain* self, Address memory, std::uint64_t bytes, std::uint64_t slots, std::uint64_t entries, bool single_precision,
+             BoundPriorities& priorities, nb::handle) {
+            new (self) UpdateDrain(block(memory, bytes), slots, entries, single_precision, priorities);
+          },
+          "memory"_a, "bytes"_a, "slots"_a, "entries"_a, "single_precision"_a, "priorities"_a, "keep"_a, nb::keep_alive<1, 7>(),
+          nb::keep_alive<1, 8>())
+      .def_prop_ro("counts", [](const UpdateDrain& self) {
+        const UpdateDrain::Counts counts = self.counts();
+        return nb::make_tuple(counts.batches, counts.entries, counts.refused);
+      }, "Batches that were taken from the ring; of this thread, the entries that were handed over, and those that were refused.")
+      .def("check", &UpdateDrain::check_thread, "Raises what has ended the thread.")
+      .def(
+          "flush",
+          [](const UpdateDrain& self, std::uint64_t sent, double timeout_s) {
+            const nb::gil_scoped_release release;
+            return self.flush(sent, std::chrono::milliseconds(static_cast<std::int64_t>(std::min(1e9, std::max(0.0, timeout_s * 1000)))));
+          },
+          "sent"_a, "timeout_s"_a, "Whether so many batches are taken in that time. Raises as check().")
+      .def("stop", &UpdateDrain::stop, nb::call_guard<nb::gil_scoped_release>(), "Applies what has arrived, and ends the thread. Repeatable.")
+      .def("before_fork", &UpdateDrain::before_fork, nb::call_guard<nb::gil_scoped_release>())
+      .def("after_fork", &UpdateDrain::after_fork)
+      .def("forked", [](UpdateDrain& self, nb::handle) { self.forked(); }, "token"_a.none());
+}
+
 }  // namespace
 
 void bind_priorities(nb::module_& m) {
@@ -221,6 +251,7 @@ void bind_priorities(nb::module_& m) {
       .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>());
   bind_values(type);
   bind_draws(type);
+  bind_update_drain(m);
 }
 
 }  // namespace engram

@@ -302,8 +302,10 @@ OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec
   if (most < 0) throw std::invalid_argument("a negative number of rows");
   if (OutputBlock* block = OutputBlock::of_memory(); block != nullptr) {
     data_ = block->take(bytes_of_rows(spec, most));
-    block_ = block;
-    return;
+    if (data_ != nullptr) {
+      block_ = block;
+      return;
+    }
   }
   if (allocator != nullptr) {
     take_allocated(most);
@@ -337,7 +339,7 @@ OutputBuffer::OutputBuffer(OutputBuffer&& other) noexcept
 
 OutputBuffer::~OutputBuffer() {
   std::free(memory_);
-  if (block_ != nullptr) block_->give_back(data_);
+  if (block_ != nullptr) block_->settle(nullptr);
   if (allocated_.is_valid()) {  // perhaps where the GIL is released
     let_go();
     nb::gil_scoped_acquire acquire;
@@ -352,6 +354,7 @@ nb::object OutputBuffer::tensor(std::int64_t n, std::int64_t each) && {
     return each > 0 ? made.attr("unflatten")(0, nb::make_tuple(n / each, each)) : made;
   }
   if (OutputBlock* block = std::exchange(block_, nullptr); block != nullptr) {
+    block->settle(data_ + bytes_of_rows(*spec_, n));
     return view_of(*spec_, data_, n, each, block->owner());
   }
   return tensor_around(std::exchange(memory_, nullptr), *spec_, data_, n, each, nullptr);

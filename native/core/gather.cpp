@@ -5,8 +5,10 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "check.h"
+#include "pool.h"
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -186,6 +188,21 @@ void scatter_rows(const Field& field, const std::int64_t* rows, std::uint64_t n,
 void scatter_run(const Field& field, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick) {
   if (pick == nullptr && field.contiguous()) return copy_to_shared(field.row(first), from, n * field.row_bytes);
   scatter(field, [first](std::uint64_t j) { return first + j; }, n, from, pick);
+}
+
+void copy_parts(std::byte* block, std::span<const Part> parts) {
+  constexpr std::uint64_t kPiece = 128 * 1024;  // for one thread
+  std::vector<Part> pieces;
+  std::uint64_t bytes = 0;
+  for (const Part& part : parts) {
+    bytes += part.bytes;
+    for (std::uint64_t at = 0; at < part.bytes; at += kPiece) {
+      pieces.push_back({part.begin + at, part.from + at, std::min(kPiece, part.bytes - at)});
+    }
+  }
+  const auto copy = [&](const Part& part) { std::memcpy(block + part.begin, part.from, part.bytes); };
+  if (bytes >= kParallelBytes) return parallel(pieces.size(), [&](std::size_t i) { copy(pieces[i]); });
+  std::for_each(pieces.begin(), pieces.end(), copy);
 }
 
 }  // namespace engram

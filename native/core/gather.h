@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 namespace engram {
 
@@ -89,5 +90,15 @@ void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, 
 
 /// field[rows[j]] = from[pick[j]] for j in [0, n); `pick` null: from[j]. Rows must have been checked.
 void scatter_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, const std::byte* from, const std::int64_t* pick);
+
+/// Bytes that are copied to a place in a block.
+struct Part {
+  std::uint64_t begin;
+  const std::byte* from;
+  std::uint64_t bytes;
+};
+
+/// Copies parts to their places behind `block`, on the pool where they are large. No two overlap.
+void copy_parts(std::byte* block, std::span<const Part> parts);
 
 }  // namespace engram

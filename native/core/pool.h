@@ -2,8 +2,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace engram {
+
+/// A copy below this is not worth waking a thread for.
+inline constexpr std::uint64_t kParallelBytes = 512 * 1024;
 
 using Task = void (*)(void* context, std::size_t chunk) noexcept;
 

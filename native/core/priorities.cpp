@@ -447,23 +447,33 @@ void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
 
 void Priorities::update(const std::int64_t* rows, const double* priorities, std::uint64_t n,
                         const std::int64_t* expected) {
-  update_all(rows, priorities, n, expected);
+  update_all(rows, priorities, n, expected, Unusable::thrown);
 }
 
 void Priorities::update(const std::int64_t* rows, const float* priorities, std::uint64_t n,
                         const std::int64_t* expected) {
-  update_all(rows, priorities, n, expected);
+  update_all(rows, priorities, n, expected, Unusable::thrown);
+}
+
+std::uint64_t Priorities::update_usable(const std::int64_t* rows, const double* priorities, std::uint64_t n,
+                                        const std::int64_t* expected) {
+  return update_all(rows, priorities, n, expected, Unusable::passed_over);
+}
+
+std::uint64_t Priorities::update_usable(const std::int64_t* rows, const float* priorities, std::uint64_t n,
+                                        const std::int64_t* expected) {
+  return update_all(rows, priorities, n, expected, Unusable::passed_over);
 }
 
 template <class Real>
-void Priorities::update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n,
-                            const std::int64_t* expected) {
+std::uint64_t Priorities::update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n,
+                                     const std::int64_t* expected, Unusable unusable) {
   const Lock guard(*this);
   rows_.clear();
   leaves_.clear();
-    const double alpha = alpha_now();
+  const double alpha = alpha_now();
   double highest = highest_now();
-  std::uint64_t dropped = 0;
+  std::uint64_t dropped = 0, refused = 0;
   constexpr std::uint64_t kAhead = 16;  // rows between asking for one and looking at it
   for (std::uint64_t i = 0; i < n; ++i) {
     if (i + kAhead < n) {
@@ -473,9 +483,15 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
     }
     const std::int64_t row = copied(rows[i]);
     const Real priority = copied(priorities[i]);
-    if (row != -1) check_row(row, tree_.leaves());
+    const bool known = row == -1 || static_cast<std::uint64_t>(row) < tree_.leaves();
     const double leaf = usable(priority) ? leaf_of(priority, alpha) : -1;
-    if (!(leaf >= 0 && leaf < most_)) {
+    const bool fits = leaf >= 0 && leaf < most_;
+    if (unusable == Unusable::passed_over && !(known && fits)) {
+      ++refused;
+      continue;
+    }
+    if (!known) check_row(row, tree_.leaves());
+    if (!fits) {
       throw BadPriority("a priority at position " + std::to_string(i) + " is " + std::to_string(priority));
     }
     if (row == -1) continue;
@@ -495,6 +511,7 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
   header_->highest = highest;
   header_->dropped.fetch_add(dropped, std::memory_order_relaxed);
   set_leaves();
+  return refused;
 }
 
 void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows,

@@ -137,6 +137,9 @@ class Priorities : public Index {
   void update(const std::int64_t* rows, const double* priorities, std::uint64_t n, const std::int64_t* expected);
   /// Single precision is raised to its power in single precision, where that holds the result: half the time of an update.
   void update(const std::int64_t* rows, const float* priorities, std::uint64_t n, const std::int64_t* expected);
+  /// The same, but entries with a bad priority, or of a row that there is not, are passed over. Returns how many.
+  std::uint64_t update_usable(const std::int64_t* rows, const double* priorities, std::uint64_t n, const std::int64_t* expected);
+  std::uint64_t update_usable(const std::int64_t* rows, const float* priorities, std::uint64_t n, const std::int64_t* expected);
 
   /// What weights are over: the weight of the smallest leaf above zero of all rows, or of those that are weighed. `leaves`: leaves
   /// stand in place of weights.
@@ -170,8 +173,9 @@ class Priorities : public Index {
   bool is_live(std::uint64_t row) const;
   double leaf_of(double priority, double alpha) const;
   double leaf_of(float priority, double alpha) const;
+  enum class Unusable { thrown, passed_over };
   template <class Real>
-  void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
+  std::uint64_t update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected, Unusable unusable);
   double default_leaf() const;
   void set_leaves();
   Masses masses_locked() const;

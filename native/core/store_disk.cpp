@@ -16,7 +16,6 @@
 namespace engram {
 namespace {
 
-constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kAhead = 32 << 20;            // bytes announced before the first is read: more may be gone again by then
 constexpr std::uint64_t kRefilled = 1 << 20;          // bytes of rows that are changed at a time
 

@@ -19,7 +19,6 @@ namespace engram {
 namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
-constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
 constexpr std::uint64_t kMostTries = 8;            // per row, until void rows are left out before they are drawn

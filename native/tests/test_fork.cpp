@@ -13,6 +13,7 @@
 #include "core/pool.h"
 #include "core/store.h"
 #include "expect.h"
+#include "ring.h"
 
 using engram::parallel;
 using engram::set_num_threads;
@@ -131,6 +132,45 @@ TEST(fork_while_other_threads_write_a_store) {
   for (auto& writer : writers) writer.join();
   std::printf("    %llu claims of threads that were not there\n", static_cast<unsigned long long>(repaired));
   EXPECT(repaired > 0);
+}
+
+TEST(a_forked_child_takes_no_updates_and_its_parent_goes_on) {
+  constexpr std::int64_t kRows = 512;  // of each batch, so that a fork comes upon one that is under way
+  const FormattedPriorities here(kRows);
+  Ring ring(4, kRows);
+  const auto drain = ring.drain(*here.priorities);
+  std::atomic<bool> over{false};
+  std::atomic<std::uint64_t> sent{0};
+  std::thread device([&] {
+    std::vector<Entry> batch;
+    for (std::int64_t row = 0; row < kRows; ++row) batch.push_back({row, 1.0 + static_cast<double>(row)});
+    while (!over) {
+      ring.send(batch);
+      sent = ring.sent;
+    }
+  });
+  for (int round = 0; round < 60; ++round) {
+    EXPECT(drain->flush(sent + 1, std::chrono::seconds(60)));
+    drain->before_fork();
+    expect_in_child([&] {
+      drain->after_fork();
+      drain->forked();
+      if (here.header().mutex.held() || here.header().redo != 0) return 1;  // a batch is applied, or is not begun
+      const std::uint64_t taken = drain->counts().batches;
+      if (drain->flush(taken + 1, std::chrono::seconds(60))) return 2;
+      drain->stop();
+      if (drain->counts().batches != taken || ring.words()[1] != taken) return 3;
+      const std::int64_t row = 1;
+      const double priority = 1;
+      here.priorities->update(&row, &priority, 1, nullptr);
+      return here.priorities->total() > 0 ? 0 : 4;
+    });
+    drain->forked();
+  }
+  over = true;
+  device.join();
+  EXPECT(drain->flush(ring.sent, std::chrono::seconds(60)));
+  EXPECT_EQ(drain->counts().entries, ring.sent * kRows);
 }
 
 }  // namespace

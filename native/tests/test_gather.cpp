@@ -184,4 +184,24 @@ TEST(places_nothing_outside_the_field) {
   }
 }
 
+TEST(copies_parts_to_their_places) {
+  Dice dice(7);
+  for (const std::uint64_t most : {0u, 1u, 100u, 300'000u}) {
+    std::vector<std::vector<std::byte>> sources;
+    std::vector<engram::Part> parts;
+    std::uint64_t end = 0;
+    for (int i = 0; i < 9; ++i) {
+      sources.push_back(noise(most == 0 ? 0 : dice.below(most) + 1, dice));
+      parts.push_back({end + dice.below(64), sources.back().data(), sources.back().size()});
+      end = parts.back().begin + sources.back().size();
+    }
+    std::vector<std::byte> block(end + 64, std::byte{7}), wanted = block;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      std::copy(sources[i].begin(), sources[i].end(), wanted.begin() + static_cast<std::ptrdiff_t>(parts[i].begin));
+    }
+    engram::copy_parts(block.data(), parts);
+    EXPECT(block == wanted);
+  }
+}
+
 }  // namespace

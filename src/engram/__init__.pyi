@@ -27,6 +27,7 @@ from engram.checkpoint.checkpointer import SaveReport as SaveReport
 from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.device.loader import DeviceLoader as DeviceLoader
+from engram.device.replay import DeviceReplay as DeviceReplay
 from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
 from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble
 from engram.ensembles.storages import StorageEnsemble as StorageEnsemble

@@ -29,3 +29,33 @@ def existing_device(device: torch.device | str | int, name: str) -> torch.device
         there = ["cpu", *(f"{accelerator}:{i}" for i in range(count))]
         raise RuntimeError(f"{name}: no such device, {device!r}. This machine has {', '.join(there)}.")
     return torch.device(made.type, torch.accelerator.current_device_index() if index is None else index)
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device. One of the host goes through pinned memory, so that the host need not wait."""
+    if tensor.is_cpu and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is done on a device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that a device has for new tensors; None: that is not known."""
+    if device.type != "cuda":
+        return None
+    free, cached = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    return free + cached - torch.cuda.memory_allocated(device)
+
+
+def after_stream(device: torch.device, before: torch.Stream | None) -> torch.Stream | None:
+    """The current stream of a device, which waits there for an earlier one, if that is another. None: it has none."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    if before is not None and stream != before:
+        stream.wait_stream(before)
+    return stream

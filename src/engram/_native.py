@@ -10,6 +10,7 @@ import torch
 
 from engram import _core
 from engram._core import (
+    PARALLEL_BYTES,
     BadPriority,
     Batched,
     Changes,
@@ -30,6 +31,7 @@ from engram._core import (
     Ranking,
     Store,
     Trajectories,
+    UpdateDrain,
     Usage,
     VersionTable,
     WindowSpec,
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 __all__ = [
+    "PARALLEL_BYTES",
     "BadPriority",
     "Batched",
     "Changes",
@@ -108,6 +111,7 @@ __all__ = [
     "Ranking",
     "Store",
     "Trajectories",
+    "UpdateDrain",
     "Usage",
     "VersionTable",
     "WindowSpec",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "children",
     "detached",
+    "is_bare",
     "is_lazy_stack",
     "is_non_tensor",
     "is_plain_tensordict",
@@ -132,6 +133,13 @@ def transparent_type() -> type[TensorDict] | None:
     if {name: type(value) for name, value in insides.items()} == _INSIDES:
         _transparent = kind
     return _transparent
+
+
+def is_bare(td: object) -> TypeGuard[TensorDict]:
+    """Whether data is a TensorDict that is just its entries, batch size and device: not locked, and its dimensions have no names."""
+    if (_transparent or transparent_type()) is None or not is_plain_tensordict(td):
+        return False
+    return td.__dict__.keys() == _INSIDES.keys() and td._td_dim_names is None
 
 
 def wrap(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from torch import Tensor
 
-from engram._tensordict import is_non_tensor, is_tensor_collection
+from engram._tensordict import children, is_bare, is_non_tensor, is_tensor_collection, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -157,9 +157,14 @@ def map_tensors(data: object, change: Callable[[Tensor], object], **device: torc
     """
 
     def within(leaf: object) -> object:
-        if is_tensordict(leaf):
-            return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
-        return change(leaf) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not is_tensordict(leaf):
+            return leaf
+        if is_bare(leaf):
+            entries = {key: within(value) for key, value in children(leaf).items()}
+            return wrap(entries, leaf.batch_size, device.get("device", leaf.device))
+        return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
 
     return map_leaves(data, within)
 
@@ -169,10 +174,13 @@ def tensors(data: object) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(leaf: object) -> None:
-        if is_tensordict(leaf):
-            leaf.apply(note, filter_empty=True)
-        elif isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor):
             found.append(leaf)
+        elif is_tensordict(leaf) and not is_bare(leaf):
+            leaf.apply(note, filter_empty=True)
+        elif is_tensordict(leaf):
+            for value in children(leaf).values():
+                note(value)
 
     map_leaves(data, note)
     return found

@@ -15,7 +15,16 @@ import torch
 from engram import _native
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
 from engram.state import real, tensor_in, typed
-from engram.store import INDEX_KINDS, DrawingPart, Store, TicketIndex, check_index_name, private_block
+from engram.store import (
+    INDEX_KINDS,
+    DevicePriorities,
+    DeviceStore,
+    DrawingPart,
+    Store,
+    TicketIndex,
+    check_index_name,
+    private_block,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,6 +117,8 @@ class PriorityIndex(TicketIndex[_native.Priorities]):
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
     make_core = _native.Priorities
+    #: Whether the priorities of that name are elsewhere now.
+    retired = False
     reset_mutex = staticmethod(_native.reset_priorities_mutex)
     copy_memory = staticmethod(_native.copy_priorities)
 
@@ -130,14 +141,13 @@ class PriorityIndex(TicketIndex[_native.Priorities]):
         def make(block: Block) -> None:
             _native.format_priorities(block.address, block.nbytes, store.capacity, *config)
 
+        moved = None if store.is_native else DeviceIndex.taken_off(store, name)
         nbytes = _native.priority_bytes(store.capacity, config.within_buffer)
         index, made = store.indexes.lasting(name, KIND, nbytes, make)
-        core = index.core
-        if (core.eps, core.within_buffer) != (config.eps, config.within_buffer):
-            raise IncompatibleStore(
-                f"index {name!r}: expected eps={core.eps} and max_priority_within_buffer={core.within_buffer}, as the store's "
-                f"index of that name has, got eps={config.eps} and {config.within_buffer}. Give it another name: index=…."
-            )
+        if (index.core.eps, index.core.within_buffer) != (config.eps, config.within_buffer):
+            raise other_parameters(name, index.core, config)
+        if moved is not None:
+            index.restore(moved)
         return index, made
 
     @classmethod
@@ -276,3 +286,91 @@ class PriorityIndex(TicketIndex[_native.Priorities]):
 
 
 INDEX_KINDS[KIND] = PriorityIndex
+
+
+class DeviceIndex(DevicePriorities):
+    """The priorities of the rows of a store on an accelerator, which lie there. Made by :meth:`of_device_store`.
+
+    A sampler that needs them on the host moves them there, for good (:attr:`retired`).
+    """
+
+    @classmethod
+    def of_device_store(cls, store: DeviceStore, name: str, config: PriorityConfig) -> tuple[DeviceIndex, bool]:
+        """The index of that name on the device, and whether this call made it.
+
+        Raises:
+            ValueError: not a name of an index.
+            IncompatibleStore: the index of that name has other parameters, or lies on the host.
+        """
+        check_index_name(name)
+        known = store.indexes.get((name, KIND))
+        if known is not None:
+            if not isinstance(known, DeviceIndex):
+                raise IncompatibleStore(
+                    f"index {name!r}: expected priorities on {store.device}, got those of that name on the host, where another sampler has "
+                    "needed them. Give this sampler device='cpu', or another name: index=…."
+                )
+            if (known.eps, known.within_buffer) != (config.eps, config.within_buffer):
+                raise other_parameters(name, known, config)
+            return known, False
+        with store.placing():
+            index = cls(store.rows, *config)
+            index.scan(0, store.capacity)
+            store.indexes.keep((name, KIND), index)
+            store.rows.trees.append(index)
+        return index, True
+
+    @classmethod
+    def taken_off(cls, store: Store, name: str) -> dict[str, object] | None:
+        """The state of the priorities of that name, which lie on the device no more; None: they did not."""
+        known = store.indexes.get((name, KIND))
+        if not (isinstance(store, DeviceStore) and isinstance(known, cls)):
+            return None
+        known.retired = True
+        store.indexes.keep((name, KIND), None)
+        store.rows.trees.remove(known)
+        return known.state()
+
+    @property
+    def config(self) -> PriorityConfig:
+        """How priorities become probabilities now."""
+        return PriorityConfig(self.alpha, self.beta, self.eps, self.within_buffer)
+
+    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, object]:  # noqa: ARG002 - it waits anyway
+        """As :meth:`PriorityIndex.state`."""
+        leaves = self.tree.leaves[: self.rows if rows is None else rows].cpu()
+        return {**state_of(self.config), "highest": self.highest, "leaves": leaves}
+
+    @property
+    def block(self) -> Block:
+        """Memory of an index on the host with these priorities: what copies of the store get."""
+        index = PriorityIndex.of_list(self.rows, self.config)
+        index.written(torch.arange(self.rows, device="cpu"))
+        index.restore(self.state())
+        return index.block
+
+
+Priorities: TypeAlias = PriorityIndex | DeviceIndex
+
+
+def priorities_of(
+    store: Store, name: str, config: PriorityConfig, *, on_device: bool | None = None
+) -> tuple[Priorities, bool]:
+    """The priorities of that name where they are to be, and whether this call made them. ``on_device``: None where they are, or
+    else where the store has them. Raises as :meth:`PriorityIndex.of_store`.
+    """
+    if isinstance(store, DeviceStore) and on_device is not False:
+        known = store.indexes.get((name, KIND))
+        if on_device or isinstance(known, DeviceIndex) or (known is None and store.keeps_priorities):
+            return DeviceIndex.of_device_store(store, name, config)
+    return PriorityIndex.of_store(store, name, config)
+
+
+def other_parameters(
+    name: str, known: _native.Priorities | DevicePriorities, config: PriorityConfig
+) -> IncompatibleStore:
+    """The error for an index of that name with another ``eps`` or ``max_priority_within_buffer``."""
+    return IncompatibleStore(
+        f"index {name!r}: expected eps={known.eps} and max_priority_within_buffer={known.within_buffer}, as the store's "
+        f"index of that name has, got eps={config.eps} and {config.within_buffer}. Give it another name: index=…."
+    )

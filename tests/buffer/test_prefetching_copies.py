@@ -20,9 +20,9 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    pinning,
     prefetch,
 )
+from engram.device import pinning
 from engram.device.pinning import HostMemory
 from tests import fresh
 from tests.buffer.prefetched import BATCH, EPOCHS, ROWS, SAMPLERS, buffer, data, engaged, made_by, rows_of

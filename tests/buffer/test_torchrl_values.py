@@ -65,10 +65,8 @@ def test_prioritized_buffers_take_what_changes_nothing(cls, same):
     with cls(alpha=0.6, beta=0.4, storage=LazyTensorStorage(4), batch_size=2, **same) as rb:
         rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
         assert len(rb.sample()["a"]) == 2
-    with pytest.raises(
-        TypeError, match="'sampler_device' is not supported yet; it will come with a tree on accelerators"
-    ):
-        cls(alpha=0.6, beta=0.4, storage=LazyTensorStorage(4), sampler_device="cuda")
+    with pytest.raises(RuntimeError, match="sampler_device: no such device, 'cuda:77'"):
+        cls(alpha=0.6, beta=0.4, storage=LazyTensorStorage(4), sampler_device="cuda:77")
 
 
 @pytest.mark.parametrize("cls", [LazyTensorStorage, LazyMemmapStorage])

@@ -123,6 +123,11 @@ def agree(native, device):
     assert native.core.write_count == device.core.write_count
     numbers = native.tickets_of(everything)
     assert torch.equal(numbers, device.tickets_of(everything))
+    assert torch.equal(device.rows.numbers[:-1], native.writes_of(everything, numbers).clamp(min=0))
+    if native.lanes == 1:
+        at, clock, filled = device.rows.cursor.tolist()
+        assert (at, clock) == (native.core.next_position(0), native.core.next_ticket)
+        assert not device.rows.ring or min(filled, native.capacity) == native.extent().filled[0]
     live = (numbers >= 0).nonzero().flatten()
     for which in (None, [1], [1, 0]):
         found, moved = native.read(live, which=which)

@@ -215,7 +215,8 @@ class Lanes:
         storage = wiring.storage
         if not (storage.lanes == storage.ndim == 1 and storage.traits.has_fields and wiring.appends) or n < 2:
             return
-        if storage.traits.is_remote or any(len(rows) != n for rows in newest):
+        # A look at rows on an accelerator would wait for it.
+        if storage.traits.is_remote or any(len(rows) != n or not rows.is_cpu for rows in newest):
             return
         paths = [field.key for field in storage.memory.schema.fields]
         if _look_like_environments(dict(zip(paths, storage.read(torch.cat(newest))[0], strict=False)), n):

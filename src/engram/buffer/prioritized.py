@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 
 from engram import samplers, storages
+from engram._devices import existing_device
 from engram._unsupported import Later, meant, reject_unsupported
 from engram.buffer.compat import alias
 from engram.buffer.hindsight import HERReplayBuffer
@@ -29,13 +30,14 @@ __all__ = [
 ]
 
 
-#: Keywords of TorchRL's whose values change nothing here: all processes draw and update in one tree, on the CPU.
-_OF_THE_TREE = {"sync": Later("nothing", (True,)), "sampler_device": Later("a tree on accelerators", ("cpu",))}
+#: A keyword of TorchRL's whose values change nothing here: all processes draw and update in one tree.
+_OF_THE_TREE = {"sync": Later("nothing", (True,))}
 
 
-def _check_tree(name: str, sync: object, device: torch.device | str | None) -> None:
-    """Raise ``TypeError`` for a tree that is not there."""
-    reject_unsupported(name, {"sync": sync, "sampler_device": None if device is None else str(device)}, _OF_THE_TREE)
+def _check_tree(name: str, sync: object, device: torch.device | str | None) -> torch.device | None:
+    """Where the tree is to be. Raises ``TypeError``; ``RuntimeError``: there is no such device on this machine."""
+    reject_unsupported(name, {"sync": sync}, _OF_THE_TREE)
+    return None if device is None else existing_device(device, f"{name}: sampler_device")
 
 
 @register
@@ -47,7 +49,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         size: rows; default the storage's.
         alpha, beta, eps, dtype, normalize: as for :class:`PrioritizedSampler`.
         sync: TorchRL's; without effect, as all processes draw and update in one tree.
-        sampler_device: where that tree lies: the CPU, also of rows on an accelerator.
+        sampler_device: where that tree lies, if the rows are on an accelerator: there, which is the default, or ``"cpu"``. Of other rows
+            it is on the CPU.
         **kwargs: those of :class:`ReplayBuffer`, but ``sampler``.
 
     >>> import torch
@@ -77,8 +80,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
-        _check_tree(name, sync, sampler_device)
-        kwargs["sampler"] = _sampler(name, size, kwargs, alpha, beta, eps=eps, dtype=dtype, normalize=normalize)
+        device = _check_tree(name, sync, sampler_device)
+        kwargs["sampler"] = _sampler(
+            name, size, kwargs, alpha, beta, device=device, eps=eps, dtype=dtype, normalize=normalize
+        )
         super().__init__(size, **kwargs)
 
 
@@ -122,8 +127,10 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
-        _check_tree(name, sync, sampler_device)
-        kwargs["sampler"] = _sampler(name, size, kwargs, alpha, beta, eps=eps, reduction=reduction, normalize=normalize)
+        device = _check_tree(name, sync, sampler_device)
+        kwargs["sampler"] = _sampler(
+            name, size, kwargs, alpha, beta, device=device, eps=eps, reduction=reduction, normalize=normalize
+        )
         super().__init__(size, priority_key=priority_key, **kwargs)
 
 

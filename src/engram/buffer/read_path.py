@@ -103,20 +103,20 @@ class ReadPath:
             if columns is not None:
                 info: dict[object, object] = {"index_generation": columns.pop()} if tracks else {}
                 return self.finish(columns, columns.pop() if with_rows else None, info, return_info)
-        if timeout is not None and (memory is None or memory.core.limited):
+        if timeout is not None and (memory is None or memory.bare.limited):
             start = perf_counter_ns()
             draw = partial(self.sample_with, key, batch_size, return_info)
             uses_up = wiring.of_sampler.consumes
             batch = wiring.gate.sampled(draw, wiring.storage, batch_size, timeout, uses_up=uses_up)
             return self.waited(batch, start)
-        since = memory.core.begin_wait() if timeout is not None and memory is not None else 0
+        since = memory.bare.begin_wait() if timeout is not None and memory is not None else 0
         shown: Shown = "beside" if return_info or wiring.transform.reads or wiring.storage.gets else "nothing"
         if self.shows_rows:
             shown = "beside" if wiring.transform.reads or wiring.collates else "within"
         columns, rows, info = self.read(key, batch_size, shown)
         batch = self.finish(columns, rows, info, return_info)
         if since and memory is not None:
-            memory.core.count_wait(since)
+            memory.bare.count_wait(since)
         return batch
 
     def waited(self, batch: object, start: int) -> object:
@@ -147,7 +147,8 @@ class ReadPath:
                 info = {"index_generation": columns.pop()} if tracks else {}
                 return columns, columns.pop(), info
             natively = wiring.sample_natively
-            if natively is not None and (memory.is_native or wiring.of_sampler.draws_windows):
+            here = memory.is_native or wiring.of_sampler.draws_windows or wiring.source.draws_on_device
+            if natively is not None and here:
                 return natively(storage, key, n, numbered=tracks, shown=shown)
         return self._draw(n, key.value)
 

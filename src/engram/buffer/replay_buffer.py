@@ -31,6 +31,7 @@ from engram.buffer.lanes import Lanes
 from engram.buffer.making import Arguments as Making
 from engram.buffer.making import make_at_first_use, taken_from
 from engram.buffer.new_fields import add_field
+from engram.buffer.on_device import OnDevice
 from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Draws, Prefetching
 from engram.buffer.read_path import ReadPath
@@ -531,6 +532,16 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         target = None if device is None else target_of(device, settings.output)
         sample = self._reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
+
+    def device_readable(self) -> OnDevice:
+        """What ``DeviceLoader`` and ``DeviceReplay`` need of the buffer: for them alone.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=lambda batch: batch)
+        >>> rb.device_readable().refusal  # why a GPU cannot read batches by itself
+        'a transform'
+        """
+        return OnDevice(self._wiring, self._settings, self._read_path(self._wiring))
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether drawing a batch would find data now, and the limits of the store would admit it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from engram.buffer.write_path import new_containers
 from engram.errors import EMPTY
 from engram.field_paths import checked_path
 from engram.nested import entries_of, find, flatten, has_entries, name_of
+from engram.store import DeviceStore
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ class RowAccess:
             return
         self._check_editable(call)
         wiring = self._wiring
-        where = self._where(index)
+        memory = wiring.storage.memory
+        there = isinstance(memory, DeviceStore) and memory.names(index) and wiring.storage.ndim == 1
+        where = storages.Rows(cast("Tensor", index)) if there and not wiring.is_heard() else self._where(index)
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))

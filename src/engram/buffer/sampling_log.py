@@ -208,7 +208,7 @@ class SamplingLog(Closes):
     ) -> None:
         said = {name: value for name, value in info.items() if name not in drawn.computed}
         entries = tuple(entry_of(name, value, rows) for name, value in said.items())
-        flat, numbers = rows.reshape(-1).numpy(), tickets.cpu().reshape(-1).numpy()
+        flat, numbers = rows.reshape(-1).cpu().numpy(), tickets.cpu().reshape(-1).numpy()
         kept = _NONE if young is None else young.places(flat, numbers)
         first = int(numbers.min(initial=1 << 61))
         offsets = numbers - first

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram import _fork, samplers, storages, writers
 from engram._checks import as_numbers, check_count
+from engram._devices import sent
 from engram._overrides import overrides, refuse_others
 from engram.errors import RowError
 from engram.expanders import Expander
@@ -302,12 +303,12 @@ class Wiring:
         if storage.ndim > 1:
             rows = storages.coordinates(rows, storage.columns)
         device = storage.device  # on_device, without a call
-        return rows if device is None or device.type == "cpu" else rows.to(device)
+        return rows if device is None or device.type == "cpu" else sent(rows, device)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Rows where the storage is."""
         device = self.storage.device
-        return rows if device is None or device.type == "cpu" else rows.to(device)
+        return rows if device is None or device.type == "cpu" else sent(rows, device)
 
     def no_index(self) -> Tensor:
         """The index of no rows."""
@@ -321,11 +322,15 @@ class Wiring:
         dims = self.storage.ndim
         if dims == 1:
             return index
+        there = self.source.draws_on_device
         if isinstance(index, tuple):
-            index = torch.stack([as_numbers("index", one).to("cpu") for one in index], -1)
+            parts = [as_numbers("index", one) for one in index]
+            index = torch.stack(parts if there else [part.to("cpu") for part in parts], -1)
         if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
             raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
-        rows = self.storage.rows_at(index.to("cpu", torch.int64))
+        rows: Tensor = self.storage.rows_at(index.to(index.device if there else "cpu", torch.int64))
+        if there and not index.is_cpu:  # who takes them counts those outside
+            return torch.where((rows < 0) & ~(index == -1).all(-1), -2, rows)
         outside = (rows < 0) & ~(index == -1).all(-1).to("cpu")
         if bool(outside.any()):
             raise RowError(f"expected an index inside the storage, got {index[outside.to(index.device)][0].tolist()}.")

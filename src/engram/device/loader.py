@@ -6,76 +6,39 @@ import collections
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from engram import _native
 from engram._checks import check_count
 from engram._closing import Closes
 from engram._devices import existing_device
-from engram.device.pinning import HostMemory, Pinning
+from engram._words import warn
+from engram.device.block import Blocks, Drawn
+from engram.device.direct import DirectReader, NotDirect, Readable
+from engram.errors import PriorityError
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
+from engram.store.device.accelerator import Accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from tensordict import TensorDictBase
 
-__all__ = ["DeviceLoader", "Streams"]
-
-
-class Streams:
-    """An accelerator as the loader uses it: two streams besides the consumer's, and copies to and from the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.memory = HostMemory()
-        self._module: Any = torch.get_device_module(device)
-        #: The streams of copies to the device, and from it.
-        self.up, self.down = self._module.Stream(device), self._module.Stream(device)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device."""
-        return tensor.device == self.device
-
-    def current(self) -> torch.Stream:
-        """The calling thread's stream."""
-        stream: torch.Stream = self._module.current_stream(self.device)
-        return stream
-
-    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """A context in which work is queued on a stream."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
-
-    def mark(self, stream: torch.Stream) -> torch.Event:
-        """An event after all work that is queued on a stream."""
-        return stream.record_event()
-
-    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Make work that is queued on a stream from now on wait for an event. The host does not wait."""
-        stream.wait_event(event)
-
-    def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Do not reuse a tensor's memory before the work that is now queued on a stream has ended."""
-        tensor.record_stream(stream)
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, queued on the stream in use."""
-        return tensor.to(self.device, non_blocking=True)
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, queued on the stream in use."""
-        return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+__all__ = ["DeviceLoader"]
 
 
 class _Ready(NamedTuple):
     batch: object
-    events: tuple[torch.Event, ...]
-    """The batch is complete when these have occurred."""
+    memory: list[Tensor]
+    """The tensors whose memory it has."""
+    nbytes: int
+    spilled: bool
+    events: tuple[torch.Event, ...] = ()
+    """The batch is complete when these have occurred; none: when the work on the consumer's stream has."""
 
 
 class _Update(NamedTuple):
@@ -89,26 +52,38 @@ class _Update(NamedTuple):
 class DeviceLoader(Closes):
     """Iterates over the batches of a buffer on ``device``: the same batches in the same order as ``iter(rb)``.
 
-    On an accelerator, a thread draws ahead and copies from pinned memory on its own stream. The consumer's stream waits for the
-    copy; the host does not. The memory of a batch is not reused before the consumer's work on it has ended, even if the batch
-    goes out of scope. On the CPU, the loader passes ``iter(rb)`` through, without a thread and without drawing ahead.
+    A CUDA device reads the rows of a store in RAM or in shared memory by itself, where nothing of a batch needs the host:
+    ``docs/gpu.md`` says what does. Batches are then read on the consumer's stream, when they are asked for, and a row that is written
+    before the device gets there may show. Epochs count rows when they are asked for.
+
+    Otherwise a batch is drawn into one block of pinned memory, and one copy brings it to the device. The host does not
+    wait for the copy. Small batches are drawn when they are asked for, and copied on the consumer's stream. Where drawing takes
+    long, a thread draws ahead and copies on a stream of its own, which the consumer's stream waits for. There is a thread if ``depth``
+    is above 1, and the first batch has at least 512 KiB or both of the first two took at least a millisecond to draw: because of
+    transforms, ``collate_fn``, lists of rows, or a connection. This is decided once for all iterations: :attr:`draws_ahead`. The
+    memory of a batch is not reused before the consumer's work on it has ended, even if the batch goes out of scope. On the CPU, the
+    loader passes ``iter(rb)`` through, without a thread and without drawing ahead.
 
     Args:
-        rb: a buffer with a ``batch_size``. ``pin_memory=True`` saves a copy on the host; without it, the loader pins.
+        rb: a buffer with a ``batch_size``. ``pin_memory`` makes no difference.
         device: the device of the batches. Leaves that are already there are not copied; objects other than tensors are not
             changed.
-        depth: the number of batches drawn ahead of the consumer.
+        depth: the most batches drawn ahead of the consumer, by a thread; 1: no thread.
         return_info: yield ``(batch, info)``, as ``rb.sample(return_info=True)``.
+        transport: ``"direct"``: the device reads by itself, or an error says why it cannot. ``"block"``: the host copies. None: the
+            former where it is possible. On the CPU, and on ``meta``, there is neither.
 
     Raises:
         RuntimeError: there is no such device, or the buffer has no ``batch_size``.
         TypeError: ``depth`` is not an int.
-        ValueError: ``depth`` is below 1.
+        ValueError: ``depth`` is below 1; there is no such ``transport``, or not to this device.
+        NotImplementedError: ``transport`` is ``"resident"``.
 
-    A batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned. An iteration that is left
-    early has drawn up to ``depth`` batches that are discarded; the next iteration draws new ones. An error while drawing is
-    raised when its batch is due, and ends the iteration. A buffer with a ``generator`` draws what it would draw without the
-    loader; draws from torch's default generator happen in the loader's thread. Only one thread may consume.
+    The tensors of a batch share the memory of one block on the device: one that you keep for long keeps all of it, so keep a
+    ``clone()``. With a thread, a batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned, and
+    an iteration that is left early has drawn up to ``depth`` batches that are discarded; the next iteration draws new ones. An error
+    while drawing is raised when its batch is due, and ends the iteration. A buffer with a ``generator`` draws what it would draw
+    without the loader; a thread's draws from torch's default generator happen in it. Only one thread may consume.
 
     >>> import torch
     >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -118,7 +93,15 @@ class DeviceLoader(Closes):
     [[0, 1], [2, 3]]
     """
 
-    def __init__(self, rb: Any, device: torch.device | str | int, depth: int = 2, *, return_info: bool = False) -> None:
+    def __init__(
+        self,
+        rb: Any,
+        device: torch.device | str | int,
+        depth: int = 2,
+        *,
+        return_info: bool = False,
+        transport: str | None = None,
+    ) -> None:
         self.depth = check_count("DeviceLoader: depth", depth, "batch")
         self.device = existing_device(device, "DeviceLoader: device")
         try:
@@ -129,25 +112,132 @@ class DeviceLoader(Closes):
             raise RuntimeError("DeviceLoader: expected a buffer with a batch size: ReplayBuffer(batch_size=…).")
         self.rb = rb
         self.return_info = bool(return_info)
-        self._streams = None if self.device.type in ("cpu", "meta") else Streams(self.device)
+        self._asked = _checked(transport, self.device)
+        self._streams = None if self.device.type in ("cpu", "meta") else Accelerator(self.device)
+        self._readable = rb.device_readable() if self._may_read(rb) else None
+        self._direct: DirectReader | None = None
+        #: Why the host copies, and the state of the buffer for which that is so.
+        self._refused: tuple[object, str | None] = (None, None)
+        #: How many priorities were none, of those that an error has told of.
+        self._said = 0
+        self._blocks = None if self._streams is None else Blocks(self._streams)
+        self._thread = _ThreadRule(self.depth if self._streams is not None else 1)
+        self._counts = dict.fromkeys(("batches", "bytes", "spilled"), 0)
         self._updates: collections.deque[_Update] = collections.deque()
         self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         depth, info = f", depth={self.depth}" * (self.depth != 2), ", return_info=True" * self.return_info
-        return f"DeviceLoader(batch_size={self.rb.batch_size}, device='{self.device}'{depth}{info})"
+        ahead = "" if self.draws_ahead is None else f", draws_ahead={self.draws_ahead}"
+        how = "" if self._streams is None else f", transport='{self.transport}'{ahead}"
+        return f"DeviceLoader(batch_size={self.rb.batch_size}, device='{self.device}'{depth}{info}{how})"
+
+    def _may_read(self, rb: object) -> TypeGuard[Readable]:
+        """Whether it is worth asking whether the device can read by itself."""
+        if self._streams is None or self._asked == "block":
+            return False
+        if self._asked == "direct" and not isinstance(rb, Readable):
+            raise RuntimeError(
+                f"DeviceLoader: transport: 'direct' expects a ReplayBuffer, got {type(rb).__name__}. Leave it out."
+            )
+        return isinstance(rb, Readable)
+
+    @property
+    def transport(self) -> str:
+        """How rows get to the device: ``"direct"``: it reads them by itself; ``"block"``: the host copies them into one block per batch;
+        ``"none"``: they stay in the host's memory, or go nowhere (``meta``).
+        """
+        return "none" if self._streams is None else "block" if self._reader() is None else "direct"
+
+    @property
+    def draws_ahead(self) -> bool | None:
+        """Whether a thread draws ahead of the consumer. None: not decided yet, for want of a first or second batch."""
+        return self._thread.needed
+
+    def stats(self) -> dict[str, object]:
+        """What went through the loader since it was made.
+
+        ``transport``; ``batches``: batches handed out; ``bytes``: of the blocks that were copied; ``spilled``: batches that were larger
+        than their block, which cost a copy on the host. Blocks grow with them, and the first batch has none.
+
+        >>> import torch
+        >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> DeviceLoader(rb, "cpu").stats()
+        {'transport': 'none', 'batches': 0, 'bytes': 0, 'spilled': 0}
+        """
+        found: dict[str, object] = {"transport": self.transport, **self._counts}
+        if self._direct is not None:
+            found.update(zip(("redraws", "repeated", "missing"), self._direct.counters[2:5].tolist(), strict=True))
+        return found if self._refused[1] is None else {**found, "reason": self._refused[1]}
 
     # ---- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over new batches. Before each, priorities whose copies have arrived are applied."""
-        if self._streams is None:
+        if self._streams is None or self._blocks is None:
             return self._passed_through()
-        run = _Run(self._drawn, self._streams, self.depth)
+        if self._reader() is not None:
+            return self._read_by_device()
+        return self._copied()
+
+    def _copied(self) -> Iterator[object]:
+        """Batches that the host copies."""
+        assert self._streams is not None and self._blocks is not None  # noqa: PT018 - there is an accelerator
+        run = _Run(self._drawn(), self._streams, self._blocks, self._thread)
         self._runs.add(run)
         batches = self._handed_out(run)
         weakref.finalize(batches, run.close)  # also before the interpreter ends, which must not interrupt a draw
         return batches
+
+    def _reader(self) -> DirectReader | None:
+        """What reads the next batch; None: the host does.
+
+        Raises ``RuntimeError``: the device cannot, and was asked to. What :meth:`Registered.use` raises in a child of a fork.
+        """
+        rows, streams = self._readable, self._streams
+        if rows is None or streams is None or (rows.store is None and rows.refusal is None):
+            return None
+        if self._direct is not None and self._direct.is_current():
+            return self._direct
+        state = rows.state()
+        if self._refused[1] is not None and self._refused[0] == state:
+            return None
+        try:
+            fresh = DirectReader(rows, self.rb.batch_size, streams)
+        except NotDirect as error:
+            if self._asked == "direct":
+                raise RuntimeError(
+                    f"DeviceLoader: transport='direct': expected rows that {self.device} can read by itself, got a buffer that does not "
+                    f"allow it: {error}. Use transport='block', or leave it out."
+                ) from error
+            self._refused, fresh = (state, str(error)), None
+            if rows.refusal is None:
+                warn(
+                    f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block')."
+                )
+        self._direct, before = fresh, self._direct
+        if before is not None:
+            before.close()
+        return fresh
+
+    def _read_by_device(self) -> Iterator[object]:
+        """As :meth:`_drawn`: where the buffer changes so that the device cannot go on, the host does."""
+        rows, streams = self._readable, self._streams
+        assert rows is not None and streams is not None  # noqa: PT018 - there is a reader
+        rows.begin()
+        while (reader := self._reader()) is not None:
+            streams.check_not_capturing(
+                "DeviceLoader", "each replay would bring the same batch; DeviceReplay is for graphs"
+            )
+            self._apply()
+            batch = reader.read(return_info=self.return_info)
+            self._counts["batches"] += 1
+            yield batch
+            if rows.ran_out:
+                return
+        yield from self._copied()
 
     def _drawn(self) -> Iterator[object]:
         """Batches as the buffer returns them."""
@@ -163,6 +253,7 @@ class DeviceLoader(Closes):
 
     def _passed_through(self) -> Iterator[object]:
         for batch in self._drawn():
+            self._counts["batches"] += 1
             if all(leaf.device == self.device for leaf in tensors(batch)):
                 yield batch
             else:
@@ -177,12 +268,14 @@ class DeviceLoader(Closes):
                 ready = run.take()
                 if ready is None:
                     return
-                consumer = streams.current()
-                for event in ready.events:
-                    streams.wait(consumer, event)
-                for leaf in tensors(ready.batch):
-                    if streams.holds(leaf):
-                        streams.keep(leaf, consumer)
+                if ready.events:
+                    consumer = streams.current()
+                    for event in ready.events:
+                        streams.wait(consumer, event)
+                    for tensor in ready.memory:
+                        streams.keep(tensor, consumer)
+                for name, n in zip(self._counts, (1, ready.nbytes, ready.spilled), strict=True):
+                    self._counts[name] += n
                 yield ready.batch
         finally:
             run.close()
@@ -194,7 +287,8 @@ class DeviceLoader(Closes):
 
         The values are copied to pinned memory after the work that computes them. They are applied in the order of the calls,
         once they have arrived: by the next batch, update or :meth:`flush`. Values on the host are applied at once if no earlier
-        update is pending.
+        update is pending. Where the device reads by itself, a native thread applies float32 priorities of whole rows; if it falls
+        behind, some are dropped.
 
         Args:
             index, priority, generation: as for ``rb.update_priority``. They may be changed or freed afterwards.
@@ -212,6 +306,8 @@ class DeviceLoader(Closes):
         >>> with DeviceLoader(rb, "cpu") as loader:
         ...     loader.update_priority(rows, torch.rand(10))
         """
+        if self._sent_back(index, priority, generation):
+            return
         streams = self._streams
         values = (index, priority, generation)
         found = [] if streams is None else [leaf for leaf in tensors(values) if streams.holds(leaf)]
@@ -229,8 +325,26 @@ class DeviceLoader(Closes):
             for leaf in found:
                 streams.keep(leaf, streams.down)
             event = streams.mark(streams.down)
+            streams.wait(streams.current(), event)  # the caller may overwrite them in place
         self._updates.append(_Update(event, *values))
         self._apply()
+
+    def _sent_back(self, index: object, priority: object, generation: object) -> bool:
+        """Send priorities through the ring of the device that reads by itself. False: there is none, or they are not all there."""
+        streams, ring = self._streams, None if self._direct is None else self._direct.updates
+        if ring is None or streams is None or self._updates:
+            return False
+        given = [one for one in (index, generation, priority) if isinstance(one, Tensor) and streams.holds(one)]
+        if len(given) < 3 or len({one.numel() for one in given}) > 1 or given[0].numel() > self.rb.batch_size:
+            return False
+        rows, tickets, values = (one.detach().reshape(-1) for one in given)
+        ring.send(rows.contiguous(), tickets.contiguous(), values.to(torch.float32).contiguous())
+        if refused := ring.stats.refused - self._said:
+            self._said += refused
+            raise PriorityError(
+                f"update_priority: expected finite priorities of at least 0, got {refused} others. They were left out."
+            )
+        return True
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """``rb.update_tensordict_priority`` with a batch on the device, as :meth:`update_priority`.
@@ -273,6 +387,8 @@ class DeviceLoader(Closes):
         ...     loader.flush()  # the priorities are in the buffer
         """
         self._apply(wait=True)
+        if self._direct is not None and self._direct.updates is not None:
+            self._direct.updates.flush()
 
     def _apply(self, *, wait: bool = False) -> None:
         """Apply the updates that have arrived, in order."""
@@ -303,28 +419,81 @@ class DeviceLoader(Closes):
         for run in list(self._runs):
             run.close()
         self.flush()
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
+
+
+def _checked(transport: str | None, device: torch.device) -> str | None:
+    """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device.
+    ``NotImplementedError``: not yet.
+    """
+    if transport == "resident":
+        raise NotImplementedError(
+            "DeviceLoader: transport: 'resident' is not available yet. Leave it out, or use 'direct'."
+        )
+    if transport not in (None, "block", "direct"):
+        raise ValueError(f"DeviceLoader: transport: expected 'direct', 'block' or None, got {transport!r}.")
+    if transport is not None and device.type in ("cpu", "meta"):
+        raise ValueError(
+            f"DeviceLoader: transport: expected an accelerator for {transport!r}, got device='{device}', where batches are handed on "
+            "as they are. Leave it out."
+        )
+    return transport
+
+
+class _ThreadRule:
+    """Whether a thread draws ahead. Decided once, by the first batches, and then for good."""
+
+    #: A batch that takes less is drawn before a thread would be awake, and Python's lock taken over twice.
+    SECONDS = 1e-3
+    BYTES = _native.PARALLEL_BYTES
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.needed: bool | None = False if depth == 1 else None
+        self._first: float | None = None
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """A batch was drawn without one. The second decides, as much is made and loaded by the first; bytes are known at once."""
+        if self.needed is not None:
+            return
+        if nbytes >= self.BYTES:
+            self.needed = True
+        elif self._first is not None:
+            self.needed = min(self._first, seconds) >= self.SECONDS
+        self._first = seconds
 
 
 class _Run:
-    """The work of one iteration: a thread that draws and copies, at most ``depth`` batches ahead.
+    """The work of one iteration: draws and copies, in a thread at most ``depth`` batches ahead or when a batch is taken.
 
     It has no reference to the iterator, so that the iterator can be garbage-collected.
     """
 
-    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
-        self.drawn = drawn
+    def __init__(self, batches: Iterator[object], streams: Accelerator, blocks: Blocks, rule: _ThreadRule) -> None:
+        self.batches = batches
         self.streams = streams
-        self.pinning = Pinning(streams.memory)
+        self.blocks = blocks
+        self.rule = rule
         self.ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
-        self.slots = threading.Semaphore(depth)
+        self.slots = threading.Semaphore(rule.depth)
         self.stopped = False
-        self.thread = threading.Thread(target=self.run, name="engram-device-loader", daemon=True)
-        self.thread.start()
+        self.thread: threading.Thread | None = None
+        self._start_if_needed()
 
     def take(self) -> _Ready | None:
         """The next batch, whose copy is queued; None at the end."""
         if self.stopped:
             return None
+        self._start_if_needed()
+        if self.thread is None:
+            drawn = self.blocks.draw(self.batches)
+            if drawn is None:
+                return None
+            ready = _Ready(*self.blocks.send(drawn.batch, drawn.block))
+            self.rule.note(ready.nbytes, drawn.seconds)
+            return ready
         found = self.ready.get()
         self.slots.release()
         if isinstance(found, BaseException):
@@ -335,19 +504,23 @@ class _Run:
         """End the thread. Repeatable."""
         self.stopped = True
         self.slots.release()
-        if self.thread is not threading.current_thread():
+        if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
+
+    def _start_if_needed(self) -> None:
+        if self.rule.needed and self.thread is None:
+            self.thread = threading.Thread(target=self.run, name="engram-device-loader", daemon=True)
+            self.thread.start()
 
     # ---- in the thread -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
-            batches = self.drawn()
             while self._has_slot():
-                batch = next(batches, None)
-                if batch is None:
+                drawn = self.blocks.draw(self.batches)
+                if drawn is None:
                     break
-                self.ready.put(self._sent(batch))
+                self.ready.put(self._sent(drawn))
         except BaseException as error:  # noqa: BLE001 - the consumer raises it
             self.ready.put(error)
         self.ready.put(None)
@@ -356,14 +529,11 @@ class _Run:
         self.slots.acquire()
         return not self.stopped
 
-    def _sent(self, batch: object) -> _Ready:
+    def _sent(self, drawn: Drawn) -> _Ready:
         streams = self.streams
         # Leaves that are already on the device were computed on this thread's stream; the stream of the copies does not wait for it.
-        there = any(streams.holds(leaf) for leaf in tensors(batch))
+        there = any(streams.holds(leaf) for leaf in tensors(drawn.batch))
         events = [streams.mark(streams.current())] if there else []
-        pinned = self.pinning(batch)
         with streams.on(streams.up):
-            moved = map_tensors(
-                pinned, lambda leaf: leaf if streams.holds(leaf) else streams.send(leaf), device=streams.device
-            )
-        return _Ready(moved, (*events, streams.mark(streams.up)))
+            sent = self.blocks.send(drawn.batch, drawn.block)
+        return _Ready(*sent, (*events, streams.mark(streams.up)))

@@ -16,26 +16,14 @@ from engram import _native
 from engram._tensordict import children, is_plain_tensordict, tensordict_type
 from engram._words import warn
 from engram.nested import is_tensordict, map_with_paths, tensors
+from engram.store.device.accelerator import HostMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDictBase
 
     from engram.types import Entry
-
-
-class HostMemory:
-    """The source of pinned tensors."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized pinned tensor."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a CPU tensor is in pinned memory."""
-        return tensor.is_pinned()
 
 
 class Pinning:
@@ -115,7 +103,7 @@ class _Walk:
         known = self.done.get(id(tensor))
         if known is not None:
             return known[1]
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if not is_dense(tensor):
             raise RuntimeError(
                 f"sample: pin_memory: expected a dense tensor at {list(path) or 'the batch'}, got {_described(tensor)}. "
                 "Make it dense in a transform, or leave pin_memory off."
@@ -154,6 +142,11 @@ class _Walk:
         if not changed:
             return td
         return made.lock_() if td.is_locked else made
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's values lie in memory at strides."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _described(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from engram.field_paths import public
 from engram.format import layout
 from engram.plotting.plots import Ends, Scan, looked_at
 from engram.priorities import KIND as PRIORITIES
-from engram.priorities import PriorityIndex
+from engram.priorities import Priorities, PriorityIndex
 from engram.samplers import PrioritizedSampler, SliceSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import read_block, shared_memory
@@ -87,14 +87,14 @@ def effective_size(storage: Storage) -> float | None:
     return _stored_priorities(PriorityIndex(block, None), rows, extent.size)["priority_ess"]
 
 
-def priorities_of(storage: Storage, sampler: object) -> PriorityIndex | None:
+def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
     """The priorities that a sampler draws by, if there are any."""
     names = sampler.own_indexes if isinstance(sampler, DeclaredSampler) else ()
     name = next((name for name, kind in names if kind == PRIORITIES), None)
     if name is None:
         return None
     if storage.memory is not None:
-        index: PriorityIndex | None = storage.memory.indexes.get((name, PRIORITIES))
+        index: Priorities | None = storage.memory.indexes.get((name, PRIORITIES))
         return index
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
 
@@ -127,7 +127,7 @@ def effective(leaves: NDArray[np.float64]) -> float:
     return float(shares.sum()) ** 2 / squares if squares else 0.0
 
 
-def _stored_priorities(index: PriorityIndex, rows: Tensor, size: int) -> dict[str, float]:
+def _stored_priorities(index: Priorities, rows: Tensor, size: int) -> dict[str, float]:
     """Of rows that stand for all ``size``."""
     leaves = index.leaves_of(rows).numpy()
     values = values_of(leaves, index.config)

@@ -89,6 +89,11 @@ class Memory(NamedTuple):
     closed: bool = False
     participant: int = 0
 
+    @property
+    def bare(self) -> Limits:
+        """As a store's."""
+        return self.core
+
 
 class Drawn(NamedTuple):
     """A batch that a server drew."""

@@ -59,6 +59,8 @@ class DeclaredSampler(Component):
     draws_of_a_row: int | None = None
     #: Whether draws are a ``sample`` of the user's own, of TorchRL's form.
     samples = False
+    #: Whether it draws on the accelerator that the rows are on.
+    draws_on_device = False
     #: Keys of the fields that ``draw`` is handed; None: it is handed none.
     reads: object = None
     #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too, and whether ``[B, 1]`` is ``[B]`` there.

@@ -13,17 +13,27 @@ from engram._devices import named_device
 from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
-from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
+from engram.priorities import (
+    KIND,
+    NAMES,
+    DeviceIndex,
+    PriorityConfig,
+    PriorityIndex,
+    check_priorities,
+    priorities_of,
+    state_of,
+    with_parameters,
+)
 from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
 from engram.state import Change, check_keys, tensor_in
-from engram.store import check_index_name
+from engram.store import DeviceStore, check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.priorities import Numbers
+    from engram.priorities import Numbers, Priorities
     from engram.store import Key, Masses
     from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
 
@@ -63,7 +73,7 @@ class PrioritizedSampler(NativeSampler):
         dtype: of the weights.
         reduction: of priorities with more than one dimension: max, min, mean, median or sum.
         max_priority_within_buffer: new rows get the largest priority of the rows that are live now.
-        device: accepted; the tree is on the CPU for every storage.
+        device: where the tree is of rows on an accelerator: that one, or "cpu"; default with the rows. That of other rows is on the CPU.
         index: the name of the priorities.
         normalize: ``"store"``: weights are over the largest weight in the store, as TorchRL's are. A single row of priority near 0 then
             makes all weights small. ``"batch"``: over the largest weight of each batch, which is 1.
@@ -87,6 +97,8 @@ class PrioritizedSampler(NativeSampler):
     traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
     _index_kind = KIND
     normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
+    #: Whether the tree lies on the accelerator where the rows are, or is to lie there; None: as the store has it.
+    on_device: bool | None = None
 
     def __init__(
         self,
@@ -126,13 +138,14 @@ class PrioritizedSampler(NativeSampler):
         self.reduction = reduction
         self.normalize = normalize
         self.device = torch.device("cpu") if device is None else named_device(device, "PrioritizedSampler: device")
+        self.on_device = None if device is None else self.device.type != "cpu"
         self.index_name = index
         #: Whether ``alpha`` was set since: then a state's is not taken over.
         self._alpha_was_set = False
         #: Whether ``alpha`` and ``beta`` of an index that exists count, and not those given here.
         self.adopts_index = False
         self._storage: SampledStorage | None = None
-        self._index: PriorityIndex | None = None
+        self._index: Priorities | None = None
 
     # ---- where the priorities are --------------------------------------------------------------------------------------
 
@@ -163,10 +176,14 @@ class PrioritizedSampler(NativeSampler):
         self._storage, self._index = storage, None
         self._attached()
 
-    def _attached(self) -> PriorityIndex | None:
+    def _attached(self) -> Priorities | None:
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
-        if self._storage is not None and (self._index is None or self._storage.closed):
-            found = self._storage.priorities(self.index_name, self._config, self._capacity or self._storage.max_size)
+        if self._storage is not None and (self._index is None or self._index.retired or self._storage.closed):
+            memory, rows = self._storage.memory, self._capacity or self._storage.max_size
+            if isinstance(memory, DeviceStore):
+                found: tuple[Priorities, bool] | None = self._found_there(memory)
+            else:
+                found = self._storage.priorities(self.index_name, self._config, rows)
             if found is not None:
                 index, made = found
                 known = (index.core.alpha, index.core.beta)
@@ -174,6 +191,18 @@ class PrioritizedSampler(NativeSampler):
                     index.core.alpha, index.core.beta = self._config.alpha, self._config.beta
                 self._index = index
         return self._index
+
+    @property
+    def draws_on_device(self) -> bool:  # type: ignore[override]
+        """Whether the priorities lie on the accelerator that the rows are on."""
+        return isinstance(self._attached(), DeviceIndex)
+
+    def _found_there(self, memory: DeviceStore) -> tuple[Priorities, bool]:
+        if self.on_device and self.device not in (torch.device(memory.device.type), memory.device):
+            raise ValueError(
+                f"PrioritizedSampler: device: expected {memory.device}, where the rows are, or 'cpu', got {self.device}."
+            )
+        return priorities_of(memory, self.index_name, self._config, on_device=self.on_device)
 
     def moved(self) -> None:
         if self._index is not None:
@@ -186,7 +215,7 @@ class PrioritizedSampler(NativeSampler):
         index = self._attached()
         return self._config if index is None else index.config
 
-    def priorities(self) -> PriorityIndex:
+    def priorities(self) -> Priorities:
         """The index of priorities, which belongs to the storage. Raises ``NoSampleable``: nothing was ever written.
 
         >>> import torch
@@ -264,7 +293,7 @@ class PrioritizedSampler(NativeSampler):
         index, over_batch = self.priorities(), self.normalize == "batch"
         rows, numbers, weights = index.draw(key, batch_size, leaves=over_batch)
         assert self._storage is not None  # it has priorities
-        if self._storage.memory is None:
+        if self._storage.memory is None or self.draws_on_device:
             numbers = self._storage.tickets_of(rows)
         writes = self._storage.writes_of(rows, numbers)
         if over_batch:
@@ -289,9 +318,15 @@ class PrioritizedSampler(NativeSampler):
         """
         if storage is not self._storage:
             self.bind(storage)
-        index = self._index or self._attached()
-        assert index is not None and storage.memory is not None  # noqa: PT018 - the buffer asks only then
-        columns = index.sample(storage.memory, key, n, self.dtype is torch.float32, self.normalize == "batch")
+        index = self._index
+        if index is None or index.retired:
+            index = self._attached()
+        memory, how = storage.memory, (self.dtype is torch.float32, self.normalize == "batch")
+        if isinstance(index, DeviceIndex) and isinstance(memory, DeviceStore):
+            columns = index.sample(memory, key, n, *how)
+        else:
+            assert isinstance(index, PriorityIndex) and memory is not None  # noqa: PT018 - the buffer asks only then
+            columns = index.sample(memory, key, n, *how)
         weights = columns.pop()
         if weights.dtype is not self.dtype:
             weights = weights.to(self.dtype)
@@ -337,10 +372,10 @@ class PrioritizedSampler(NativeSampler):
             and self._took(index, priority, generation)
         ):
             return
-        rows = rows_of(index, "update_priority")
-        priorities = as_priorities(priority, rows.numel(), self.reduced)
+        rows = self._rows_of(index, "update_priority")
+        priorities = as_priorities(priority, rows.numel(), self.reduced, there=self.draws_on_device)
         if generation is not None:
-            generation = rows_of(generation, "update_priority: generation")
+            generation = self._rows_of(generation, "update_priority: generation")
             if generation.numel() != rows.numel():
                 raise RuntimeError(
                     f"update_priority: generation: expected one per row, {rows.numel()}, got {generation.numel()}."
@@ -349,7 +384,7 @@ class PrioritizedSampler(NativeSampler):
         if own is None:
             raise RuntimeError("update_priority: expected rows that were written; nothing was ever written.")
         assert self._storage is not None  # it has priorities
-        if self._storage.memory is None:  # a list: its rows' tickets are its own
+        if isinstance(own, PriorityIndex) and self._storage.memory is None:  # a list: its rows' tickets are its own
             rows = self._current(self._storage, own, rows, generation)
             generation = None
         own.update(rows, priorities, generation)
@@ -380,13 +415,17 @@ class PrioritizedSampler(NativeSampler):
         Traceback (most recent call last):
         engram.errors.PriorityError: ...
         """
-        priorities = as_priorities(priority, n, self.reduced)
+        priorities = as_priorities(priority, n, self.reduced, there=self.draws_on_device)
         if self._storage is None:
             raise RuntimeError(
                 "check_priority: expected a sampler of a buffer, got one that is bound to no storage. Make the buffer first: "
                 "ReplayBuffer(storage=…, sampler=…)."
             )
-        own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
+        own = self._attached()
+        if isinstance(own, DeviceIndex):
+            own.check(priorities)
+            return
+        own = own or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
         own.update(torch.full((n,), -1, device="cpu"), priorities, None)
 
     def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
@@ -396,6 +435,12 @@ class PrioritizedSampler(NativeSampler):
         stale &= (rows >= 0) & (rows < self.max_size)  # the others are an error, or are passed over
         own.core.drop(int(stale.sum()))
         return torch.where(stale, -1, rows)
+
+    def _rows_of(self, index: object, call: str) -> Tensor:
+        """As :func:`rows_of`; those on the device stay there, where the tree is."""
+        one = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        there = self.draws_on_device and isinstance(one, Tensor) and one.dtype is torch.int64 and not one.is_cpu
+        return one.reshape(-1) if there and isinstance(one, Tensor) else rows_of(index, call)
 
     def reduced(self, value: Tensor) -> Tensor:
         """``[B, ...]`` to ``[B]`` by :attr:`reduction`.
@@ -424,7 +469,7 @@ class PrioritizedSampler(NativeSampler):
         """
         own = self._attached()
         if own is not None:
-            own.reset(rows_of(index, "mark_update"))
+            own.reset(self._rows_of(index, "mark_update"))
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -505,16 +550,16 @@ class PrioritizedSampler(NativeSampler):
         return {**self.__dict__, "_storage": None, "_index": None, "adopts_index": True}
 
 
-def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor]) -> Tensor:
-    """float64 or float32 ``[n]``, contiguous, on the CPU: of one number, ``[]`` or ``[1]``, the same for all rows. ``reduced``: makes
-    ``[n]`` of ``[n, ...]``. Raises as :meth:`PrioritizedSampler.update_priority`, unless a priority itself is bad.
+def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor], *, there: bool = False) -> Tensor:
+    """float64 or float32 ``[n]``, contiguous, on the CPU, or ``there``, where they are: of one number, ``[]`` or ``[1]``, the same for all
+    rows. ``reduced``: makes ``[n]`` of ``[n, ...]``. Raises as :meth:`PrioritizedSampler.update_priority`, unless a priority itself is bad.
     """
     value = as_numbers("update_priority: priority", priority, torch.float64)
     if value.shape == (n,) and value.dtype in _AS_THEY_ARE and value.is_cpu and value.is_contiguous():
         return value
     if value.is_complex():
         raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
-    value = value.detach().to("cpu", torch.float64)
+    value = value.detach().to(value.device if there else "cpu", torch.float64)
     if value.ndim > 1 and value.shape[0] == n:
         value = reduced(value)
     if value.shape not in ((), (1,)) and value.numel() != n:

@@ -11,6 +11,7 @@ from engram import _native
 from engram._words import warn
 from engram.errors import NoSampleable
 from engram.field_paths import FieldPath, as_path, plain
+from engram.priorities import PriorityIndex
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.window_settings import Setting, WindowArguments, WindowSettings
@@ -202,6 +203,8 @@ class SliceSampler(WindowSampler):
         #: Ticket numbers of the last steps that the online queue took, int64 [tracks], -1 for none; None: not known yet.
         self._taken: Tensor | None = None
         self.anchors = anchors
+        if anchors is not None:
+            anchors.on_device = False  # windows are drawn on the host
         if anchors is not None and not self.traits.prioritized:
             self.traits = self.traits._replace(prioritized=True, takes_priorities=True)
         if online and anchors is None:
@@ -235,6 +238,7 @@ class SliceSampler(WindowSampler):
         if anchors is None or isinstance(table, _native.Fragments):
             return table.sample(*arguments)
         index = anchors.priorities()
+        assert isinstance(index, PriorityIndex)  # as anchors lie on the host
         single, over_batch = anchors.dtype is torch.float32, anchors.normalize == "batch"
         drawn = table.sample_anchored(*arguments, index.core, single, over_batch)
         drawn[-2] = drawn[-2].to(anchors.dtype)

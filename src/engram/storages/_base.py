@@ -450,6 +450,7 @@ class Storage(Declared, Dumpable, Port):
         removed: int = self.memory.core.remove(
             rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr()
         )
+        self.memory.refilled()
         return removed
 
     def limit(self, rules: Rules, unconsumed: int) -> None:

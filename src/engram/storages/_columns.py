@@ -124,11 +124,11 @@ def selected_rows(index: Any, slots: int, columns: tuple[int, ...], time: int) -
 
 def rows_of_coordinates(coordinates: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The rows of coordinates ``[..., ndim]``, slot first; -1 for those outside of the sizes."""
-    rows = torch.zeros(coordinates.shape[:-1], dtype=torch.int64, device="cpu")
+    rows = torch.zeros(coordinates.shape[:-1], dtype=torch.int64, device=coordinates.device)
+    inside = rows == 0
     for size, place in zip(sizes, coordinates.unbind(-1), strict=True):
-        rows = rows * size + place
-    ends = torch.tensor(sizes, device="cpu")
-    return torch.where(((coordinates >= 0) & (coordinates < ends)).all(-1), rows, -1)
+        rows, inside = rows * size + place, inside & (place >= 0) & (place < size)
+    return torch.where(inside, rows, -1)
 
 
 def coordinates(rows: Tensor, columns: tuple[int, ...]) -> Tensor:

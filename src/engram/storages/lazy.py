@@ -42,15 +42,20 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
-        TypeError: ``dtypes`` that name no field or no dtype. RuntimeError: no such device on this machine.
+        TypeError: ``dtypes`` that name no field or no dtype. RuntimeError: no such device on this machine; at the first write, too
+            little free memory there.
 
     A cast gives up precision and nothing more: an int that the dtype cannot hold, a float that would become infinite, a float for an
     int or a bool, and a complex number for a real one are refused (``RuntimeError``, nothing is written). Ints 0 and 1 may become
     bools, bools any number. A field that ``dtypes`` names and the first row does not have is a ``KeyError`` there.
 
-    On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
-    on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
-    for these few bytes. Expanders and ``share()`` need the CPU.
+    On an accelerator, in one process, ``extend``, uniform draws, draws and updates by a ``PrioritizedSampler``, and ``rb[i] = rows``
+    never make the host wait, and a CUDA graph may capture them: of a storage of one lane, with data, rows and priorities that are on
+    the device. Draws of a graph take torch's random numbers of the device. After a captured ``extend`` the device alone knows how many
+    rows there are: the next call that needs it, such as ``len(rb)``, waits for it. What is wrong with priorities or rows on the device
+    is left out there, and ``rb.stats()`` raises it. Other samplers draw on the host: they are correct there, and slower. Of the fields
+    that say where trajectories end the host keeps a copy, so a write of data that is on the device waits for these few bytes. Expanders
+    and ``share()`` need the CPU.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer

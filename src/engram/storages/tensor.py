@@ -137,10 +137,8 @@ class TensorStorage(Storage):
         if structure.on_host:
             store = Store.around(schema, [field.detach() for field in fields])
         else:
-            store = DeviceStore.on(schema, self._device)
-            for tensor, field in zip(store.tensors, fields, strict=True):
-                tensor.copy_(field.detach())
-            store.core.fill()
+            store = DeviceStore.on(schema, self._device, [field.detach() for field in fields])
+            store.fill()
         self._adopt(store, structure)
         if structure.on_host:
             self._share_in_place()
@@ -272,7 +270,7 @@ class TensorStorage(Storage):
         >>> [field.key for field in rb.storage.written().fields]
         [('obs',), ('next', 'reward')]
         """
-        self.store.core.find_fields()
+        self.store.bare.find_fields()
         assert self.structure is not None
         return self.structure
 

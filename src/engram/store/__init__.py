@@ -4,7 +4,7 @@ blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; 
 
 from engram.store.adding import add_field, fill_rows
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
-from engram.store.device import DeviceStore
+from engram.store.device import DevicePriorities, DeviceStore
 from engram.store.elsewhere import ForeignStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, TicketIndex, check_index_name
 from engram.store.keys import Key, ThreadKey
@@ -39,6 +39,7 @@ __all__ = [
     "Block",
     "BlockLayout",
     "Copied",
+    "DevicePriorities",
     "DeviceStore",
     "DrawingInto",
     "DrawingPart",

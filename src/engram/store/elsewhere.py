@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram.store.device import DeviceStore
+from engram.store.device import HostedStore
 from engram.store.memory import as_rows, new_control_memory, private_field, torch_dtype
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 4096
 
 
-class ForeignStore(DeviceStore):
+class ForeignStore(HostedStore):
     """Rows in an object of the user's own; tickets, cursors and indexes stay here.
 
     Calls of the object never overlap: the lock that orders reads and writes is held around each.
@@ -111,7 +111,7 @@ class ForeignStore(DeviceStore):
                 self._copies[number] = copy
             return super().on_host(numbers)
 
-    def _refilled(self) -> None:
+    def refilled(self) -> None:
         """The copies are filled where the rows are."""
 
     def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -216,6 +217,8 @@ class Indexes(Mapping[IndexKey, Any]):
         """Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it."""
         self.made_with: dict[str, int] = {}
         """Of each table of trajectories, by name: how many fields there were. Usual boundaries are looked for among them."""
+        self.drains: weakref.WeakSet[_native.UpdateDrain] = weakref.WeakSet()
+        """Threads that change priorities without a call, until :meth:`close`."""
         self._host = host
         self._closed = False
         self._capacity = capacity
@@ -235,10 +238,23 @@ class Indexes(Mapping[IndexKey, Any]):
         return len(self._lasting)
 
     def close(self, core: _native.Store) -> None:
-        """Replaces the store's core, and those of its indexes, by one that raises."""
+        """Replaces the store's core, and those of its indexes, by one that raises. Threads apply what has arrived, and end."""
         self.core, self._closed = core, True
         for index in self._lasting.values():
             index.core = core
+        for drain in list(self.drains):
+            drain.stop()
+
+    @property
+    def tables(self) -> int:
+        """How many tables there are."""
+        return len(self._tables)
+
+    def keep(self, key: IndexKey, index: object) -> None:
+        """Have an index that the core does not tell of writes; None: forget the one of that key."""
+        self._lasting.pop(key, None)
+        if index is not None:
+            self._lasting[key] = index
 
     # ---- indexes that last -------------------------------------------------------------------------------------------
 

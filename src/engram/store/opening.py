@@ -237,7 +237,7 @@ def reattach(saved: Saved) -> Store:
             field.copy_(column)
         store = Store(schema, fields, *new_control_memory(schema))
     else:
-        store = DeviceStore(schema, columns, *new_control_memory(schema))
+        store = DeviceStore.on(schema, columns[0].device, columns)
     store.take_over(control, tickets)
     store.indexes.keep_copies({key: memory.tensor for key, memory in saved.indexes.items()})
     return store

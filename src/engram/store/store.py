@@ -173,7 +173,8 @@ class Store:
         self._placing = _fork.rlock()
         self._pausing = _fork.rlock()
         _fork.registered(self, uses_others=True)  # recovery tells the indexes
-        self.core: _native.Store = _native.Store(
+        #: The core; :attr:`bare` is the same, also where it has yet to hear of what was written.
+        self.core = self.bare = _native.Store(
             control.address,
             control.nbytes,
             tickets.address,
@@ -238,7 +239,7 @@ class Store:
         where = "" if self.directory is None else f" in {str(self.directory)!r}"
         why = f"the store{where} was closed. Use ReplayBuffer.open to go on with one in a folder."
         refusing: Any = _Refusing(lambda: RuntimeError(why))
-        self.core = refusing
+        self.core = self.bare = refusing
         self.indexes.close(refusing)
         self.closed = True
         if self.attachment is not None:
@@ -347,7 +348,7 @@ class Store:
                 forget(self)
                 why = f"the store in {str(self.directory)!r} could not be shared with this forked process: {error}"
                 refusing: Any = _Refusing(lambda: ForkedHandle(why))
-                self.core = self.indexes.core = refusing
+                self.core = self.bare = self.indexes.core = refusing
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 
@@ -434,7 +435,7 @@ class Store:
                 target.put = self._refill
             try:
                 fill(target)
-                self._refilled()
+                self.refilled()
             except BaseException as error:
                 error.add_note(_EMPTY_NOW)
                 raise
@@ -456,8 +457,8 @@ class Store:
             for field, pages in before:
                 self.core.forget(field, first, pages)
 
-    def _refilled(self) -> None:
-        """The rows were replaced, past the core."""
+    def refilled(self) -> None:
+        """Rows were replaced or removed, past this object."""
 
     # ---- writers that look first -------------------------------------------------------------------------------------
 

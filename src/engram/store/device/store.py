@@ -2,167 +2,396 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _fork, _native
-from engram.store.memory import dlpack_specs, new_control_memory, private_field, torch_dtype
-from engram.store.store import Store
+from engram import _native
+from engram._devices import free_bytes, sent
+from engram.errors import EMPTY, NoSampleable
+from engram.store.device.hosted import HostedStore
+from engram.store.device.rows import DeviceRows
+from engram.store.memory import new_control_memory
+from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from engram.format.schema import Schema
     from engram.store.keys import Key
     from engram.store.memory import Block
-    from engram.types import Write, WritePlan
+    from engram.store.store import Saved, StoreState
+    from engram.types import Changes, RowsTarget
 
 
-class DeviceStore(Store):
-    """Rows on an accelerator, moved by torch; tickets and cursors stay on the host.
+class DeviceStore(HostedStore):
+    """Rows on an accelerator, with their numbers and the cursor of their ring, and priorities that a sampler wants there.
 
-    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies. Fields that an index
-    reads have a copy on the host, which the core moves before the index hears of it: what a store on the CPU does with all.
+    Appends, uniform draws, draws and updates of priorities, and edits wait for nothing on the device, and may be captured in a CUDA
+    graph: of a store of one lane, by calls that name rows by tensors of the device. What the core has of the rows follows when a
+    call asks for it (:attr:`core`): it is told of the rows that were appended since, which needs no look at the device. Once a graph was
+    captured that appends, only the device knows how often it ran: then such a call waits for it. What an index of the host reads or
+    hears of is written as on the CPU, at once.
+
+    All calls use the current stream; one that is on another stream than the call before waits for it on the device.
     """
 
-    is_native = False
-
-    def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
-        self.device = tensors[0].device if tensors else torch.device("cpu")
-        self._lock = _fork.rlock()
-        #: By number of the field, in the order in which the core has them.
-        self._copies: dict[int, Tensor] = {}
-        super().__init__(schema, tensors, control, tickets)
-        self.layout = _native.Layout([])
+    def __init__(self, schema: Schema, rows: DeviceRows, control: Block, tickets: Block) -> None:
+        self.device = rows.device
+        self.rows = rows
+        #: Whether samplers that name no device get their priorities here.
+        self.keeps_priorities = rows.device.type != "cpu"
+        super().__init__(schema, [column[:-1] for column in rows.whole], control, tickets)
+        self._lock = rows.lock
+        self._follow()
 
     @classmethod
-    def on(cls, schema: Schema, device: torch.device) -> DeviceStore:
-        """A store on ``device``, its memory taken and zeroed at once."""
-        control, tickets = new_control_memory(schema)
-        tensors = [
-            torch.zeros((schema.capacity, *field.shape), dtype=torch_dtype(field), device=device)
-            for field in schema.fields
-        ]
-        return cls(schema, tensors, control, tickets)
+    def on(cls, schema: Schema, device: torch.device, tensors: Sequence[Tensor] = ()) -> DeviceStore:
+        """A store on ``device``, its memory taken at once; zeros, or the rows of ``tensors``.
 
-    def paused(self) -> AbstractContextManager[None]:
-        return self._pausing_with((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
+        Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
+        """
+        needed, free = (schema.capacity + 1) * (schema.row_bytes + 17), free_bytes(device)
+        if free is not None and free < needed:
+            raise RuntimeError(
+                f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
+                'keep them on the host with device="cpu".'
+            )
+        return cls(schema, DeviceRows(schema, device, tensors), *new_control_memory(schema))
 
-    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
-        """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
+    # ---- what the core has of the rows -------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> _native.Store:
+        """The core, which was told of all that was written. After a captured ``extend``: what the device says was written."""
+        if (self.rows.pending or self.rows.captured) and not self.closed:
+            self._settle()
+        return self.bare
+
+    @core.setter
+    def core(self, core: _native.Store) -> None:
+        self.bare = core
+
+    def _settle(self) -> None:
+        """Tell the core of appended rows."""
+        rows = self.rows
+        if rows.captured and rows.capturing:
+            return
         with self._lock:
-            for number in numbers:
-                if number not in self._copies:
-                    field = self.schema.fields[number]
-                    copy = private_field(field, self.capacity).copy_(self.tensors[number])
-                    self.core.add_field(copy.data_ptr(), field.row_bytes)
-                    self._copies[number] = copy
-            self.layout = _native.Layout(dlpack_specs([self.schema.fields[number] for number in self._copies]))
-            order = list(self._copies)
-            return tuple(order.index(number) for number in numbers), [self._copies[number] for number in numbers]
+            if rows.captured:
+                position, clock, filled = rows.cursor.tolist()  # waits
+                rows.known, rows.pending = (position, clock, filled), clock - self.bare.next_ticket
+            while rows.pending > 0:
+                k = min(rows.pending, self.capacity)
+                there = (self.bare.next_position(0) + torch.arange(k, device="cpu")) % self.capacity
+                columns = self._for_core(self._which, self._take(there, self._which))[1] if self._copies else []
+                self.bare.append(0, k, tuple(map(torch.Tensor.data_ptr, columns)), there.data_ptr())
+                rows.pending -= k
 
-    def _refilled(self) -> None:
-        for number, copy in self._copies.items():
-            copy.copy_(self.tensors[number])
+    def _settle_edits(self) -> None:
+        """Let rows that were edited by an index on the device have new tickets. Waits for the device, where there may be some."""
+        rows = self.rows
+        if not rows.edits or rows.capturing:
+            return
+        with self._lock:
+            edited = rows.edited[:-1].nonzero().squeeze(1).cpu()
+            rows.edited.zero_()
+            rows.edits = rows.captured_edits
+            if len(edited):
+                super(HostedStore, self).edit(edited, *self._for_core(self._which, self._take(edited, self._which)))
+                self._follow()
 
-    def _for_core(self, which: Sequence[int], columns: Sequence[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
-        """What the core has of some fields: their numbers there, in order, and the columns as it reads them."""
-        given = dict(zip(which, columns, strict=True))
-        there = [(place, given[number]) for place, number in enumerate(self._copies) if number in given]
-        return tuple(place for place, _ in there), [column.detach().to("cpu").contiguous() for _, column in there]
+    def _follow(self) -> None:
+        """Let the cursor on the device be where the core is, if that came there in another way."""
+        rows = self.rows
+        if self.lanes > 1:
+            return
+        at, filled = self.bare.next_position(0) + rows.pending, self.bare.extent()[0][0]
+        rows.ring = filled == self.capacity or filled == self.bare.next_position(0) % self.capacity
+        now = (at, self.bare.next_ticket + rows.pending, min(filled + rows.pending, self.capacity))
+        if now != (*rows.known[:2], min(rows.known[2], self.capacity)):
+            self._set_cursor(now)
 
-    def append_row_of(self, intake: object, data: object, lane: object) -> None:
-        """The core has not all fields."""
+    def _set_cursor(self, now: tuple[int, int, int]) -> None:
+        self.rows.known = now
+        self.rows.cursor.copy_(sent(torch.tensor(now, device="cpu"), self.device))
 
-    def append_of(self, intake: object, data: object, lane: object) -> None:
-        """The core has not all fields."""
+    def refilled(self) -> None:
+        super().refilled()
+        self._renumber(0, self.capacity)
+        self.rows.edited.zero_()
+        if self.lanes == 1:
+            filled = self.core.extent()[0][0]
+            self._set_cursor((self.core.next_position(0), self.core.next_ticket, filled))
+        self._follow()
+        for tree in self.rows.trees:
+            tree.scan(0, self.capacity)
 
-    def write_natively(self, intake: object, write: object) -> None:
-        """The core has not all fields."""
+    def _renumber(self, start: int, stop: int) -> None:
+        """Consecutive rows have the numbers that the core has of them."""
+        rows = torch.arange(start, stop, device="cpu")
+        numbers = self.writes_of(rows, self.tickets_of(rows)).clamp_(min=0)
+        self.rows.numbers[start:stop].copy_(sent(numbers, self.device))
+
+    def fill(self) -> None:
+        """All rows are live, as they are."""
+        self.core.fill()
+        self.refilled()
+
+    def take_over(self, control: Tensor, tickets: Tensor) -> None:
+        super().take_over(control, tickets)
+        self.refilled()
+
+    def detached(self) -> Saved:
+        with self._lock:
+            self._settle_edits()
+            self._settle()
+            return super().detached()
+
+    def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
+        with self._lock:
+            try:
+                super().replace(state, fill)
+            finally:
+                self.refilled()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._lock:
+            self._settle_edits()
+            self._settle()
+            with super().paused():
+                yield
+
+    def changes(self, since: int = 0) -> Changes:
+        self._settle_edits()
+        return super().changes(since)
+
+    def counters(self) -> dict[str, float]:
+        """As :meth:`Store.counters`. Raises what calls on the device could not, as :meth:`DeviceRows.check` has it."""
+        self.rows.check()
+        return super().counters()
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         fields = self.schema.fields
         # Perhaps one row.
-        columns = [column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)]
+        columns = [column.detach().reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)]
         with self._lock:
-            filled, _ = self.core.extent()
+            self.rows.follow_stream()
+            if plan.rows is None and isinstance(plan.lane, int):
+                return self._append(plan, plan.lane, columns, n)
+            return self._write_apart(plan, columns, n)
+
+    def _sent(self, columns: Sequence[Tensor], call: str) -> list[Tensor]:
+        return [self.rows.sent(column, call) for column in columns]
+
+    @property
+    def _tells_later(self) -> bool:
+        """Whether the core may hear of appended rows later: nothing there listens, and it need not place them."""
+        lasting = len(self.indexes) == len(self.rows.trees) and not self.indexes.tables
+        return self.lanes == 1 and self.rows.ring and lasting and not self._copies and not self.bare.limited
+
+    def _append(self, plan: WritePlan, lane: int, columns: list[Tensor], n: int) -> Write:
+        rows, length = self.rows, self.lane_length
+        if rows.capturing:
+            return self._append_captured(columns, n)
+        if rows.captured:
+            self._settle()
+        later = self._tells_later
+        position, first = self.bare.next_position(lane) + rows.pending, self.bare.next_ticket + rows.pending
+        if later:
+            write = Write((position + torch.arange(n, device="cpu")) % length, first)
+            rows.pending += n
+        else:
             which, copied = self._for_core(self._which, columns)
             write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
-            rows = write.rows
-            if plan.rows is not None:
-                self._clear_gaps(filled)
-            if plan.kept is not None:
-                rows, columns = rows[plan.kept], [column[plan.kept.to(column.device)] for column in columns]
-            self._put(rows, self._which, columns)
+        columns, skipped = self._sent(columns, "extend"), max(n - length, 0)
+        while skipped < n:  # at most twice
+            at = (position + skipped) % length
+            k = min(n - skipped, length - at)
+            start = lane * length + at
+            rows.put_span(start, self._which, [column[skipped : skipped + k] for column in columns])
+            torch.arange(first + skipped, first + skipped + k, out=rows.numbers[start : start + k])
+            for tree in rows.trees:
+                tree.written_span(start, start + k)
+            skipped += k
+        if self.lanes == 1 and rows.ring:
+            rows.cursor.add_(n)
+            rows.known = position + n, first + n, rows.known[2] + n
+        if not later:
+            self._follow()
+        return write
+
+    def _append_captured(self, columns: list[Tensor], n: int) -> Write:
+        """Append where the cursor on the device is. Raises ``RuntimeError``: only the host can place the rows."""
+        rows = self.rows
+        if self.lanes > 1 or not rows.ring or self.bare.limited:
+            why = (
+                f"has {self.lanes} lanes"
+                if self.lanes > 1
+                else "has limits"
+                if self.bare.limited
+                else "has rows that a writer placed"
+            )
+            raise RuntimeError(
+                f"extend: expected a storage of one ring while a CUDA graph is captured, got one that {why}: the host must place the rows. "
+                "Make this call outside of the capture."
+            )
+        columns = self._sent(columns, "extend")
+        rows.captured = True
+        at, first = rows.next_rows(n)
+        rows.put(at[-self.capacity :], self._which, [column[-self.capacity :] for column in columns], None)
+        rows.number(at[-self.capacity :], first + max(n - self.capacity, 0), None)
+        for tree in rows.trees:
+            tree.written(at[-self.capacity :])
+        return Write(at, 0, first + torch.arange(n, device=self.device))
+
+    def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
+        """Write where the plan says for each row."""
+        rows, (filled, _) = self.rows, self.core.extent()
+        which, copied = self._for_core(self._which, columns)
+        write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
+        at = write.rows
+        if plan.rows is not None:
+            self._clear_gaps(filled)
+        if plan.kept is not None:
+            at, columns = at[plan.kept], [column[sent(plan.kept, column.device)] for column in columns]
+        at, columns = rows.sent(at, "write"), self._sent(columns, "write")
+        last = rows.last_of(at)
+        rows.put(at, self._which, columns, last)
+        rows.number(at, write.first, last)
+        for tree in rows.trees:
+            tree.written(at)
+        self._follow()
         return write
 
     def _clear_gaps(self, filled: Sequence[int]) -> None:
         """Rows that became live because a row above them was written hold zeros."""
         for lane, (before, now) in enumerate(zip(filled, self.core.extent()[0], strict=True)):
-            start = lane * self.lane_length
-            for tensor in self.tensors:
-                tensor[start + before : start + now].zero_()
+            start, stop = lane * self.lane_length + before, lane * self.lane_length + now
+            if start < stop:
+                for tensor in self.tensors:
+                    tensor[start:stop].zero_()
+                self._renumber(start, stop)
+                for tree in self.rows.trees:
+                    tree.written_span(start, stop)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        with self._lock:
+            super().empty(keep_write_count=keep_write_count)
+            self.rows.numbers.zero_()
+            self.rows.edited.zero_()
+            for tree in self.rows.trees:
+                tree.emptied()
+            self._follow()
+
+    # ---- editing -----------------------------------------------------------------------------------------------------
+
+    def names(self, index: object) -> bool:
+        """Whether an index names rows on the device, which can be edited without asking which they are."""
+        there = isinstance(index, torch.Tensor) and index.ndim == 1 and index.dtype is torch.int64 and not index.is_cpu
+        return there and self.lanes == 1 and self.rows.ring and not self._copies
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+        if not rows.is_cpu or self.rows.capturing:
+            if rows.is_cpu and _consecutive(rows):
+                rows = torch.arange(int(rows[0]), int(rows[-1]) + 1, device=self.device)
+            return self.edit_there(rows, which, columns)
         with self._lock:
-            write = super().edit(rows, *self._for_core(which, columns))
-            self._put(rows, which, columns)
+            write = super().edit(rows, which, columns)
+            self._follow()
         return write
+
+    def edit_there(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+        """As :meth:`edit`, of rows that only the device knows; negative ones count from the end.
+
+        Rows that hold nothing are left out and counted: :meth:`DeviceRows.check` raises. The core hears of it when it is asked; the
+        tickets of the write are unknown until then.
+        """
+        ledger, call = self.rows, "rb[index] = value"
+        with self._lock:
+            ledger.follow_stream()
+            rows = ledger.sent(rows, call)
+            at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
+            ledger.put(at, which, self._sent(self._shaped(at, which, columns), call), ledger.last_of(at))
+            ledger.edited.index_fill_(0, at, True)
+            ledger.edits, ledger.captured_edits = True, ledger.captured_edits or ledger.capturing
+        return Write(at, 0)
+
+    def _shaped(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
+        fields = self.schema.fields
+        return [column.detach().reshape(len(rows), *fields[f].shape) for f, column in zip(which, columns, strict=True)]
 
     def patch(
         self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
         with self._lock:
-            write, numbers = super().patch(rows, *self._for_core(which, columns), expected, unedited=unedited)
-            kept = (numbers >= 0).nonzero().squeeze(1)
-            self._put(rows[kept], which, [column[kept.to(column.device)] for column in columns])
-        return write, numbers
+            self._settle_edits()
+            done = super().patch(rows, which, columns, expected, unedited=unedited)
+            self._follow()
+        return done
 
     def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
-        # Of a row written twice the last entry wins; index_put leaves that open.
-        flipped = rows.flip(0)
-        unique, inverse = torch.unique(flipped, return_inverse=True)
-        last = torch.full_like(unique, len(rows)).scatter_reduce_(
-            0, inverse, torch.arange(len(rows), device="cpu"), "amin"
-        )
-        source = (len(rows) - 1 - last).to(self.device)
-        target = unique.to(self.device)
-        for f, column in zip(which, columns, strict=True):
-            column = column.detach().reshape(len(rows), *self.schema.fields[f].shape)  # perhaps one row
-            self.tensors[f][target] = column.to(self.device)[source]
+        columns = self._sent(self._shaped(rows, which, columns), "rb[index] = value")
+        if _consecutive(rows):
+            self.rows.put_span(int(rows[0]), which, columns)
+        else:
+            at = self.rows.sent(rows, "rb[index] = value")
+            self.rows.put(at, which, columns, self.rows.last_of(at))
 
-    def read(
-        self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
-    ) -> tuple[list[Tensor], list[int]]:
-        with self._lock:
-            _, moved = super().read(rows, expected=expected, which=())
-            return self._take(rows, self._which if which is None else which), moved
-
-    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
-        found, moved = self.read(rows, expected=expected)
-        for column, value in zip(columns, found, strict=True):
-            column.copy_(value.cpu().reshape(len(rows), -1).view(torch.uint8).view(column.shape))
-        return moved
-
-    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        with self._lock:
-            rows, *numbers = super().sample_uniform(key, n, True, with_numbers)[len(self._copies) :]
-            columns = self._take(rows, self._which)
-        return [*columns, *[rows] * with_rows, *(tickets.to(self.device) for tickets in numbers)]
-
-    def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
-        if self.core.limited:
-            return None
-        since = self.core.begin_wait()
-        columns = self.sample_uniform(key, n, with_rows, with_numbers)
-        if since:
-            self.core.count_wait(since)
-        return columns
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
-        index = rows.to(self.device)
-        return [self.tensors[f].index_select(0, index) for f in which]
+        return self.rows.take(self.rows.sent(rows, "read"), which)
+
+    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+        def drawn() -> tuple[Tensor, ...]:
+            ledger = self.rows
+            if ledger.capturing:
+                at = ledger.drawn(n)
+            else:
+                rows = _native.empty_rows(n)
+                _native.uniform(key.value, self._size(), rows)
+                at = ledger.sent(rows, "sample")
+            return (at, ledger.numbers[at]) if with_numbers else (at,)
+
+        if (self.lanes > 1 or self.bare.void_rows or not self.rows.ring) and not self.rows.capturing:
+            found = super().sample_uniform(key, n, with_rows, with_numbers)
+            fields = len(self._which)
+            return [*found[:fields], *(self.rows.sent(beside, "sample") for beside in found[fields:])]
+        columns = self.sample_rows(drawn)
+        if not with_rows:
+            del columns[len(self._which)]
+        return columns
+
+    def sample_rows(self, draw: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
+        """All fields of rows on the device that ``draw()`` returns, and what it returns: the rows first.
+
+        Raises ``NoSampleable``: the store is empty.
+        """
+        with self._lock:
+            self.rows.follow_stream()
+            if not self.rows.capturing and not self._size():
+                raise NoSampleable(EMPTY)
+            rows, *beside = draw()
+            if any(kind == "usage" for _, kind in self.indexes):
+                self.count_sampled(rows.cpu())
+            else:
+                self.bare.count_all_sampled(len(rows))
+            return [*self.rows.take(rows, self._which), rows, *beside]
+
+    def _size(self) -> int:
+        """Rows that hold data: without telling the core of them, where it only has to count them."""
+        if self.rows.captured:
+            self._settle()
+        return min(self.bare.size() + self.rows.pending, self.capacity) if self.lanes == 1 else self.core.size()
+
+
+def _consecutive(rows: Tensor) -> bool:
+    """Whether rows on the host follow each other."""
+    return len(rows) > 0 and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows), device="cpu"))

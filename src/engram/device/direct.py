@@ -1,0 +1,209 @@
+"""Batches that an accelerator reads from a store in host memory by itself: the host copies nothing, and waits for nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from engram.store.device.chain import Chain, signed
+from engram.store.device.columns import columns_of
+from engram.store.device.registry import REGISTRY, NotRegistered
+from engram.store.device.updates import UpdateRing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.priorities import PriorityIndex
+    from engram.store import Store
+    from engram.store.device.accelerator import Accelerator
+    from engram.store.device.chain import Kind
+    from engram.store.device.columns import Batch
+    from engram.store.device.registry import Registry
+
+#: Commands of a ring, and the words of one.
+_SLOTS, _WORDS = 64, 8
+#: Batches of priorities that may be under way to the host.
+_UPDATES = 32
+
+
+class DeviceReadable(Protocol):
+    """A buffer as an accelerator reads it."""
+
+    @property
+    def refusal(self) -> str | None:
+        """What of its batches needs the host; None: nothing does."""
+
+    @property
+    def store(self) -> Store | None:
+        """The rows; None: nothing was ever written."""
+
+    @property
+    def kind(self) -> Kind:
+        """How rows are drawn."""
+
+    @property
+    def priorities(self) -> PriorityIndex | None:
+        """What rows are drawn by; None: not by priority."""
+
+    def state(self) -> object:
+        """Equal to that of before as long as an accelerator may read on as before."""
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the batch before was the last of a pass over the rows."""
+
+    def begin(self) -> None:
+        """An iteration begins: the batch before was not the last one."""
+
+    def next_seed(self) -> int:
+        """64 random bits of the buffer's generator."""
+
+    def next_draw(self, n: int) -> tuple[int, Tensor | None]:
+        """The key of the next batch; and its rows, int64 ``[at most n]``, if the host chooses them. Raises what ``rb.sample`` raises."""
+
+    def finish(self, batch: Batch, n: int, device: torch.device, *, return_info: bool) -> object:
+        """The first ``n`` rows of a batch in the form of ``rb.sample``."""
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A buffer that an accelerator may be able to read."""
+
+    def device_readable(self) -> DeviceReadable:
+        """What it needs of the buffer."""
+
+
+class NotDirect(RuntimeError):
+    """An accelerator cannot read a buffer by itself. The text is the cause."""
+
+
+class _Commands:
+    """A ring in host memory: of each batch its key, where it goes, and where its ranks are. A captured chain reads them."""
+
+    def __init__(self, accelerator: Accelerator, batch_size: int, *, with_ranks: bool) -> None:
+        self.memory = torch.zeros(_SLOTS * (_WORDS + batch_size * with_ranks), dtype=torch.int64, device="cpu")
+        self._words = self.memory.numpy().data
+        self._accelerator, self._room = accelerator, batch_size
+        self._number, self._behind = 0, list[torch.Event]()
+        self.address = 0
+        """Where the device sees the memory."""
+
+    def put(self, key: int, out: int, ranks: Tensor | None, stream: torch.Stream) -> None:
+        """Write the command of the next batch, which will be read on a stream.
+
+        Waits on the host if the batch that had the place is not read yet: half a ring of batches ago.
+        """
+        slot = self._number % _SLOTS
+        if slot % (_SLOTS // 2) == 0 and self._number:
+            self._behind.append(self._accelerator.mark(stream))
+            if len(self._behind) > 1:
+                self._behind.pop(0).synchronize()
+        self._number += 1
+        at = slot * _WORDS
+        if ranks is not None:
+            begin = _SLOTS * _WORDS + slot * self._room
+            self.memory[begin : begin + len(ranks)].copy_(ranks)
+            self.memory[begin + len(ranks) : begin + self._room] = ranks[-1]
+            self._words[at + 2] = self.address + 8 * begin
+        self._words[at], self._words[at + 1] = signed(key), out
+
+
+class DirectReader:
+    """Reads the batches of a buffer on an accelerator, as long as :meth:`DeviceReadable.state` stays what it was.
+
+    Args:
+        rows: the buffer.
+        batch_size: rows of a batch.
+        accelerator: where batches go.
+        seed: batches follow from these 64 bits and their number, which the device counts, so that a graph may have :meth:`launched`
+            ones. None: each follows from the next key of the buffer, so that they are those of ``iter(rb)``.
+        updates: priorities may be sent back.
+        registry: of the memory that devices read.
+
+    Raises:
+        NotDirect: the buffer needs the host, the device cannot read its memory, or kernels cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        rows: DeviceReadable,
+        batch_size: int,
+        accelerator: Accelerator,
+        *,
+        seed: int | None = None,
+        updates: bool = True,
+        registry: Registry = REGISTRY,
+    ) -> None:
+        store, index, reason = rows.store, rows.priorities, rows.refusal or accelerator.obstacle()
+        if reason is not None or store is None:
+            raise NotDirect(reason or "nothing was ever written")
+        self.rows, self.batch_size, self.accelerator, self.state = rows, batch_size, accelerator, rows.state()
+        commands = None if seed is not None else _Commands(accelerator, batch_size, with_ranks=rows.kind == "permuted")
+        memory = [*store.control_memory, *(tensor for tensor in store.tensors if tensor.nbytes)]
+        updated = index if updates else None
+        ring = torch.zeros(UpdateRing.words(batch_size, _UPDATES), dtype=torch.int64, device="cpu")
+        memory += [] if index is None else [index.block.tensor]
+        memory += [] if updated is None else [ring]
+        if commands is not None:
+            memory.append(commands.memory)
+        try:
+            self._registered = registry.register(accelerator, memory)
+            seen = dict(zip(map(torch.Tensor.data_ptr, memory), self._registered.addresses, strict=True))
+            columns = columns_of(store, seen.__getitem__, index)
+            with accelerator.active():
+                given = {} if commands is None else {"commands": seen[commands.memory.data_ptr()], "slots": _SLOTS}
+                full = rows.kind == "permuted" or (seed is None and store.core.size() == store.capacity)
+                chain = Chain(
+                    columns, batch_size, accelerator.device, kind=rows.kind, full=full, seed=seed,
+                    launcher=accelerator.launch, **given,
+                )  # fmt: skip
+                self.updates = None
+                if updated is not None:
+                    address = seen[ring.data_ptr()]
+                    self.updates = UpdateRing(
+                        store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=address,
+                        launcher=accelerator.launch,
+                    )  # fmt: skip
+                    self.updates.attach(updated, store.indexes)
+                self._graph = None if commands is None else accelerator.capture(chain.launch)
+        except (NotRegistered, RuntimeError, ImportError) as error:
+            raise NotDirect(str(error)) from error
+        if commands is not None:
+            commands.address = given["commands"]
+        self._chain, self._commands, self._stream = chain, commands, accelerator.current()
+
+    @property
+    def counters(self) -> Tensor:
+        """As :attr:`Chain.counters`."""
+        return self._chain.counters
+
+    def is_current(self) -> bool:
+        """Whether the buffer and its memory are still what they were. Raises as :meth:`Registered.use`."""
+        return not self._registered.use() and self.rows.state() == self.state
+
+    def read(self, *, return_info: bool) -> object:
+        """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample`` raises."""
+        accelerator, commands, graph = self.accelerator, self._commands, self._graph
+        key, ranks = self.rows.next_draw(self.batch_size)
+        stream = accelerator.current()
+        if stream != self._stream:  # the chain has memory of its own, which one batch has at a time
+            accelerator.wait(stream, accelerator.mark(self._stream))
+            self._stream = stream
+        batch = self._chain.layout.views(self._chain.layout.empty(accelerator.device))
+        if commands is None or graph is None:
+            self._chain.launch(batch.block.data_ptr())
+        else:
+            commands.put(key, batch.block.data_ptr(), ranks, stream)
+            graph.replay()
+        n = self.batch_size if ranks is None else len(ranks)
+        return self.rows.finish(batch, n, accelerator.device, return_info=return_info)
+
+    def close(self) -> None:
+        """Apply the priorities that have arrived, and give the memory up after the work that reads it. Repeatable.
+
+        Raises as :meth:`UpdateRing.close`.
+        """
+        if self.updates is not None:
+            self.updates.close()
+        self._registered.close()

@@ -1,0 +1,5 @@
+"""Stores that a device reads. Without one the device is the CPU, and kernels run in Triton's interpreter: tests/conftest.py."""
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are Triton's")

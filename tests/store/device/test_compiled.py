@@ -1,0 +1,45 @@
+"""What the kernels become for a GPU, of which none is needed here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_no_cached_load_and_no_atomic_reaches_memory_of_the_host(capability, tmp_path):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    env.pop("TRITON_INTERPRET", None)
+    program = [sys.executable, "-m", "tests.store.device.compiled", str(capability)]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    all_found = json.loads(done.stdout)
+    assert {entry["kernel"] for entry in all_found} == {"extents", "draw", "gather", "repair", "update", "publish"}
+    for entry in all_found:
+        assert entry["plain loads"] == 0, entry
+        assert entry["volatile loads"] > 0, entry
+        assert entry["acquiring loads"] == entry["atomics of tickets"], entry
+        assert entry["atomics"] == entry["other atomics"], entry
+        assert entry["of the device"], entry
+        assert entry["unrounded"] == 0, entry
+        if entry["kernel"] in ("draw", "repair"):
+            assert entry["acquiring loads"] > 0, entry
+            prioritized = entry["constants"]["KIND"] == 1
+            assert prioritized or entry["fused"] == 0, entry  # exp and log of weights have some
+        else:
+            assert entry["acquiring loads"] == entry["fused"] == 0, entry
+
+
+def test_the_package_loads_no_triton():
+    code = "import sys, engram, engram.store.device.chain; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_on_the_cpu_kernels_need_the_interpreter():
+    env = {**os.environ}
+    env.pop("TRITON_INTERPRET", None)
+    code = "import torch; from engram.store.device.chain import kernels_of; kernels_of(torch.device('cpu'))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert "RuntimeError: kernels: expected a CUDA device, got cpu. Set TRITON_INTERPRET=1" in done.stderr
