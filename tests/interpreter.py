@@ -173,8 +173,12 @@ def _main(path, number, tests):
     import importlib.util
 
     torchrl = ("torchrl.collectors",) if importlib.util.find_spec("torchrl") else ()  # absent where a wheel is tested
+    sys.modules["triton"] = (
+        None  # torch imports it where it is installed; in a fork, what it leaves is reported at the end
+    )
     for name in (*_IMPORTED, *torchrl):
         importlib.import_module(name)
+    del sys.modules["triton"]
     gc.freeze()
     _serve(path, int(number), int(tests))
 

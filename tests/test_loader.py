@@ -24,8 +24,6 @@ from engram.device import block, loader
 from engram.nested import tensors
 from tests.device.imitation import Imitation
 
-pytestmark = pytest.mark.filterwarnings("ignore:DeviceLoader. .* cannot read the rows by itself")
-
 
 def filled(n=20, *, cls=TensorDictReplayBuffer, batch_size=4, **kwargs):
     kwargs.setdefault("sampler", SamplerWithoutReplacement(shuffle=False))
@@ -116,7 +114,7 @@ THREAD = "engram-device-loader"
 def streams(monkeypatch):
     """No time passes: without :func:`ahead`, small batches have no thread, however slow this machine is."""
     made = Imitation(late=True)
-    made.reason = "this test is of blocks"
+    monkeypatch.setattr(DeviceLoader, "_may_read", lambda self, rb: False)
     monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(loader, "Accelerator", lambda device: made)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
@@ -435,7 +433,7 @@ def test_priorities_are_applied_in_order_once_they_have_come(streams):
 def test_priorities_are_those_of_the_call_though_the_device_is_late(monkeypatch, held):
     """The learner may change them in place at once: its stream waits for the copy."""
     device = Imitation(held=held)
-    device.reason = "this test is of blocks"
+    monkeypatch.setattr(DeviceLoader, "_may_read", lambda self, rb: False)
     monkeypatch.setattr(loader, "Accelerator", lambda _: device)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     rb = Hearing()
@@ -452,7 +450,7 @@ def test_priorities_are_those_of_the_call_though_the_device_is_late(monkeypatch,
 def test_batches_are_whole_though_the_device_is_late(monkeypatch, ahead):
     """Each batch is read by the learner's stream after its copy, and by nobody before. The first is copied on that stream."""
     device = Imitation(held=True)
-    device.reason = "this test is of blocks"
+    monkeypatch.setattr(DeviceLoader, "_may_read", lambda self, rb: False)
     monkeypatch.setattr(loader, "Accelerator", lambda _: device)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     rb, found = filled(12), []

@@ -120,6 +120,7 @@ CALLS = {
 #: What is no use of rows: they have their tests, or do nothing, or are of the class.
 OTHERS = {
     "assemble",
+    "device_readable",
     "moved",
     "start",
     "client",

@@ -70,6 +70,7 @@ class Event:
     def __init__(self, device, name):
         self.device, self.name = device, name
         self.reached = self.come = False
+        self.graph = None
 
     def query(self):
         self.device.forbid_in_capture("cudaEventQuery")
@@ -169,6 +170,7 @@ class Imitation(Accelerator):
     def mark(self, stream):
         with self._lock:
             event = Event(self, f"{stream} {len(self.events)}")
+            event.graph = stream.graph
             self.events.append(event)
             self.counts["event"] += 1
             self.log.append(("mark", stream.name, event.name))
@@ -182,6 +184,10 @@ class Imitation(Accelerator):
 
     def wait(self, stream, event):
         with self._lock:
+            if stream.graph is not event.graph:  # as CUDA refuses
+                self.fault(
+                    "a captured stream waits for work outside of its capture, or another stream for captured work"
+                )
             self.log.append(("wait", stream.name, event.name))
             self.queue(event, stream)
 

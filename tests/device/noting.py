@@ -4,8 +4,7 @@ import threading
 
 import torch
 
-from engram.device.loader import Streams
-from engram.device.pinning import HostMemory
+from engram.store.device.accelerator import Accelerator, HostMemory
 
 
 def lies_in(tensor, memory):
@@ -28,7 +27,7 @@ class Event:
         self.come = True
 
 
-class Noting(Streams):
+class Noting(Accelerator):
     """A device whose tensors are in ordinary memory, and a log of what was queued where."""
 
     def __init__(self, device=None):

@@ -39,7 +39,8 @@ def streams(monkeypatch):
     made = Noting()
     monkeypatch.setattr(pinning, "host_memory", lambda: made.memory)
     monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(loader, "Streams", lambda device: made)
+    monkeypatch.setattr(loader, "Accelerator", lambda device: made)
+    monkeypatch.setattr(DeviceLoader, "_may_read", lambda self, rb: False)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     return made
 
@@ -518,7 +519,7 @@ def test_kept_batches_stay_what_they_are(streams, monkeypatch, depth):
 @pytest.mark.parametrize("large", [False, True])
 def test_memory_is_bounded(monkeypatch, large):
     streams = Copying()
-    monkeypatch.setattr(loader, "Streams", lambda device: streams)
+    monkeypatch.setattr(loader, "Accelerator", lambda device: streams)
     monkeypatch.setattr(loader._ThreadRule, "BYTES", 1 if large else 10**6)
     gc.collect()
     gc.disable()
@@ -545,7 +546,7 @@ def test_transforms_may_draw_from_another_buffer(streams):
 def test_python_calls_of_a_batch(streams, monkeypatch):
     """Of seven fields in two TensorDicts: each call costs 0.1 µs and more, of what is 50 µs in all."""
     fast = Copying()
-    monkeypatch.setattr(loader, "Streams", lambda device: fast)
+    monkeypatch.setattr(loader, "Accelerator", lambda device: fast)
     fields = {
         "obs": torch.zeros(9, 17),
         "action": torch.zeros(9, 6),

@@ -1,5 +1,6 @@
 """Batches that a device reads by itself: those of the host, on Triton's interpreter in place of a GPU."""
 
+import gc
 import itertools
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from engram import (
+    DeviceLoader,
+    DeviceReplay,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -20,7 +23,7 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.device import DeviceLoader, DeviceReplay, direct, loader, replay
+from engram.device import direct, loader, replay
 from tests.device.imitation import Imitation
 
 
@@ -162,7 +165,7 @@ def test_refusals_are_named(device, tmp_path):
     ):
         rb, _ = pair(**kwargs)
         with pytest.raises(RuntimeError, match=cause):
-            iter(DeviceLoader(rb, "cuda", transport="direct"))
+            DeviceLoader(rb, "cuda", transport="direct")
         assert DeviceLoader(rb, "cuda").transport == "block"
         assert DeviceLoader(rb, "cuda").stats()["reason"].startswith(cause)
         with pytest.raises(RuntimeError, match=cause):
@@ -172,14 +175,14 @@ def test_refusals_are_named(device, tmp_path):
 def test_a_refused_registration_is_said_once(device):
     here, there = pair()
     device.refuses = lambda address, nbytes: 801
-    reading = DeviceLoader(here, "cuda")
     with pytest.warns(UserWarning, match="cannot read the rows by itself.*801") as said:
-        batches = list(itertools.islice(reading, 2))
+        reading = DeviceLoader(here, "cuda")
+    batches = list(itertools.islice(reading, 2))
     assert same(batches[0], there.sample())
     assert len(said) == 1
     assert reading.transport == "block"
     with pytest.raises(RuntimeError, match="801"):
-        iter(DeviceLoader(here, "cuda", transport="direct"))
+        DeviceLoader(here, "cuda", transport="direct")
 
 
 def test_what_changes_meanwhile(device):
@@ -200,7 +203,11 @@ def test_what_changes_meanwhile(device):
     assert reading.transport == "block"
     for rb in (here, there):
         rb.limit(None)
+    assert same(next(iter(reading)), there.sample())
     assert reading.transport == "direct"
+    assert "reason" not in reading.stats()
+    reading.close()
+    assert next(batches, None) is None
 
 
 def test_an_empty_buffer_raises(device):
@@ -254,9 +261,8 @@ def test_priorities_go_back_through_the_ring(device):
             assert torch.equal(batch["index"], expected["index"])
         assert torch.equal(here.sampler.priorities().leaves(20), there.sampler.priorities().leaves(20))
         reading.update_priority(batch["index"], torch.full((8,), -1.0), generation=batch["index_generation"])
-        reading.flush()
         with pytest.raises(PriorityError, match="got 8 others"):
-            reading.update_priority(batch["index"], torch.ones(8), generation=batch["index_generation"])
+            reading.flush()
     assert not device.counts["receive"]
 
 
@@ -294,3 +300,66 @@ def test_replay_refuses_what_it_cannot_do(device):
     with pytest.raises(NoSampleable, match="8 places"):
         replayed.check()
     replayed.close()
+
+
+def test_an_emptied_store_is_read_as_far_as_it_is_filled(device):
+    here, there = pair(rows=32)
+    batches = iter(DeviceLoader(here, "cuda"))
+    assert same(next(batches), there.sample())
+    for rb in (here, there):
+        rb.empty()
+        rb.extend(steps(3))
+    assert same(next(batches), there.sample())
+
+
+def test_memory_stays_registered_as_long_as_a_graph_may_read_it(device):
+    here, _ = pair()
+    replayed = DeviceReplay(here, "cuda")
+    graph = device.capture(replayed.sample)
+    del replayed
+    gc.collect()
+    assert device.regions
+    graph.replay()
+    assert not device.faults
+    for reader in list(direct._CAPTURED):
+        reader.close()
+    assert not device.regions
+
+
+def test_updates_under_way_survive_a_change_of_the_buffer(device):
+    here, _ = pair(TensorDictPrioritizedReplayBuffer, sampler=by_priority)
+    with DeviceLoader(here, "cuda") as reading:
+        batches = iter(reading)
+        batch = next(batches)
+        batch["td_error"] = torch.full((8,), 3.0)
+        reading.update_tensordict_priority(batch)
+        here.add_field("more", torch.tensor(5.0))
+        next(batches)
+        expected = torch.full((8,), (3.0 + here.sampler.eps) ** here.sampler.alpha, dtype=torch.float64)
+        torch.testing.assert_close(here.sampler.priorities().leaves_of(batch["index"]), expected, rtol=1e-6, atol=0)
+
+
+def test_updates_are_applied_in_the_order_of_the_calls(device):
+    here, _ = pair(TensorDictPrioritizedReplayBuffer, sampler=by_priority)
+    with DeviceLoader(here, "cuda") as reading:
+        batch = next(iter(reading))
+        reading.update_priority(batch["index"], torch.full((8,), 7.0), generation=batch["index_generation"])
+        reading.update_priority(batch["index"], torch.full((8,), 1.0))
+        expected = torch.full((8,), (1.0 + here.sampler.eps) ** here.sampler.alpha, dtype=torch.float64)
+    torch.testing.assert_close(here.sampler.priorities().leaves_of(batch["index"]), expected, rtol=1e-6, atol=0)
+
+
+def test_a_loader_made_before_the_first_row_reads_directly(device):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    reading = DeviceLoader(rb, "cuda", transport="direct")
+    batches = iter(reading)
+    rb.extend(steps(5))
+    next(batches)
+    assert device.counts["replay"] == 1
+    assert reading.transport == "direct"
+
+
+def test_replay_without_replacement_is_refused(device):
+    here, _ = pair(sampler=SamplerWithoutReplacement)
+    with pytest.raises(RuntimeError, match="without replacement"):
+        DeviceReplay(here, "cuda")

@@ -379,7 +379,7 @@ def test_too_little_memory(device):
     registry = Registry(available=lambda: 10 * PAGE)
     touched, untouched = block(64), private_block(64 * PAGE).tensor
     registry.register(device, [touched]).close()  # takes no memory that is not taken already
-    with pytest.raises(NotRegistered, match=r"pins all rows: expected 0\.\d MiB, got 0\.0 MiB that are free"):
+    with pytest.raises(NotRegistered, match="pins all rows: expected 262 kB, got 41 kB that are free"):
         registry.register(device, [untouched])
     untouched[: 56 * PAGE] = 1
     registry.register(device, [untouched]).close()

@@ -132,7 +132,7 @@ def test_servers_of_an_older_engram_are_shown_without_them(tmp_path):
                     assert not stats.keys() & {"age_mean", "priority_ess", "sample_count", "bytes_disk"}
             top = start(COMMAND, arguments=["top", listen, "--every", "0.1", "--count", "1"])
             assert top.wait() == 0, top.err
-            assert "20 of 200 (10.0%)" in top.out
+            assert "20 of 200 (10 %)" in top.out
             assert "not counted here" in top.out
             assert "effective" not in top.out
         finally:

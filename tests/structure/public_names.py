@@ -22,7 +22,7 @@ MODULES = (
     "engram.expanders",
     "engram.format.tables",
     "engram.format.verify",
-    "engram.device.loader",
+    "engram.loader",
     "engram.ranks",
     "engram.samplers",
     "engram.sizing",

@@ -96,17 +96,14 @@ class OnDevice:
             return None
         core = store.core
         core.find_fields()
-        full = store.lanes > 1 and core.size() == store.capacity
-        parts = (store, wiring.source, wiring.transform.reads, wiring.recorder, wiring.storage.gets)
-        return (
-            *map(id, parts),
-            len(store.schema.fields),
-            full,
-            core.limited,
-            core.hears_samples,
-            core.asked_usage,
-            wiring.numbers,
-        )
+        parts = (store, wiring.source, wiring.transform.reads, wiring.recorder, wiring.storage.gets, wiring.numbers)
+        counted = (len(store.schema.fields), core.limited, core.hears_samples, core.asked_usage)
+        return (*parts, *counted, torch.are_deterministic_algorithms_enabled())
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether rows are named by several numbers, as with ``ndim > 1``."""
+        return self._wiring.storage.ndim > 1
 
     @property
     def ran_out(self) -> bool:
@@ -122,14 +119,14 @@ class OnDevice:
         self._reading.draw_key(self._key)
         return self._key.value
 
-    def next_draw(self, n: int) -> tuple[int, Tensor | None]:
-        """The key of the next batch; and its rows, if the host chooses them. Raises what ``rb.sample`` raises."""
+    def next_draw(self, n: int, *, keyed: bool) -> tuple[int, Tensor | None]:
+        """The key of the next batch, 0 if it is not ``keyed``; and its rows, if the host chooses them. Raises what ``rb.sample`` raises."""
         wiring, reading, store = self._wiring, self._reading, self.store
         assert store is not None  # it is read only then
         wiring.gate.check_open("sample")
         if not reading.looked:
             reading.say_repeated(n)
-        key = self.next_seed()
+        key = self.next_seed() if keyed else 0
         if not wiring.of_sampler.draws_once:
             check_drawable(store.core.size())
             store.core.count_all_sampled(n)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from engram.errors import PriorityError, WriterStalled
 from engram.store.device.chain import Chain, signed
 from engram.store.device.columns import columns_of
 from engram.store.device.registry import REGISTRY, NotRegistered
@@ -59,8 +61,14 @@ class DeviceReadable(Protocol):
     def next_seed(self) -> int:
         """64 random bits of the buffer's generator."""
 
-    def next_draw(self, n: int) -> tuple[int, Tensor | None]:
-        """The key of the next batch; and its rows, int64 ``[at most n]``, if the host chooses them. Raises what ``rb.sample`` raises."""
+    @property
+    def has_columns(self) -> bool:
+        """Whether rows are named by several numbers, as with ``ndim > 1``."""
+
+    def next_draw(self, n: int, *, keyed: bool) -> tuple[int, Tensor | None]:
+        """The key of the next batch, 0 if it is not ``keyed``; and its rows, int64 ``[at most n]``, if the host chooses them. Raises what
+        ``rb.sample`` raises.
+        """
 
     def finish(self, batch: Batch, n: int, device: torch.device, *, return_info: bool) -> object:
         """The first ``n`` rows of a batch in the form of ``rb.sample``."""
@@ -90,16 +98,15 @@ class _Commands:
         """Where the device sees the memory."""
 
     def put(self, key: int, out: int, ranks: Tensor | None, stream: torch.Stream) -> None:
-        """Write the command of the next batch, which will be read on a stream.
+        """Write the command of the next batch, which will be read on a stream. :meth:`advance` once that is queued.
 
         Waits on the host if the batch that had the place is not read yet: half a ring of batches ago.
         """
         slot = self._number % _SLOTS
         if slot % (_SLOTS // 2) == 0 and self._number:
-            self._behind.append(self._accelerator.mark(stream))
+            self._behind = [*self._behind[-1:], self._accelerator.mark(stream)]
             if len(self._behind) > 1:
-                self._behind.pop(0).synchronize()
-        self._number += 1
+                self._behind[0].synchronize()
         at = slot * _WORDS
         if ranks is not None:
             begin = _SLOTS * _WORDS + slot * self._room
@@ -107,6 +114,10 @@ class _Commands:
             self.memory[begin + len(ranks) : begin + self._room] = ranks[-1]
             self._words[at + 2] = self.address + 8 * begin
         self._words[at], self._words[at + 1] = signed(key), out
+
+    def advance(self) -> None:
+        """The next command is that of another batch."""
+        self._number += 1
 
 
 class DirectReader:
@@ -136,6 +147,10 @@ class DirectReader:
         registry: Registry = REGISTRY,
     ) -> None:
         store, index, reason = rows.store, rows.priorities, rows.refusal or accelerator.obstacle()
+        if seed is not None and rows.kind == "permuted":
+            reason = reason or "a sampler without replacement, whose passes the host counts"
+        if seed is not None and index is not None and rows.has_columns:
+            reason = reason or "ndim > 1, by priority"
         if reason is not None or store is None:
             raise NotDirect(reason or "nothing was ever written")
         self.rows, self.batch_size, self.accelerator, self.state = rows, batch_size, accelerator, rows.state()
@@ -153,7 +168,8 @@ class DirectReader:
             columns = columns_of(store, seen.__getitem__, index)
             with accelerator.active():
                 given = {} if commands is None else {"commands": seen[commands.memory.data_ptr()], "slots": _SLOTS}
-                full = rows.kind == "permuted" or (seed is None and store.core.size() == store.capacity)
+                self._full = seed is None and store.lanes > 1 and store.core.size() == store.capacity
+                full = rows.kind == "permuted" or self._full  # ranks are rows
                 chain = Chain(
                     columns, batch_size, accelerator.device, kind=rows.kind, full=full, seed=seed,
                     launcher=accelerator.launch, **given,
@@ -171,7 +187,8 @@ class DirectReader:
             raise NotDirect(str(error)) from error
         if commands is not None:
             commands.address = given["commands"]
-        self._chain, self._commands, self._stream = chain, commands, accelerator.current()
+        self._chain, self._commands, self._store, self._stream = chain, commands, store, accelerator.current()
+        self._refused, self._pid = 0, os.getpid()
 
     @property
     def counters(self) -> Tensor:
@@ -179,31 +196,76 @@ class DirectReader:
         return self._chain.counters
 
     def is_current(self) -> bool:
-        """Whether the buffer and its memory are still what they were. Raises as :meth:`Registered.use`."""
-        return not self._registered.use() and self.rows.state() == self.state
+        """Whether the buffer and its memory are still what they were. Raises ``ForkedHandle``: this is a forked child."""
+        try:
+            if self._registered.use() or self.rows.state() != self.state:
+                return False
+        except NotRegistered:
+            return False
+        return not self._full or self._store.core.size() == self._store.capacity
+
+    def _follow(self) -> torch.Stream:
+        """The stream in use, whose work comes after that of the call before: the chain has memory of its own, one batch at a time."""
+        accelerator = self.accelerator
+        stream = accelerator.current()
+        if accelerator.capturing():
+            self._registered.use()  # a graph may read it until this is closed
+            _CAPTURED.add(self)
+        elif stream != self._stream:
+            accelerator.wait(stream, accelerator.mark(self._stream))
+            self._stream = stream
+        return stream
 
     def read(self, *, return_info: bool) -> object:
         """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample`` raises."""
         accelerator, commands, graph = self.accelerator, self._commands, self._graph
-        key, ranks = self.rows.next_draw(self.batch_size)
-        stream = accelerator.current()
-        if stream != self._stream:  # the chain has memory of its own, which one batch has at a time
-            accelerator.wait(stream, accelerator.mark(self._stream))
-            self._stream = stream
+        key, ranks = self.rows.next_draw(self.batch_size, keyed=commands is not None)
+        stream = self._follow()
         batch = self._chain.layout.views(self._chain.layout.empty(accelerator.device))
         if commands is None or graph is None:
             self._chain.launch(batch.block.data_ptr())
         else:
             commands.put(key, batch.block.data_ptr(), ranks, stream)
             graph.replay()
+            commands.advance()
         n = self.batch_size if ranks is None else len(ranks)
         return self.rows.finish(batch, n, accelerator.device, return_info=return_info)
 
-    def close(self) -> None:
-        """Apply the priorities that have arrived, and give the memory up after the work that reads it. Repeatable.
+    def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
+        """Queue new priorities, all ``[n]`` on the device, on the stream in use. Raises as :meth:`UpdateRing.send`."""
+        assert self.updates is not None  # rows are drawn by priority
+        self._registered.use()
+        self._follow()
+        self.updates.send(rows.contiguous(), tickets.contiguous(), priorities.detach().to(torch.float32).contiguous())
 
-        Raises as :meth:`UpdateRing.close`.
-        """
+    def check(self, call: str) -> None:
+        """Raise ``PriorityError`` for priorities that were none, since the last time."""
+        if self.updates is not None:
+            refused, self._refused = self.updates.stats.refused - self._refused, self.updates.stats.refused
+            if refused:
+                raise PriorityError(
+                    f"{call}: expected finite priorities of at least 0, got {refused} others. They were left out."
+                )
+
+    def flush(self, call: str) -> None:
+        """Wait until the priorities that were sent are in the buffer. Raises as :meth:`check`; ``WriterStalled``: it takes too long."""
+        if self.updates is None or os.getpid() != self._pid:
+            return
+        if not self.updates.flush():
+            raise WriterStalled(
+                f"{call}: expected priorities to be in the buffer by now, got none for too long. Try again."
+            )
+        self.check(call)
+
+    def close(self) -> None:
+        """Give the memory up, after the work that reads it. Priorities that have not arrived are lost: :meth:`flush` first. Repeatable."""
+        if os.getpid() != self._pid:
+            return
+        _CAPTURED.discard(self)
         if self.updates is not None:
             self.updates.close()
         self._registered.close()
+
+
+#: Those that a graph may use, which does not keep them: until they are closed.
+_CAPTURED: set[DirectReader] = set()

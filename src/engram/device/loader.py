@@ -18,7 +18,6 @@ from engram._devices import existing_device
 from engram._words import warn
 from engram.device.block import Blocks, Drawn
 from engram.device.direct import DirectReader, NotDirect, Readable
-from engram.errors import PriorityError
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
@@ -118,13 +117,14 @@ class DeviceLoader(Closes):
         self._direct: DirectReader | None = None
         #: Why the host copies, and the state of the buffer for which that is so.
         self._refused: tuple[object, str | None] = (None, None)
-        #: How many priorities were none, of those that an error has told of.
-        self._said = 0
         self._blocks = None if self._streams is None else Blocks(self._streams)
         self._thread = _ThreadRule(self.depth if self._streams is not None else 1)
         self._counts = dict.fromkeys(("batches", "bytes", "spilled"), 0)
         self._updates: collections.deque[_Update] = collections.deque()
         self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self._closings = 0  # each ends the iterations that have begun
+        if self._readable is not None:
+            self._reader()
 
     def __repr__(self) -> str:
         depth, info = f", depth={self.depth}" * (self.depth != 2), ", return_info=True" * self.return_info
@@ -145,9 +145,9 @@ class DeviceLoader(Closes):
     @property
     def transport(self) -> str:
         """How rows get to the device: ``"direct"``: it reads them by itself; ``"block"``: the host copies them into one block per batch;
-        ``"none"``: they stay in the host's memory, or go nowhere (``meta``).
+        ``"none"``: they stay in the host's memory, or go nowhere (``meta``). It may change with the buffer, at the next batch.
         """
-        return "none" if self._streams is None else "block" if self._reader() is None else "direct"
+        return "none" if self._streams is None else "block" if self._direct is None else "direct"
 
     @property
     def draws_ahead(self) -> bool | None:
@@ -170,6 +170,8 @@ class DeviceLoader(Closes):
         found: dict[str, object] = {"transport": self.transport, **self._counts}
         if self._direct is not None:
             found.update(zip(("redraws", "repeated", "missing"), self._direct.counters[2:5].tolist(), strict=True))
+            if self._direct.updates is not None:
+                found["dropped"] = int(self._direct.updates.counters[7])
         return found if self._refused[1] is None else {**found, "reason": self._refused[1]}
 
     # ---- batches -------------------------------------------------------------------------------------------------------
@@ -178,9 +180,7 @@ class DeviceLoader(Closes):
         """Iterate over new batches. Before each, priorities whose copies have arrived are applied."""
         if self._streams is None or self._blocks is None:
             return self._passed_through()
-        if self._reader() is not None:
-            return self._read_by_device()
-        return self._copied()
+        return self._copied() if self._readable is None else self._read_by_device(self._closings)
 
     def _copied(self) -> Iterator[object]:
         """Batches that the host copies."""
@@ -199,8 +199,9 @@ class DeviceLoader(Closes):
         rows, streams = self._readable, self._streams
         if rows is None or streams is None or (rows.store is None and rows.refusal is None):
             return None
-        if self._direct is not None and self._direct.is_current():
-            return self._direct
+        before = self._direct
+        if before is not None and before.is_current():
+            return before
         state = rows.state()
         if self._refused[1] is not None and self._refused[0] == state:
             return None
@@ -213,31 +214,36 @@ class DeviceLoader(Closes):
                     f"allow it: {error}. Use transport='block', or leave it out."
                 ) from error
             self._refused, fresh = (state, str(error)), None
-            if rows.refusal is None:
+            if rows.refusal is None and self.device.type == "cuda":
                 warn(
                     f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block')."
                 )
-        self._direct, before = fresh, self._direct
+        else:
+            self._refused = (None, None)
+        self._direct = fresh
         if before is not None:
+            before.flush("DeviceLoader")
             before.close()
         return fresh
 
-    def _read_by_device(self) -> Iterator[object]:
-        """As :meth:`_drawn`: where the buffer changes so that the device cannot go on, the host does."""
+    def _read_by_device(self, begun: int) -> Iterator[object]:
+        """As :meth:`_drawn`: where the buffer changes so that the device cannot go on, the host does. ``begun``: of :attr:`_closings`."""
         rows, streams = self._readable, self._streams
         assert rows is not None and streams is not None  # noqa: PT018 - there is a reader
         rows.begin()
-        while (reader := self._reader()) is not None:
-            streams.check_not_capturing(
-                "DeviceLoader", "each replay would bring the same batch; DeviceReplay is for graphs"
-            )
+        why = "each replay would bring the same batch; DeviceReplay is for graphs"
+        while self._closings == begun:
+            streams.check_not_capturing("DeviceLoader", why)
+            reader = self._reader()
+            if reader is None:
+                yield from self._copied()
+                return
             self._apply()
             batch = reader.read(return_info=self.return_info)
             self._counts["batches"] += 1
             yield batch
             if rows.ran_out:
                 return
-        yield from self._copied()
 
     def _drawn(self) -> Iterator[object]:
         """Batches as the buffer returns them."""
@@ -331,19 +337,20 @@ class DeviceLoader(Closes):
 
     def _sent_back(self, index: object, priority: object, generation: object) -> bool:
         """Send priorities through the ring of the device that reads by itself. False: there is none, or they are not all there."""
-        streams, ring = self._streams, None if self._direct is None else self._direct.updates
-        if ring is None or streams is None or self._updates:
+        streams, reader = self._streams, self._direct
+        if reader is None or reader.updates is None or streams is None:
             return False
         given = [one for one in (index, generation, priority) if isinstance(one, Tensor) and streams.holds(one)]
-        if len(given) < 3 or len({one.numel() for one in given}) > 1 or given[0].numel() > self.rb.batch_size:
+        if (
+            len(given) < 3
+            or len({one.numel() for one in given}) > 1
+            or given[0].numel() > self.rb.batch_size
+            or self._updates
+        ):
+            reader.flush("update_priority")  # those before come first
             return False
-        rows, tickets, values = (one.detach().reshape(-1) for one in given)
-        ring.send(rows.contiguous(), tickets.contiguous(), values.to(torch.float32).contiguous())
-        if refused := ring.stats.refused - self._said:
-            self._said += refused
-            raise PriorityError(
-                f"update_priority: expected finite priorities of at least 0, got {refused} others. They were left out."
-            )
+        reader.send(*(one.reshape(-1) for one in given))
+        reader.check("update_priority")
         return True
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -387,8 +394,8 @@ class DeviceLoader(Closes):
         ...     loader.flush()  # the priorities are in the buffer
         """
         self._apply(wait=True)
-        if self._direct is not None and self._direct.updates is not None:
-            self._direct.updates.flush()
+        if self._direct is not None:
+            self._direct.flush("flush")
 
     def _apply(self, *, wait: bool = False) -> None:
         """Apply the updates that have arrived, in order."""
@@ -416,12 +423,15 @@ class DeviceLoader(Closes):
         >>> batch = next(iter(loader))
         >>> loader.close()
         """
+        self._closings += 1
         for run in list(self._runs):
             run.close()
-        self.flush()
-        if self._direct is not None:
-            self._direct.close()
-            self._direct = None
+        try:
+            self.flush()
+        finally:
+            if self._direct is not None:
+                self._direct.close()
+                self._direct = None
 
 
 def _checked(transport: str | None, device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from engram._checks import check_count
 from engram._closing import Closes
 from engram._devices import existing_device
 from engram.device.direct import DirectReader, NotDirect, Readable
-from engram.errors import NoSampleable, PriorityError
+from engram.errors import NoSampleable
 from engram.nested import is_tensordict
 from engram.store.device.accelerator import Accelerator
 
@@ -58,6 +58,8 @@ class DeviceReplay(Closes):
     ) -> None:
         graphs = check_count("DeviceReplay: graphs", graphs)
         on = existing_device(device, "DeviceReplay: device")
+        if on.type in ("cpu", "meta"):
+            raise RuntimeError(f"DeviceReplay: device: expected a CUDA device, got {on}. Use rb.sample() there.")
         if not isinstance(rb, Readable):
             raise TypeError(f"DeviceReplay: rb: expected a ReplayBuffer, got {type(rb).__name__}.")
         found = batch_size if batch_size is not None else cast("Any", rb).batch_size
@@ -65,10 +67,11 @@ class DeviceReplay(Closes):
             raise RuntimeError("DeviceReplay: expected a batch size: DeviceReplay(rb, device, batch_size=…).")
         self.rb, self.batch_size = rb, check_count("DeviceReplay: batch_size", found)
         self._rows, self._accelerator = rb.device_readable(), Accelerator(on)
+        seed = self._rows.next_seed()
         try:
             made = [
                 DirectReader(
-                    self._rows, self.batch_size, self._accelerator, seed=self._rows.next_seed(), updates=not number
+                    self._rows, self.batch_size, self._accelerator, seed=(seed + number) % (1 << 64), updates=not number
                 )
                 for number in range(graphs + 1)
             ]
@@ -80,7 +83,7 @@ class DeviceReplay(Closes):
         self._reader, *self._spare = made
         self._captured: list[DirectReader] = []
         self._last: tuple[Tensor, Tensor] | None = None
-        self._refused = self._missing = 0
+        self._missing = 0
         self._closed = False
 
     def __repr__(self) -> str:
@@ -144,8 +147,7 @@ class DeviceReplay(Closes):
         ...         batch, info = replay.sample(return_info=True)
         ...         replay.update_priority(info["index"], torch.rand(4, device="cuda"))
         """
-        updates = self._reader.updates
-        if updates is None:
+        if self._reader.updates is None:
             raise RuntimeError(
                 "DeviceReplay.update_priority: expected a buffer with a PrioritizedSampler, got one without."
             )
@@ -160,8 +162,7 @@ class DeviceReplay(Closes):
             raise ValueError(
                 f"DeviceReplay.update_priority: expected one priority per row, {index.numel()}, got {list(priority.shape)}."
             )
-        values = priority.detach().reshape(-1).to(torch.float32)
-        updates.send(index.reshape(-1).contiguous(), generation.reshape(-1).contiguous(), values)
+        self._reader.send(index.reshape(-1), generation.reshape(-1), priority.reshape(-1))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """As :meth:`update_priority`, with ``"index"``, ``"index_generation"`` and the buffer's ``priority_key`` of a batch.
@@ -194,7 +195,8 @@ class DeviceReplay(Closes):
         self.update_priority(found[0], found[1], generation=found[2])
 
     def flush(self) -> None:
-        """Wait until all priorities are in the buffer. Not in a capture. Raises as :meth:`check`.
+        """Wait until all priorities are in the buffer. Not in a capture. Raises as :meth:`check`, but
+        for batches; ``WriterStalled``: it takes longer than 5 s.
 
         >>> import torch
         >>> from engram import DeviceReplay, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
@@ -203,8 +205,8 @@ class DeviceReplay(Closes):
         >>> if torch.cuda.is_available():
         ...     DeviceReplay(rb, "cuda").flush()
         """
-        self._settle(wait=True)
-        self.check()
+        self._accelerator.check_not_capturing("DeviceReplay.flush", "it waits for the device")
+        self._reader.flush("DeviceReplay.flush")
 
     def check(self) -> None:
         """Raise for what the device has found since the last check. Waits for it: not in a capture.
@@ -219,14 +221,9 @@ class DeviceReplay(Closes):
         >>> if torch.cuda.is_available():
         ...     DeviceReplay(rb, "cuda").check()
         """
-        self._settle(wait=False)
-        stats = self.stats()
-        refused, missing = int(stats["refused"]) - self._refused, int(stats["missing"]) - self._missing
-        self._refused, self._missing = self._refused + refused, self._missing + missing
-        if refused:
-            raise PriorityError(
-                f"DeviceReplay.update_priority: expected finite priorities of at least 0, got {refused} others. They were left out."
-            )
+        missing = int(self.stats()["missing"]) - self._missing
+        self._missing += missing
+        self._reader.check("DeviceReplay.update_priority")
         if missing:
             raise NoSampleable(
                 f"DeviceReplay.sample: expected rows to read, found none for {missing} places, which are zeros."
@@ -246,6 +243,7 @@ class DeviceReplay(Closes):
         >>> if torch.cuda.is_available():
         ...     batches = DeviceReplay(rb, "cuda").stats()["batches"]
         """
+        self._accelerator.check_not_capturing("DeviceReplay.stats", "it waits for the device")
         counts = torch.stack([reader.counters for reader in (self._reader, *self._captured)]).sum(0).tolist()
         updates, applied, dropped, refused = self._reader.updates, 0, 0, 0
         if updates is not None:
@@ -254,14 +252,9 @@ class DeviceReplay(Closes):
         found = (counts[0], *counts[2:5], applied, dropped, refused)
         return {"transport": "direct", **dict(zip(said, found, strict=True))}
 
-    def _settle(self, *, wait: bool) -> None:
-        self._accelerator.check_not_capturing("DeviceReplay", "it waits for the device")
-        updates = self._reader.updates
-        if wait and updates is not None:
-            updates.flush()
-
     def close(self) -> None:
         """Apply the priorities that are under way, and give the memory up. Graphs must not be replayed afterwards. Repeatable.
+        Until then the memory that graphs use stays, even if nothing refers to this any more. Raises as :meth:`flush`.
 
         >>> import torch
         >>> from engram import DeviceReplay, LazyTensorStorage, ReplayBuffer
@@ -270,8 +263,10 @@ class DeviceReplay(Closes):
         >>> if torch.cuda.is_available():
         ...     DeviceReplay(rb, "cuda").close()
         """
-        if self._reader.updates is not None and not self._closed:
-            self._settle(wait=True)
-        self._closed = True
-        for reader in (self._reader, *self._spare, *self._captured):
-            reader.close()
+        if not self._closed:
+            self._closed = True
+            try:
+                self._reader.flush("DeviceReplay.close")
+            finally:
+                for reader in (self._reader, *self._spare, *self._captured):
+                    reader.close()

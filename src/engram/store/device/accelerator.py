@@ -183,7 +183,7 @@ class Accelerator:
         """Whether a graph is being captured on a stream; None: on the calling thread's."""
         if self.device.type != "cuda":
             return False
-        with contextlib.nullcontext() if stream is None else self.on(stream):
+        with self.active() if stream is None else self.on(stream):
             return bool(self._module.is_current_stream_capturing())
 
     def check_not_capturing(self, call: str, why: str) -> None:

@@ -330,7 +330,9 @@ def _slot(ring, sent, entries, SLOTS: tl.constexpr):
     return ring + (RING_HEADER + sent % SLOTS * (SLOT_HEADER + 3 * entries)) * 8
 
 
-@triton.jit(do_not_specialize=["ring", "entries", "n"])
+@triton.jit(
+    do_not_specialize=["ring", "entries", "n"], do_not_specialize_on_alignment=["rows", "tickets", "priorities"]
+)
 def update(
     state, ring: tl.int64, entries: tl.int64, n: tl.int64, rows, tickets, priorities, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

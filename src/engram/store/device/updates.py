@@ -156,7 +156,8 @@ class UpdateRing:
     @property
     def stats(self) -> Drained:
         """What was taken so far. What the device counts is in :attr:`counters`."""
-        return Drained(int(self._memory[_CONSUMED])) if self._drain is None else Drained(*self._drain.counts)
+        batches, *others = (int(self._memory[_CONSUMED]),) if self._drain is None else self._drain.counts
+        return Drained(batches - (not self._kernels.INTERPRETED), *others)  # without the one that the constructor sent
 
     def _run(self) -> _native.UpdateDrain | None:
         """The thread that applies updates, started if there is none yet. None: no priorities are attached. Raises what ended it."""
