@@ -103,7 +103,7 @@ class OnDevice:
     @property
     def has_columns(self) -> bool:
         """Whether rows are named by several numbers, as with ``ndim > 1``."""
-        return self._wiring.storage.ndim > 1
+        return bool(self._wiring.storage.ndim > 1)
 
     @property
     def ran_out(self) -> bool:
