@@ -98,7 +98,7 @@ from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithou
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers import StreamingSliceSampler as StreamingSliceSampler
 from engram.samplers import WindowSpec as WindowSpec
-from engram.samplers.field_reader import FieldReader as FieldReader
+from engram.samplers._base import FieldReader as FieldReader
 from engram.schedulers import LambdaScheduler as LambdaScheduler
 from engram.schedulers import LinearScheduler as LinearScheduler
 from engram.schedulers import ParameterScheduler as ParameterScheduler

@@ -17,7 +17,6 @@ import torch
 from tensordict import TensorDict
 
 import engram.buffer.write_path
-import engram.changes
 import engram.removers.ranked
 import engram.writers.removing
 from engram import (
@@ -248,7 +247,7 @@ def ended(pid):
 TRACED = {
     module.__file__
     for module in (
-        engram.changes,
+        engram.removers.ranked,
         engram.removers.ranked,
         engram.removers.ranked,
         engram.writers.removing,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _one_by_one = _fork.rlock()
 
 
-def write(
+def write_overridden(
     here: Callable[..., Write], wiring: Wiring, lanes: Lanes, data: object, lane: object, call: str, *, batched: bool
 ) -> Write:
     """What ``here`` does, through the methods that are overridden."""

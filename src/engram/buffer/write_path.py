@@ -14,8 +14,8 @@ from torch import Tensor
 from engram import storages
 from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
-from engram.buffer import overridden
 from engram.buffer.lanes import BATCHES
+from engram.buffer.overridden import write_overridden
 from engram.nested import NoRows, first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
@@ -204,7 +204,7 @@ class WritePath:
 
     def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         """Write through what components of the user's override."""
-        return overridden.write(self.write_here, self._wiring, self._lanes, data, lane, call, batched=batched)
+        return write_overridden(self.write_here, self._wiring, self._lanes, data, lane, call, batched=batched)
 
     def write_here(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         """Write as a buffer does whose components override nothing."""
