@@ -29,9 +29,9 @@ from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
 from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
+from engram.ensembles.routing import WriterEnsemble as WriterEnsemble
 from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble
 from engram.ensembles.storages import StorageEnsemble as StorageEnsemble
-from engram.ensembles.writers import WriterEnsemble as WriterEnsemble
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
 from engram.errors import EngramError as EngramError

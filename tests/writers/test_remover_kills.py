@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import engram.buffer.write_path
 import engram.removers.ranked
-import engram.writers.removing
+import engram.writers.max_value
 from engram import (
     FifoRemover,
     LazyMemmapStorage,
@@ -250,7 +250,7 @@ TRACED = {
         engram.removers.ranked,
         engram.removers.ranked,
         engram.removers.ranked,
-        engram.writers.removing,
+        engram.writers.max_value,
         engram.buffer.write_path,
     )
 }

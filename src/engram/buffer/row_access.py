@@ -128,7 +128,7 @@ class RowAccess:
         """Data without the entries that are made on reading."""
         return data
 
-    def set_field(self, key: Any, value: object, index: object, call: str) -> None:
+    def set_field(self, key: object, value: object, index: object, call: str) -> None:
         """Replace one stored field of live rows, without transforms."""
         self._check_editable(call)
         storage = self._fields(call)

@@ -17,10 +17,10 @@ from engram.field_paths import FieldPath, as_path, plain, public
 from engram.format.schema import DTYPES
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler, key_for
-from engram.samplers.end_marks import EndMarks
 from engram.samplers.trajectory_tables import (
     ID_KEYS,
     Boundaries,
+    EndMarks,
     StaticTable,
     TrajectoryKeys,
     numbers_by_path,
