@@ -29,9 +29,9 @@ from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
 from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
+from engram.ensembles.routing import WriterEnsemble as WriterEnsemble
 from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble
 from engram.ensembles.storages import StorageEnsemble as StorageEnsemble
-from engram.ensembles.writers import WriterEnsemble as WriterEnsemble
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
 from engram.errors import EngramError as EngramError
@@ -98,7 +98,7 @@ from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithou
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers import StreamingSliceSampler as StreamingSliceSampler
 from engram.samplers import WindowSpec as WindowSpec
-from engram.samplers.field_reader import FieldReader as FieldReader
+from engram.samplers._base import FieldReader as FieldReader
 from engram.schedulers import LambdaScheduler as LambdaScheduler
 from engram.schedulers import LinearScheduler as LinearScheduler
 from engram.schedulers import ParameterScheduler as ParameterScheduler

@@ -19,7 +19,7 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
 )
-from engram.storages._item_groups import ItemGroups
+from engram.storages.list import ItemGroups
 from tests.samplers.test_prompt_groups import STRATEGIES, groups_of, quiet, rows
 from tests.statistics_of import assert_uniform
 

@@ -8,7 +8,7 @@ from tests import fresh
 
 SERVER = """
 from pathlib import Path
-from engram.serving.listening import listening
+from engram.serving.run import listening
 from engram.serving.run import run
 run(Path(folder), listening(listen, token, cert, key, insecure=insecure), lambda address: print("ready", address, flush=True))
 """

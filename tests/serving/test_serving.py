@@ -16,8 +16,7 @@ import engram
 from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.remote import commands
 from engram.remote.addresses import address_of, addresses_of, token_in
-from engram.serving.listening import Listening, listening
-from engram.serving.run import run
+from engram.serving.run import Listening, listening, run
 from engram.serving.server import Server
 from engram.serving.service import Service
 from tests import fresh

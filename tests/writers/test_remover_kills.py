@@ -17,9 +17,8 @@ import torch
 from tensordict import TensorDict
 
 import engram.buffer.write_path
-import engram.changes
 import engram.removers.ranked
-import engram.writers.removing
+import engram.writers.max_value
 from engram import (
     FifoRemover,
     LazyMemmapStorage,
@@ -248,10 +247,10 @@ def ended(pid):
 TRACED = {
     module.__file__
     for module in (
-        engram.changes,
         engram.removers.ranked,
         engram.removers.ranked,
-        engram.writers.removing,
+        engram.removers.ranked,
+        engram.writers.max_value,
         engram.buffer.write_path,
     )
 }

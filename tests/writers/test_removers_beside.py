@@ -18,7 +18,7 @@ from engram import (
     StalestFirst,
     TensorDictReplayBuffer,
 )
-from engram.changes import ChangesIndex
+from engram.removers.ranked import ChangesIndex
 from engram.store import INDEX_KINDS
 from tests.store.processes import context
 from tests.waiting import ended

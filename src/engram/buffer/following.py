@@ -27,7 +27,7 @@ from engram.reshard.plan import Target
 from engram.reshard.shards import open_shards as open_saved
 from engram.state import real
 from engram.types import Sampler
-from engram.writers.round_robin import FollowingWriter
+from engram.writers._base import FollowingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

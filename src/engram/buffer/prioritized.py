@@ -1,8 +1,9 @@
-"""Buffers whose sampler is a :class:`PrioritizedSampler`, for those who know them by these names."""
+"""Buffers whose sampler is made of their arguments: with priorities, or in hindsight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 
 import torch
 
@@ -10,15 +11,22 @@ from engram import samplers, storages
 from engram._devices import existing_device
 from engram._unsupported import Later, meant, reject_unsupported
 from engram.buffer.compat import alias
-from engram.buffer.hindsight import HERReplayBuffer
 from engram.buffer.recipe import draws_by_priority, register
-from engram.buffer.remote import RemoteTensorDictReplayBuffer
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
+from engram.expanders import Hindsight, HindsightStrategy
+from engram.field_paths import checked_path
+from engram.types import Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tensordict import TensorDictBase
+
     from engram.buffer.compat import BufferArguments
+
+    M = TypeVar("M", bound=Callable[..., object])
 
 __all__ = [
     "HERReplayBuffer",
@@ -156,3 +164,167 @@ def _sampler(
     if capacity > 1 << 40:  # a list without bounds
         capacity = size or 1 << 20
     return samplers.PrioritizedSampler(capacity, alpha, beta, **settings)
+
+
+_END = ("next", "done")
+
+
+@register
+class HERReplayBuffer(TensorDictReplayBuffer):
+    """A :class:`TensorDictReplayBuffer` whose sampler is a :class:`Hindsight`: batches with goals that were reached.
+
+    :attr:`sampler` is the expander, around the sampler that is given.
+
+    Args:
+        reward_fn: the rewards of relabelled rows, as for :class:`Hindsight`. None: ``sampler`` is a :class:`Hindsight`, as
+            ``ReplayBuffer.open`` of its directory takes it, and the other arguments of this class are not given.
+        her_ratio, strategy, goal_key, achieved_goal_key, reward_key, end_fn: as for :class:`Hindsight`.
+        end_key: the flag at the last step of an episode; the flag ``"terminated"`` beside it counts, too. By default
+            ``("next", "truncated")`` does as well, and trajectory ids as for :class:`NStep`. Another one must be stored: else sampling
+            raises ``KeyError``.
+        end_when: as for :class:`NStep`.
+        priority_key: as for :class:`TensorDictReplayBuffer`.
+        **kwargs: those of :class:`TensorDictReplayBuffer`. ``sampler`` draws the rows; default :class:`RandomSampler`.
+
+    Raises: as :class:`TensorDictReplayBuffer` and :class:`Hindsight`.
+
+    Differences from TorchRL's: goals are those that were achieved by an action where these are stored, they are followed across the end
+    of the array, windows have one goal each, and ``reward_fn`` sees rows before transforms.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import HERReplayBuffer, LazyTensorStorage
+    >>> def reward(rows):
+    ...     return (rows["next", "achieved_goal"] == rows["desired_goal"]).float()
+    >>> rb = HERReplayBuffer(reward, her_ratio=1.0, strategy="final", storage=LazyTensorStorage(100), batch_size=4)
+    >>> _ = rb.extend(TensorDict({"desired_goal": torch.full((3, 1), 9.), "next": {"achieved_goal": torch.arange(1., 4.).unsqueeze(1),
+    ...     "reward": torch.zeros(3, 1), "done": torch.tensor([[False], [False], [True]])}}, batch_size=[3]))
+    >>> rb.sample()["desired_goal"].flatten().tolist()
+    [3.0, 3.0, 3.0, 3.0]
+    """
+
+    reward_fn = alias("sampler.reward_fn")
+    end_fn = alias("sampler.end_fn")
+    her_ratio = alias("sampler.her_ratio")
+    strategy = alias("sampler.strategy")
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., object] | None = None,
+        *,
+        her_ratio: float = 0.8,
+        strategy: HindsightStrategy | str = HindsightStrategy.FUTURE,
+        goal_key: str | tuple[str, ...] = "desired_goal",
+        achieved_goal_key: str | tuple[str, ...] | None = None,
+        reward_key: str | tuple[str, ...] = ("next", "reward"),
+        end_fn: Callable[..., object] | None = None,
+        end_key: str | tuple[str, ...] = _END,
+        end_when: str = "any",
+        priority_key: str = "td_error",
+        **kwargs: Unpack[BufferArguments],
+    ) -> None:
+        name = type(self).__name__
+        given = kwargs.get("sampler")
+        sampler = samplers.RandomSampler() if given is None else component(given, Sampler, "sampler", None)
+        if reward_fn is not None or not isinstance(sampler, Hindsight):
+            if reward_fn is None:
+                raise TypeError(
+                    f"{name}: reward_fn: expected a function of the relabelled rows, got None. Pass it, or to open a store again "
+                    "sampler=Hindsight(RandomSampler(), reward_fn)."
+                )
+            end = checked_path(end_key, f"{name}: end_key")
+            sampler = Hindsight(
+                sampler,
+                reward_fn,
+                her_ratio=her_ratio,
+                strategy=strategy,
+                goal_key=goal_key,
+                achieved_goal_key=achieved_goal_key,
+                reward_key=reward_key,
+                end_fn=end_fn,
+                end_keys=None if end == _END else [end, (*end[:-1], "terminated")],
+                end_when=None if end_when == "any" else end_when,
+            )
+            if end != _END:
+                sampler._end = end  # noqa: SLF001 - an argument of this class only
+        kwargs["sampler"] = sampler
+        super().__init__(priority_key=priority_key, **kwargs)
+
+
+class _Reference(Protocol):
+    """What stands for a buffer of this process, as ``torch.distributed.rpc.RRef`` does."""
+
+    def local_value(self) -> TensorDictReplayBuffer:
+        """The buffer."""
+
+
+def _by_reference(method: M) -> M:
+    """A method that takes a reference to the buffer in place of the buffer, too."""
+
+    @wraps(method)
+    def called(of: TensorDictReplayBuffer | _Reference, *given: object, **named: object) -> object:
+        return method(of if isinstance(of, TensorDictReplayBuffer) else of.local_value(), *given, **named)
+
+    called.__module__, called.__qualname__ = (
+        __name__,
+        f"RemoteTensorDictReplayBuffer.{method.__name__}",
+    )  # by which it is pickled
+    return cast("M", called)
+
+
+@register
+class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
+    """A :class:`TensorDictReplayBuffer` as TorchRL's class of this name, whose methods other processes call by RPC.
+
+    One process has the rows. Others call methods of an ``RRef`` to the buffer, or of the class with the ``RRef`` in place of the
+    buffer: ``rpc_sync(rref.owner(), RemoteTensorDictReplayBuffer.sample, args=(rref, 32))``. Every such call pickles its rows.
+    :func:`engram.serve` of the same buffer and :meth:`ReplayBuffer.connect` move them without pickles, many times faster, and
+    processes of one machine share a buffer's memory: prefer these.
+
+    Args:
+        *args: those of :class:`TensorDictReplayBuffer`, and its keywords.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, RemoteTensorDictReplayBuffer
+    >>> rb = RemoteTensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> index = rb.extend(TensorDict({"obs": torch.randn(10, 3)}, batch_size=[10]))
+    >>> rb.sample()["obs"].shape
+    torch.Size([4, 3])
+    """
+
+    @_by_reference
+    def sample(  # type: ignore[override] # TorchRL's order
+        self, batch_size: int | None = None, include_info: bool | None = None, return_info: bool = False, **more: Any
+    ) -> TensorDictBase:
+        """As :meth:`TensorDictReplayBuffer.sample`; TorchRL has another order of the arguments here.
+
+        Args:
+            batch_size: rows. Default: the constructor's.
+            include_info: deprecated, without effect.
+            return_info: return ``(batch, info)``.
+            **more: ``device`` and ``timeout``.
+
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from engram import LazyTensorStorage, RemoteTensorDictReplayBuffer
+        >>> rb = RemoteTensorDictReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(TensorDict({"obs": torch.randn(10, 3)}, batch_size=[10]))
+        >>> batch, info = rb.sample(4, return_info=True)
+        >>> batch["obs"].shape, info["index"].shape
+        (torch.Size([4, 3]), torch.Size([4]))
+        """
+        sampled: TensorDictBase = super().sample(batch_size, return_info, include_info, **more)
+        return sampled
+
+    add = _by_reference(TensorDictReplayBuffer.add)
+    extend = _by_reference(TensorDictReplayBuffer.extend)
+    update_priority = _by_reference(TensorDictReplayBuffer.update_priority)
+    update_tensordict_priority = _by_reference(TensorDictReplayBuffer.update_tensordict_priority)
+    empty = _by_reference(TensorDictReplayBuffer.empty)
+    stats = _by_reference(TensorDictReplayBuffer.stats)
+    can_sample = _by_reference(TensorDictReplayBuffer.can_sample)
+    state_dict = _by_reference(TensorDictReplayBuffer.state_dict)
+    load_state_dict = _by_reference(TensorDictReplayBuffer.load_state_dict)
+    dumps = _by_reference(TensorDictReplayBuffer.dumps)
+    loads = _by_reference(TensorDictReplayBuffer.loads)

@@ -26,8 +26,7 @@ from engram.persist.components import check_blocks
 from engram.persist.foreign import foreign_format, foreign_state
 from engram.persist.parts import Parts, Snapshot
 from engram.reshard.driver import convert as converted_for
-from engram.reshard.driver import seed_of
-from engram.reshard.reports import said_counts
+from engram.reshard.driver import said_counts, seed_of
 from engram.reshard.shards import open_shard
 from engram.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram.storages import announcing

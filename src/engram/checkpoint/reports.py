@@ -18,8 +18,7 @@ from engram.format.checkpoints import Checkpoint, added
 from engram.format.problems import Problem, corrupt
 from engram.persist.roles import check_roles
 from engram.persist.trajectory_table import KINDS
-from engram.reshard.driver import Policy, checked_incomplete
-from engram.reshard.reports import Lost, reshard_lines, said_reshard
+from engram.reshard.driver import Lost, Policy, checked_incomplete, reshard_lines, said_reshard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

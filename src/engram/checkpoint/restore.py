@@ -18,10 +18,8 @@ from engram.format.checkpoints import Checkpoint
 from engram.format.problems import Problem, corrupt
 from engram.persist import parts
 from engram.persist.components import check_blocks
-from engram.reshard.agreement import disagreements
-from engram.reshard.driver import reshard
+from engram.reshard.driver import disagreements, reshard, reshard_report
 from engram.reshard.plan import Target
-from engram.reshard.reports import reshard_report
 from engram.reshard.shards import open_shards
 
 if TYPE_CHECKING:

@@ -354,8 +354,7 @@ def serve(
     """
     _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
-        from engram.serving.listening import listening
-        from engram.serving.run import run
+        from engram.serving.run import listening, run
 
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)

@@ -15,11 +15,9 @@ from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.persist import parts
 from engram.persist.components import check_blocks, read_state, write_part
-from engram.reshard.agreement import disagreements
-from engram.reshard.driver import Policy, checked_incomplete
+from engram.reshard.driver import Policy, checked_incomplete, disagreements, reshard_report
 from engram.reshard.driver import reshard as run
 from engram.reshard.plan import Target
-from engram.reshard.reports import reshard_report
 from engram.reshard.shards import open_shards
 from engram.storages import LazyMemmapStorage
 from engram.storages.announcing import temporary

@@ -22,14 +22,12 @@ from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
 from engram.ensembles.members import Member
-from engram.ensembles.reading import EnsembleReadPath, collated
+from engram.ensembles.reading import EnsembleReadPath, Keys, collated, end_streams
 from engram.ensembles.refusing import asks_a_member, naming
-from engram.ensembles.routing import RoutedWrites, Routing
+from engram.ensembles.routing import RoutedWrites, Routing, WriterEnsemble
 from engram.ensembles.samplers import SamplerEnsemble
 from engram.ensembles.saving import EnsembleSaving
 from engram.ensembles.storages import StorageEnsemble, members_named, split_index
-from engram.ensembles.streams import Keys, end_streams
-from engram.ensembles.writers import WriterEnsemble
 from engram.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import dm_env
 from dm_env import specs
 
-from engram.env.nesting import as_array, checked_dtype
-from engram.env.recording import SingleRecording
+from engram.env.recording import SingleRecording, as_array, checked_dtype
 
 if TYPE_CHECKING:
-    from engram.env.nesting import Spec
-    from engram.env.recording import Target
+    from engram.env.recording import Spec, Target
 
 
 def recorded(env: object, target: Target) -> object:

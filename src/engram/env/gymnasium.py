@@ -9,12 +9,21 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from engram.env.nesting import BOOL, checked_dtype, conformed, copied, of_each, pick, put
-from engram.env.recording import SingleRecording, VectorRecording, flags_of
+from engram.env.recording import (
+    BOOL,
+    SingleRecording,
+    VectorRecording,
+    checked_dtype,
+    conformed,
+    copied,
+    flags_of,
+    of_each,
+    pick,
+    put,
+)
 
 if TYPE_CHECKING:
-    from engram.env.nesting import Spec
-    from engram.env.recording import Mask, Target
+    from engram.env.recording import Mask, Spec, Target
 
     Vector: TypeAlias = VectorEnv[object, object, Mask]
     _VectorWrapper: TypeAlias = VectorWrapper[object, object, object, object, Mask]

@@ -10,12 +10,10 @@ from pettingzoo import ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 
 from engram.env.gymnasium import spec_of
-from engram.env.nesting import as_number, conformed, copied, stacked
-from engram.env.recording import VectorRecording, flags_of
+from engram.env.recording import VectorRecording, as_number, conformed, copied, flags_of, stacked
 
 if TYPE_CHECKING:
-    from engram.env.nesting import Nested, Spec
-    from engram.env.recording import Mask, Target
+    from engram.env.recording import Mask, Nested, Spec, Target
 
 
 def recorded(env: object, target: Target) -> object:

@@ -18,34 +18,34 @@ Its observations and actions have a leading dimension ``n``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._tensordict import wrap
-from engram.env.nesting import BOOL, FLOAT32, as_number, conformed, copied, has_tuple, of_each, pick, put, taken
 from engram.field_paths import checked_path, public
 from engram.storages import DefaultStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from tensordict import TensorDict
-    from torch import Tensor
 
-    from engram.env.nesting import Nested, Spec
     from engram.field_paths import FieldPath
     from engram.persist.roles import Roles
     from engram.storages import Storage
 
     Key: TypeAlias = str | tuple[str, ...]
-    #: Names under which fields are stored, by the usual ones.
     Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
     Mask: TypeAlias = NDArray[np.bool_]
-    #: Names of fields, nested, with a number for each field.
     Form: TypeAlias = dict[str, int | "Form"]
+    Array: TypeAlias = NDArray[np.generic]
+    Nested: TypeAlias = Array | dict[str, "Nested"] | tuple["Nested", ...]
+    Spec: TypeAlias = np.dtype[np.generic] | dict[str, "Spec"] | tuple["Spec", ...]
 
 #: What is recorded of a step.
 FIELDS: tuple[FieldPath, ...] = (
@@ -329,3 +329,133 @@ def _check(storage: Storage, lanes: Tensor, count: int) -> None:
             f"record: lane: expected a lane of its own for each of {count} environments, got {lanes.tolist()}. Make the storage with "
             f"lanes={count}, or name {count} of its {storage.lanes} lanes with lane=."
         )
+
+
+S = TypeVar("S", bound=np.generic)
+BOOL, FLOAT32 = np.dtype(np.bool_), np.dtype(np.float32)
+#: Kinds of dtypes that are numbers, and those of whole ones.
+_NUMBERS, _WHOLE = "biufc", "biu"
+
+
+def checked_dtype(dtype: object, field: str, what: object) -> np.dtype[np.generic]:
+    """The dtype of rows of a ``field``. Raises ``TypeError``: it has none of numbers; ``what`` says what it is."""
+    if not isinstance(dtype, np.dtype) or dtype.kind not in _NUMBERS:
+        raise TypeError(f"record: {field}: expected numbers of a fixed shape, got {what}. Wrap the environment.")
+    return dtype
+
+
+def as_array(value: object) -> Array:
+    """What an environment returned as an array, which shares its memory where it can.
+
+    Args:
+        value: an array, a number, a tensor (on any device, of any dtype, with or without gradient), or a list or tuple of these.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, Tensor):
+        try:
+            return value.numpy(force=True)
+        except TypeError:  # bfloat16 and the like
+            return value.float().numpy(force=True)
+    if isinstance(value, list | tuple) and any(isinstance(one, Tensor | list | tuple) for one in value):
+        return np.stack([as_array(one) for one in value])
+    return np.asarray(value)
+
+
+def as_number(value: object) -> SupportsFloat:
+    """A number that an environment returned: one of Python or NumPy. More than one number: an array of them."""
+    if isinstance(value, (bool, int, float)):  # faster than a union
+        return value
+    array = as_array(value)
+    return array.item() if array.size == 1 else array
+
+
+def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
+    """What an environment returned for each of ``n`` environments, ``[n, ...]``. One number stands for all of them.
+
+    Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
+    """
+    if isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (n,):
+        return value
+    array = as_array(value).astype(dtype, copy=False)
+    if array.ndim == 0:
+        return np.full(n, array)
+    if len(array) != n:
+        raise ValueError(f"{what}: expected one for each of {n} environments, got {list(array.shape)}.")
+    return array[:, 0] if array.shape[1:] == (1,) else array
+
+
+def conformed(spec: Spec, value: object, field: str) -> Nested:
+    """A value as arrays of the dtypes of a spec; the same ones where they are that already.
+
+    Raises:
+        TypeError: it is nested in another way, or has fractions where the spec says whole numbers; names the entry.
+    """
+    if isinstance(spec, dict):
+        if not isinstance(value, Mapping) or set(value.keys()) != spec.keys():
+            got = list(value.keys()) if isinstance(value, Mapping) else type(value).__name__
+            raise TypeError(f"record: {field}: expected a dict of {list(spec)}, got {got}.")
+        return {key: conformed(entry, value[key], f"{field}[{key!r}]") for key, entry in spec.items()}
+    if isinstance(spec, tuple):
+        if not isinstance(value, tuple | list) or len(value) != len(spec):
+            raise TypeError(f"record: {field}: expected a tuple of {len(spec)}, got {type(value).__name__}.")
+        return tuple(conformed(entry, value[i], f"{field}[{i}]") for i, entry in enumerate(spec))
+    array = as_array(value)
+    if array.dtype == spec:
+        return array
+    if array.dtype.kind not in (_WHOLE if spec.kind in _WHOLE else _NUMBERS):
+        raise TypeError(f"record: {field}: expected {spec}, as the environment says, got {array.dtype}.")
+    cast = array.astype(spec)
+    if spec.kind in _WHOLE and not np.can_cast(array.dtype, spec) and not np.array_equal(cast, array):
+        raise TypeError(
+            f"record: {field}: expected values of {spec}, as the environment says, got {array.dtype} beyond it."
+        )
+    return cast
+
+
+def has_tuple(spec: Spec) -> bool:
+    """Whether a tuple is in it."""
+    return isinstance(spec, tuple) or (isinstance(spec, dict) and any(map(has_tuple, spec.values())))
+
+
+def mapped(change: Callable[..., Array], first: Nested, *others: Nested) -> Nested:
+    """``change`` of the leaves that stand in the same place of several nestings."""
+    if isinstance(first, dict):
+        return {key: mapped(change, first[key], *(other[key] for other in others)) for key in first}  # type: ignore[call-overload]
+    if isinstance(first, tuple):
+        return tuple(mapped(change, *entries) for entries in zip(first, *others, strict=True))
+    return change(first, *others)
+
+
+def copied(nested: Nested) -> Nested:
+    """A copy."""
+    return nested.copy() if isinstance(nested, np.ndarray) else mapped(np.array, nested)
+
+
+def stacked(each: list[Nested]) -> Nested:
+    """Those of ``n`` environments."""
+    return mapped(lambda *leaves: np.stack(leaves), *each)
+
+
+def taken(nested: Nested, which: NDArray[np.int64]) -> Nested:
+    """Those of some environments."""
+    return mapped(lambda leaf: leaf.take(which, 0), nested)
+
+
+def pick(nested: object, i: int) -> object:
+    """That of one environment: of arrays, tensors or lists of ``n``, or dicts and tuples of them."""
+    if isinstance(nested, Mapping):
+        return {key: pick(nested[key], i) for key in nested.keys()}  # noqa: SIM118 - a TensorDict iterates over its batch
+    if isinstance(nested, tuple):
+        return tuple(pick(one, i) for one in nested)
+    return nested[i]  # type: ignore[index]
+
+
+def put(nested: Nested, i: int, value: Nested) -> None:
+    """Replace that of one environment, in place."""
+
+    def replace(leaf: Array, new: Array) -> Array:
+        leaf[i] = new
+        return leaf
+
+    mapped(replace, nested, value)

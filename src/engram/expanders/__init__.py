@@ -1,8 +1,7 @@
 """Expanders wrap a sampler: they add to its batches what the steps around the drawn rows say."""
 
 from engram.expanders._base import Expander
-from engram.expanders.cat_frames import CatFrames
-from engram.expanders.frame_stack import FrameStack
+from engram.expanders.cat_frames import CatFrames, FrameStack
 from engram.expanders.hindsight import Hindsight, HindsightStrategy
 from engram.expanders.n_step import NStep
 from engram.expanders.next_from_following import FinalObservations, NextFromFollowing, finals_of

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram import _native
-    from engram.expanders.following import Following
+    from engram.expanders.next_from_following import Following
     from engram.expanders.relabelling import Relabelling
     from engram.format.schema import Field
     from engram.samplers.trajectory_tables import TrajectoryKeys

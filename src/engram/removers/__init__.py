@@ -1,6 +1,5 @@
 """Who goes when the store is full: components that choose the rows which new ones replace."""
 
-from engram.removers._base import Removable, Remover
-from engram.removers.ranked import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, StalestFirst
+from engram.removers.ranked import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Removable, Remover, StalestFirst
 
 __all__ = ["FifoRemover", "Lifo", "LowestPriority", "MaxTimesSampled", "Removable", "Remover", "StalestFirst"]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from engram import _native, priorities
 from engram._words import warn
-from engram.changes import ChangesIndex
 from engram.field_paths import checked_path, public
-from engram.store import check_index_name
+from engram.store import INDEX_KINDS, LockedIndex, check_index_name
 from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.removers._base import Removable
-    from engram.store import Store
+    from engram.store import Block, Store
+    from engram.types import Extent
 
 
 def _written(storage: Removable, remover: object) -> Store:
@@ -366,3 +365,146 @@ class _Ages:
         self._rows, self._end = np.full(2 * len(self._tickets), -1), len(live)
         self._rows[: self._end], self._places[live] = live, np.arange(self._end)
         self._ranking.set(self._places[live], -self._times[live].astype(np.float64))
+
+
+#: Names the kind of index in a store's folder: never changes.
+KIND = "changes"
+#: Its names. The second one counts rows that are sampled as changed. Processes attach indexes by name, and a row is counted before it
+#: is marked only if the counts come first: they are called "main".
+WRITTEN, SAMPLED = "written", "sampled"
+
+
+class ChangesIndex(LockedIndex[_native.Changes]):
+    """Which rows of one store may have changed since they were looked at. It has no lock: each mark is an atomic word.
+
+    Every write of every process keeps it. A look costs what was written since the one before, not what the store holds.
+    """
+
+    #: Looks of before mean nothing to those that come.
+    reset_mutex = staticmethod(_native.reset_changes)
+
+    make_core = _native.Changes
+
+    @classmethod
+    def of_store(cls, store: Store, *, samples: bool = False) -> ChangesIndex:
+        """The index, made if there is none. Raises ``OSError``: no space for its file.
+
+        Args:
+            store: whose rows these are.
+            samples: rows that are sampled count as changed.
+        """
+
+        def make(block: Block) -> None:
+            _native.format_changes(block.address, block.nbytes, store.capacity, samples)
+
+        name = SAMPLED if samples else WRITTEN
+        index: ChangesIndex
+        index, made = store.indexes.lasting(name, KIND, _native.changes_bytes(store.capacity), make)
+        if made and samples:
+            store.core.ask_for_usage()
+        return index
+
+    def look(self, since: int) -> tuple[int, NDArray[np.int64]]:
+        """The number of this look, and int64 ``[n]``, in order: rows that may have changed since that one. 0: all rows."""
+        return self.core.look(since)
+
+
+INDEX_KINDS[KIND] = ChangesIndex
+
+
+class Removable(Protocol):
+    """The storage that is full, as a remover sees it.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> class LeastScore:
+    ...     def choose(self, storage, n):
+    ...         rows = torch.arange(storage.extent().capacity)
+    ...         score, _ = storage.field(("score",), rows, storage.tickets_of(rows))
+    ...         return score.argsort()[:n]
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), remover=LeastScore())
+    >>> _ = rb.extend({"score": torch.tensor([2.0, 1.0, 3.0])})
+    >>> rb.add({"score": torch.tensor(5.0)})
+    1
+    """
+
+    @property
+    def memory(self) -> Store | None:
+        """The store that holds the rows."""
+
+    def extent(self) -> Extent:
+        """What is live now.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
+        >>> rb.storage.extent().capacity
+        3
+        """
+
+    def tickets_of(self, rows: Tensor) -> Tensor:
+        """Ticket numbers of rows, -1 for those that hold nothing: a larger one is a newer write.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
+        >>> tickets = rb.storage.tickets_of(torch.arange(3))
+        >>> bool(tickets[2] > tickets[0])
+        True
+        """
+
+    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Tensor, list[int]]:
+        """A field of rows with these tickets, and the places of rows that have others by now.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
+        >>> rows = torch.tensor([0, 2])
+        >>> values, moved = rb.storage.field(("a",), rows, rb.storage.tickets_of(rows))
+        >>> values.tolist(), moved
+        ([7, 9], [])
+        """
+
+    def settled(self) -> int | None:
+        """The next ticket number; None: a write is under way.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
+        >>> before = rb.storage.settled()
+        >>> _ = rb.add({"a": torch.tensor(1)})
+        >>> rb.storage.settled() - before
+        1
+        """
+
+
+@runtime_checkable
+class Remover(Protocol):
+    """Chooses the rows that new ones replace. A class with this method is enough.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> class LastPlaces:
+    ...     def choose(self, storage, n):
+    ...         capacity = storage.extent().capacity
+    ...         return torch.arange(capacity - n, capacity)
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), remover=LastPlaces())
+    >>> _ = rb.extend(torch.arange(4))
+    >>> rb.extend(torch.tensor([10, 11])).tolist()
+    [2, 3]
+    """
+
+    def choose(self, storage: Removable, n: int) -> Tensor:
+        """The ``n`` rows that go, int64 ``[n]``, each once and live. Called once no free row is left; no other process chooses meanwhile.
+
+        >>> import torch
+        >>> from engram import Lifo, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend(torch.arange(4))
+        >>> Lifo().choose(rb.storage, 2).tolist()
+        [0, 2]
+        """

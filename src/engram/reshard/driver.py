@@ -16,20 +16,23 @@ import msgspec
 import numpy as np
 import torch
 
+from engram._raw import raw_bytes
 from engram._words import count, said_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.tables import HAS_FIRST, HAS_LAST
 from engram.persist import parts
 from engram.persist.components import check_kind
+from engram.persist.parts import STORAGE, read_parts, reset
 from engram.persist.rows import SavedRowsSource, read_rows_state
-from engram.persist.trajectory_table import kinds_of
+from engram.persist.trajectory_table import count_kinds, kinds_of
 from engram.reshard.plan import (
     DROPPED,
     KEPT,
     Incomplete,
     ReshardPlan,
     Target,
+    by_reason,
     counted,
     drop_rows,
     dropped_by,
@@ -458,3 +461,202 @@ def seed_of(checkpoint: Checkpoint, ranks: int, rank: int) -> int:
     """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
     text = f"{checkpoint.sha256} {ranks} {rank}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+class Lost(NamedTuple):
+    """Shards that there are none of."""
+
+    ranks: tuple[int, ...] = ()
+    as_of: str | None = None
+    """The checkpoint that last had them. None: none did, so what is lost is unknown."""
+    episodes: int | None = None
+    steps: int | None = None
+
+
+def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> dict[str, Any]:  # noqa: B008 - a value
+    """Episodes and steps: saved, of which kinds, kept, dropped by reason, and truncated; in total and by shard; and what each
+    target got.
+
+    Args:
+        made: what was done.
+        ranks: what those were called that saved the shards.
+        lost: shards that were missing.
+    """
+    plan, shards_there = made.plan, len(made.shards)
+    kept = counted(plan.source, plan.steps, shards_there)
+    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
+    shards: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "saved": _count(one.source.saved),
+            "kinds": count_kinds(one.source.runs, one.source.columns),
+            "kept": _count(kept[which]),
+            "dropped": by_reason(plan.drops[which]),
+            "truncated": _count(cut[which]),
+        }
+        for which, (rank, one) in enumerate(zip(ranks, made.shards, strict=True))
+    ]
+    targets = [_load(made, rank) for rank in range(len(made.targets))]
+    return {
+        "plan": plan.digest,
+        **{what: _sum([shard[what] for shard in shards]) for what in shards[0] if what != "rank"},
+        "lost": {**lost._asdict(), "ranks": list(lost.ranks)},
+        "smallest_rank": min(target["steps"] for target in targets),
+        "largest_rank": max(target["steps"] for target in targets),
+        "smallest_lane": min(target["smallest_lane"] for target in targets),
+        "largest_lane": max(target["largest_lane"] for target in targets),
+        "unused": sum(target["unused"] for target in targets),
+        "shards": shards,
+        "targets": targets,
+    }
+
+
+def _load(made: Reshard, rank: int) -> dict[str, int]:
+    target, mine = made.targets[rank], made.plan.rank == rank
+    steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
+    return {
+        "rank": rank,
+        "lanes": target.lanes,
+        "lane_length": target.lane_length,
+        "episodes": int(mine.sum()),
+        "steps": int(steps.sum()),
+        "smallest_lane": int(steps.min()),
+        "largest_lane": int(steps.max()),
+        "unused": target.capacity - int(steps.sum()),
+    }
+
+
+def said_reshard(dealt: Mapping[str, Any]) -> str:
+    """A report in a line."""
+    text = f"{_said_counts(dealt)}; from {count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
+    lost = dealt["lost"]
+    if not lost["ranks"]:
+        return text
+    ranks = ", ".join(map(str, lost["ranks"]))
+    whose = f"the shard of rank {ranks}" if len(lost["ranks"]) == 1 else f"the shards of ranks {ranks}"
+    if lost["as_of"] is None:
+        return f"{text}; lost with {whose}: unknown how much"
+    return f"{text}; lost with {whose}: at {lost['as_of']} that was {said_counts(lost)}"
+
+
+def reshard_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
+    """What became of each shard, and what each target got, in a line each."""
+    for shard in dealt["shards"]:
+        yield f"shard of rank {shard['rank']}: {_said_counts(shard)}"
+    for it in dealt["targets"]:
+        yield (
+            f"rank {it['rank']}: {said_counts(it)} in {count(it['lanes'], 'lane')} of {count(it['lane_length'], 'row')}, "
+            f"{it['smallest_lane']} to {it['largest_lane']} in each; {count(it['unused'], 'row')} unused"
+        )
+    yield (
+        f"{dealt['smallest_rank']} to {count(dealt['largest_rank'], 'step')} in a rank, {dealt['smallest_lane']} to "
+        f"{dealt['largest_lane']} in a lane; {count(dealt['unused'], 'row')} unused; plan {dealt['plan']}"
+    )
+
+
+def _said_counts(counts: Mapping[str, Any]) -> str:
+    every = {"saved": counts["saved"], "kept": counts["kept"]}
+    every |= {f"dropped as {reason}": it for reason, it in counts["dropped"].items() if it["episodes"]}
+    if counts["truncated"]["episodes"]:
+        every["kept as truncated"] = counts["truncated"]
+    return ", ".join(f"{what} {said_counts(it)}" for what, it in every.items())
+
+
+def said_counts(counts: Mapping[str, int]) -> str:
+    """Episodes and steps."""
+    return f"{count(counts['episodes'], 'episode')} with {count(counts['steps'], 'step')}"
+
+
+def _count(pair: NDArray[np.int64]) -> dict[str, int]:
+    return {"episodes": int(pair[0]), "steps": int(pair[1])}
+
+
+def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of all, added up; also those one level below."""
+    return {
+        key: sum(one[key] for one in counts) if isinstance(value, int) else _sum([one[key] for one in counts])
+        for key, value in counts[0].items()
+    }
+
+
+#: Parts that begin again, whatever they say.
+_RESET = ("rng", "prefetch")
+#: Of priorities, what is not of rows; other entries must agree, or are those of all.
+_OF_PRIORITIES = "beta"
+_MOST = 8
+#: What a storage's state is called that is part of something else.
+_ROWS = "storage"
+
+
+def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
+    """Where ranks that have written differ from the one whose state is taken, an entry each.
+
+    Raises:
+        CorruptCheckpoint: a part is damaged.
+        IncompatibleCheckpoint: something has rows of its own that others' rows mean, such as final observations.
+    """
+    written = [rank for rank, one in enumerate(made.shards) if one.reader.geometry is not None]
+    if len(written) < 2:
+        return []
+    taken = made.leader
+    ours = _state(made.shards[taken], made.leader_parts(checkpoint))
+    found: dict[str, list[str]] = {}
+    names = checkpoint.ranks
+    for rank in written:
+        if rank == taken:
+            continue
+        theirs = _state(made.shards[rank], read_parts(checkpoint, rank, without=(STORAGE, *_RESET)))
+        for where, here, there in _differences(ours, theirs, ""):
+            if where not in found:
+                found[where] = [f"rank {names[taken]}{_said(here)}"]
+            if where.rpartition(".")[2] == _ROWS:
+                raise IncompatibleCheckpoint(
+                    f"{checkpoint.folder}: {where}: expected no state with rows of its own, which those of the buffer mean, as final "
+                    "observations are: it cannot be redistributed. Restore it with as many ranks as saved it, into buffers of "
+                    "their sizes."
+                )
+            found[where].append(f"rank {names[rank]}{_said(there)}")
+    return [
+        f"{where}: expected the same on all ranks, got that of {', '.join(said[:_MOST])}{' …' * (len(said) > _MOST)}; "
+        f"that of rank {names[taken]} is taken"
+        for where, said in found.items()
+    ]
+
+
+def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, object]:
+    """All of it that could matter to others."""
+    storage = shard.head
+    state: dict[str, object] = {
+        "priorities": {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()},
+        "windows": storage["windows"],
+        "transforms": {},
+    }
+    return state | {name: reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET}
+
+
+def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str, object, object]]:
+    """The deepest entries that differ; of a storage's state, that it does."""
+    if where.rpartition(".")[2] == _ROWS and any(True for _ in _differences(ours, theirs, "")):
+        yield where, ours, theirs
+        return
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        for key, value in ours.items():
+            yield from _differences(value, theirs[key], f"{where}.{key}" if where else key)
+        return
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        same = _same_tensors(ours, theirs)
+    else:
+        same = repr(ours) == repr(theirs)
+    if not same:
+        yield where, ours, theirs
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(raw_bytes(one), raw_bytes(other))
+
+
+def _said(value: object) -> str:
+    return f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) < 40 else ""

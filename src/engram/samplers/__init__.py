@@ -6,11 +6,10 @@ from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prioritized_slices import PrioritizedSliceSampler
 from engram.samplers.prompt_groups import PromptGroupSampler
-from engram.samplers.slices import SliceSampler
+from engram.samplers.redraw import RandomSampler
+from engram.samplers.slices import SliceSampler, StreamingSliceSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.staleness import StalenessAwareSampler
-from engram.samplers.streaming import StreamingSliceSampler
-from engram.samplers.uniform import RandomSampler
 from engram.samplers.window_spec import WindowSpec
 
 # As in TorchRL it is of both kinds; it shares no code with either.

@@ -23,9 +23,8 @@ from engram.storages._structure import as_tensor, leading_size, stacked
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from engram.storages._base import Storage
+    from engram.storages._base import Count, Storage
     from engram.storages._dtypes import Dtypes
-    from engram.storages._port import Count
     from engram.storages._structure import Structure
 
 

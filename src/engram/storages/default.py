@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from engram.storages.announcing import announce, temporary
-from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
+from engram.storages.own import LazyTensorStorage
 
 if TYPE_CHECKING:
     from engram.format.parts import PartReader

@@ -19,11 +19,10 @@ from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
-from engram.storages._base import Storage, check_count, check_plan
+from engram.storages._base import Count, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
 from engram.storages._indexes import checked_priorities, saved_priorities
 from engram.storages._item_groups import ItemGroups
-from engram.storages._port import Count
 from engram.store import check_index_name
 from engram.types import Extent, Write, WritePlan
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.groups import Groups
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
-    from engram.storages._port import Rows
+    from engram.storages._base import Rows
     from engram.types import Decompress, ItemsSource, StorageLoad
 
 

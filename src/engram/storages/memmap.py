@@ -21,7 +21,7 @@ from engram.storages._dtypes import NO_DTYPES, Dtypes
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
-from engram.storages.lazy import LazyTensorStorage
+from engram.storages.own import LazyTensorStorage
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.storages._port import Rows
+    from engram.storages._base import Rows
 
 
 class LaterMemmapArguments(TracingArguments, total=False):

@@ -18,7 +18,7 @@ from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
-from engram.storages._base import Storage, WrongCount, check_plan
+from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
     check_even,
     rows_of_coordinates,
@@ -29,7 +29,6 @@ from engram.storages._columns import (
 )
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
-from engram.storages._port import Count, Rows
 from engram.storages._structure import Structure, as_tensor, device_of, leading_size
 from engram.storages.tensor_state import (
     ENTRIES,

@@ -11,9 +11,8 @@ from torch import Tensor
 from engram._checks import check_count
 from engram.field_paths import as_path, public
 from engram.samplers import check_drawable
-from engram.samplers.end_marks import with_starts
 from engram.samplers.redraw import Redraw
-from engram.samplers.trajectory_tables import END_KEYS, TrajectoryKeys
+from engram.samplers.trajectory_tables import END_KEYS, TrajectoryKeys, with_starts
 from engram.storages import TensorStorage, coordinates
 from engram.types import Draw
 from engram.units._base import SampleUnit, UnitReader, as_rows

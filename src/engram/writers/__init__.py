@@ -1,9 +1,7 @@
 """Writers say where rows go. The cursors belong to the store."""
 
-from engram.writers._base import declared
-from engram.writers.max_value import TensorDictMaxValueWriter
-from engram.writers.removing import RemovingWriter
-from engram.writers.round_robin import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
+from engram.writers._base import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, declared
+from engram.writers.max_value import RemovingWriter, TensorDictMaxValueWriter
 
 __all__ = [
     "ImmutableDatasetWriter",
