@@ -303,17 +303,17 @@ class DeviceIndex(DevicePriorities):
             IncompatibleStore: the index of that name has other parameters, or lies on the host.
         """
         check_index_name(name)
-        known = store.indexes.get((name, KIND))
-        if known is not None:
-            if not isinstance(known, DeviceIndex):
-                raise IncompatibleStore(
-                    f"index {name!r}: expected priorities on {store.device}, got those of that name on the host, where another sampler has "
-                    "needed them. Give this sampler device='cpu', or another name: index=…."
-                )
-            if (known.eps, known.within_buffer) != (config.eps, config.within_buffer):
-                raise other_parameters(name, known, config)
-            return known, False
         with store.placing():
+            known = store.indexes.get((name, KIND))
+            if known is not None:
+                if not isinstance(known, DeviceIndex):
+                    raise IncompatibleStore(
+                        f"index {name!r}: expected priorities on {store.device}, got those of that name on the host, where another sampler "
+                        "has needed them. Give this sampler device='cpu', or another name: index=…."
+                    )
+                if (known.eps, known.within_buffer) != (config.eps, config.within_buffer):
+                    raise other_parameters(name, known, config)
+                return known, False
             index = cls(store.rows, *config)
             index.scan(0, store.capacity)
             store.indexes.keep((name, KIND), index)
@@ -338,8 +338,9 @@ class DeviceIndex(DevicePriorities):
 
     def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, object]:  # noqa: ARG002 - it waits anyway
         """As :meth:`PriorityIndex.state`."""
-        leaves = self.tree.leaves[: self.rows if rows is None else rows].cpu()
-        return {**state_of(self.config), "highest": self.highest, "leaves": leaves}
+        with self._rows:
+            leaves = self.tree.leaves[: self.rows if rows is None else rows].cpu()
+            return {**state_of(self.config), "highest": self.highest, "leaves": leaves}
 
     @property
     def block(self) -> Block:

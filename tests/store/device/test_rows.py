@@ -1,15 +1,24 @@
 """Rows on a device, which torch's CPU stands for: what two threads do, steps of environments, memory that there is not."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.overrides import TorchFunctionMode
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
-from engram.store import DeviceStore
+from engram.priorities import DeviceIndex, PriorityConfig
+from engram.store import DeviceStore, Key
+from engram.types import Plan
 from tests.store.device.test_priorities import There, steps_of
-from tests.store.test_device import schema
+from tests.store.test_device import columns, schema
+from tests.waiting import until
+
+CONFIG = PriorityConfig(0.6, 0.4, 0.0, False)
+#: Of priorities, as one is saved.
+STATE = {"alpha": 0.5, "beta": 0.5, "highest": 2.0, "leaves": torch.ones(4, dtype=torch.float64)}
 
 
 def test_steps_of_environments_are_those_of_the_host():
@@ -125,3 +134,158 @@ def test_rows_that_exist():
     assert store.extent().filled == (4,)
     assert torch.equal(store.read(torch.tensor([2]))[0][0], tensors[0][2:3])
     assert (store.rows.numbers[:-1] > 0).all()
+
+
+# ---- two streams, two threads ------------------------------------------------------------------------------------------------
+
+
+def written():
+    store = DeviceStore.on(schema(16, 1), torch.device("cpu"))
+    store.write(Plan(lane=0), columns(torch.arange(8)), 8)
+    index = DeviceIndex.of_device_store(store, "main", CONFIG)[0]
+    return store, index
+
+
+def numbers_of(store):
+    return store.tickets_of(torch.arange(2))
+
+
+#: What reads or writes memory of the device.
+CALLS = {
+    "write": lambda store, _: store.write(Plan(lane=0), columns(torch.arange(2)), 2),
+    "read": lambda store, _: store.read(torch.arange(4)),
+    "read some fields": lambda store, _: store.read(torch.arange(4), which=[1]),
+    "sample": lambda store, _: store.sample_uniform(Key.of(1), 4, with_rows=True),
+    "edit": lambda store, _: store.edit(torch.tensor([1, 3]), [0, 1], columns(torch.arange(2))),
+    "edit consecutive rows": lambda store, _: store.edit(torch.arange(2), [0, 1], columns(torch.arange(2))),
+    "edit there": lambda store, _: store.edit_there(torch.tensor([1, 3]), [0, 1], columns(torch.arange(2))),
+    "changes": lambda store, _: store.changes(),
+    "patch": lambda store, _: store.patch(torch.arange(2), [0, 1], columns(torch.arange(2)), numbers_of(store)),
+    "empty": lambda store, _: store.empty(keep_write_count=False),
+    "refilled": lambda store, _: store.refilled(),
+    "fill": lambda store, _: store.fill(),
+    "detached": lambda store, _: store.detached(),
+    "replace": lambda store, _: store.replace(store.state(), lambda _: None),
+    "on_host": lambda store, _: store.on_host([1]),
+    "check": lambda store, _: store.rows.check(),
+    "alpha": lambda _, index: setattr(index, "alpha", 0.5),
+    "beta": lambda _, index: setattr(index, "beta", 0.5),
+    "highest": lambda _, index: index.highest,
+    "total": lambda _, index: index.total,
+    "default_priority": lambda _, index: index.default_priority,
+    "masses": lambda _, index: index.masses,
+    "leaves": lambda _, index: index.leaves(4),
+    "weights": lambda _, index: index.weights(torch.arange(4)),
+    "state": lambda _, index: index.state(),
+    "restore": lambda _, index: index.restore(STATE),
+    "scan": lambda store, index: index.scan(0, store.capacity),
+    "draw": lambda _, index: index.draw(1, 4),
+    "sample by priority": lambda store, index: index.sample(store, Key.of(1), 4, False, False),
+    "update": lambda _, index: index.update(torch.arange(2), torch.ones(2), None),
+    "reset": lambda _, index: index.reset(torch.arange(2)),
+    "make priorities": lambda store, _: DeviceIndex.of_device_store(store, "others", CONFIG),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_comes_behind_those_of_other_streams(monkeypatch, call):
+    """It follows before the first operation on memory of the device."""
+    store, index = written()
+    edited = call == "changes"
+    if edited:
+        CALLS["edit there"](store, index)
+    followed, early = [], []
+
+    class Operations(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if not followed and any(map(theirs, flat(args, kwargs))) and not looks_only(function):
+                early.append(function)
+            return function(*args, **(kwargs or {}))
+
+    memory = memory_of(store, index)
+
+    def theirs(thing):
+        return isinstance(thing, torch.Tensor) and thing.untyped_storage().data_ptr() in memory
+
+    follow = store.rows.follow_stream
+    monkeypatch.setattr(store.rows, "follow_stream", lambda: (followed.append(call), follow()))
+    with Operations():
+        CALLS[call](store, index)
+    assert followed
+    assert not early
+
+
+def flat(args, kwargs):
+    for thing in (*args, *(kwargs or {}).values()):
+        yield from thing if isinstance(thing, list | tuple) else (thing,)
+
+
+def looks_only(function):
+    """Whether it makes a view, or asks what the host knows."""
+    name = getattr(function, "__name__", "")
+    return name in ("__get__", "__getitem__", "__len__", "data_ptr", "untyped_storage", "detach", "view", "size", "dim")
+
+
+def memory_of(store, index):
+    rows, tree = store.rows, index.tree
+    own = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, *tree.sums, *tree.lows]
+    own += [index._alpha, index._beta, index._highest]
+    return {tensor.untyped_storage().data_ptr() for tensor in own}
+
+
+def both(*acts):
+    """Two threads at once. Raises ``TooSlow``: they wait for each other."""
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    until(lambda: not any(thread.is_alive() for thread in threads), 10, "two threads")
+
+
+@pytest.mark.parametrize("outer", ["paused", "placing", "rows"])
+@pytest.mark.parametrize("inner", ["make priorities", "replace", "write"])
+def test_locks_have_one_order(outer, inner):
+    """Whatever a thread holds of a store, it waits for none that waits for it."""
+    store, _ = written()
+    meeting = threading.Barrier(2)
+
+    def hold(what):
+        with contextlib.suppress(threading.BrokenBarrierError):  # one may have to wait for the other
+            return meeting.wait(timeout=0.2)
+        return what
+
+    def first():
+        with store.rows if outer == "rows" else getattr(store, outer)():
+            hold(outer)
+            with store.placing():
+                CALLS["write"](store, None)
+
+    def second():
+        with store.placing():
+            hold("placing")
+            CALLS[inner](store, None)
+
+    both(first, second)
+
+
+def test_two_threads_make_one_index(monkeypatch):
+    """Whichever looks first finds none, and both look at once if nothing keeps them apart."""
+    store, index = written()
+    meeting, get = threading.Barrier(2), store.indexes.get
+
+    def look(key):
+        found = get(key)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(timeout=0.2)
+        return found
+
+    monkeypatch.setattr(store.indexes, "get", look, raising=False)
+    made = []
+
+    def make():
+        made.append(DeviceIndex.of_device_store(store, "others", CONFIG))
+
+    both(make, make)
+    (one, first), (other, second) = made
+    assert one is other
+    assert {first, second} == {True, False}
+    assert store.rows.trees == [index, one]

@@ -33,6 +33,8 @@ class HostedStore(Store):
 
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self._lock = _fork.rlock()
+        #: What a call enters: it holds the lock.
+        self._turn: AbstractContextManager[object] = self._lock
         #: By number of the field, in the order in which the core has them.
         self._copies: dict[int, Tensor] = {}
         super().__init__(schema, tensors, control, tickets)
@@ -51,7 +53,7 @@ class HostedStore(Store):
 
     def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
         """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
-        with self._lock:
+        with self._turn:
             for number in numbers:
                 if number not in self._copies:
                     field = self.schema.fields[number]
@@ -82,7 +84,7 @@ class HostedStore(Store):
         """The core has not all fields."""
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
-        with self._lock:
+        with self._turn:
             write = super().edit(rows, *self._for_core(which, columns))
             self._put(rows, which, columns)
         return write
@@ -90,7 +92,7 @@ class HostedStore(Store):
     def patch(
         self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
-        with self._lock:
+        with self._turn:
             write, numbers = super().patch(rows, *self._for_core(which, columns), expected, unedited=unedited)
             kept = (numbers >= 0).nonzero().squeeze(1)
             self._put(rows[kept], which, [column[kept.to(column.device)] for column in columns])
@@ -99,7 +101,7 @@ class HostedStore(Store):
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
-        with self._lock:
+        with self._turn:
             _, moved = super().read(rows, expected=expected, which=())
             return self._take(rows, self._which if which is None else which), moved
 
@@ -110,7 +112,7 @@ class HostedStore(Store):
         return moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        with self._lock:
+        with self._turn:
             rows, *numbers = super().sample_uniform(key, n, True, with_numbers)[len(self._copies) :]
             columns = self._take(rows, self._which)
         return [*columns, *[rows] * with_rows, *numbers]

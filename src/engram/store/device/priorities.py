@@ -61,7 +61,7 @@ class DevicePriorities:
     @alpha.setter
     def alpha(self, alpha: float) -> None:
         power, leaves = alpha / self.alpha if self.alpha > 0 else 1.0, self.tree.leaves
-        with self._rows.lock:
+        with self._rows:
             raised = torch.where(leaves > 0, leaves**power, leaves)
             if bool((raised >= self._most).any()):
                 raise ValueError("with that alpha a priority is too large")
@@ -77,30 +77,34 @@ class DevicePriorities:
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        self._beta.fill_(beta)
-        self._powers = (self.alpha, beta)
+        with self._rows:
+            self._beta.fill_(beta)
+            self._powers = (self.alpha, beta)
 
     @property
     def highest(self) -> float:
         """The largest priority of all updates, 0.0 before the first."""
-        return float(self._highest)
+        with self._rows:
+            return float(self._highest)
 
     @property
     def total(self) -> float:
         """The sum of all leaves."""
-        return float(self.tree.total())
+        with self._rows:
+            return float(self.tree.total())
 
     @property
     def default_priority(self) -> float:
         """What new rows get."""
-        leaf = float(self._default())
+        with self._rows:
+            leaf = float(self._default())
         return leaf ** (1 / self.alpha) - self.eps if self.alpha > 0 else self.highest or 1.0
 
     @property
     def masses(self) -> Masses:
         """Sum and smallest of the leaves, and live rows, of one moment."""
-        least = float(self.tree.least())
-        return Masses(self.total, 0.0 if least == torch.inf else least, int((self._rows.numbers > 0).sum()))
+        total, least = self.total, float(self.tree.least())
+        return Masses(total, 0.0 if least == torch.inf else least, int((self._rows.numbers > 0).sum()))
 
     def _default(self) -> Tensor:
         """The leaf of new rows, on the device."""
@@ -132,7 +136,7 @@ class DevicePriorities:
 
     def _set_all(self, leaves: Tensor) -> None:
         """Set the leaves of live rows; those that none was ever given get the default one."""
-        with self._rows.lock:
+        with self._rows:
             given, held = (leaves > 0) | leaves.signbit(), self._rows.numbers[:-1] > 0
             self.tree.leaves[: self.rows].copy_(torch.where(held, torch.where(given, leaves, self._default()), 0.0))
             self.tree.sum_up()
@@ -169,7 +173,7 @@ class DevicePriorities:
         """
         if self.total == 0:
             raise NoSampleable(f"{EMPTY} Or all priorities are zero.")
-        with self._rows.lock:
+        with self._rows:
             rows, found = self._draw(key, n)
             weights = found if leaves else (self.tree.least() / found) ** self._beta
             return rows.cpu(), self._rows.numbers[rows].cpu(), weights.cpu()
@@ -207,8 +211,7 @@ class DevicePriorities:
         A priority that is negative, not finite or too large leaves its row as it is, and is counted, too; so is a row outside.
         """
         ledger = self._rows
-        with ledger.lock:
-            ledger.follow_stream()
+        with ledger:
             rows, priorities = ledger.sent(rows, "update_priority"), ledger.sent(priorities, "update_priority").double()
             leaves = (priorities + self.eps) ** self._alpha
             good = (priorities >= 0) & (leaves < self._most)
@@ -230,8 +233,7 @@ class DevicePriorities:
 
     def reset(self, rows: Tensor) -> None:
         """Give live rows the default priority again."""
-        with self._rows.lock:
-            self._rows.follow_stream()
+        with self._rows:
             at = self._rows.live(self._rows.sent(rows, "mark_update"))
             self.tree.put(at, torch.where(at < self.rows, self._default(), 0.0))
 
@@ -239,7 +241,8 @@ class DevicePriorities:
 
     def leaves(self, n: int) -> Tensor:
         """float64 ``[n]``: ``(priority + eps) ** alpha`` of the first rows, 0 for rows that hold nothing. A copy."""
-        return self.tree.leaves[:n].abs().cpu()
+        with self._rows:
+            return self.tree.leaves[:n].abs().cpu()
 
     def leaves_of(self, rows: Tensor) -> Tensor:
         """float64 ``[n]``: the leaves of rows, int64 ``[n]``. A copy. Raises ``IndexError``: a row outside the store."""
@@ -257,17 +260,18 @@ class DevicePriorities:
 
     def count(self, stats: dict[str, float]) -> None:
         """Add what it has to say to the numbers of the store."""
-        stats["priority_updates_dropped"] += int(self._rows.tally[0])
         stats["priority_mass"] = stats.get("priority_mass", 0.0) + self.total
+        stats["priority_updates_dropped"] += int(self._rows.tally[0])
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Take over a state that was checked; rows that it says nothing of get the default priority."""
         alpha, beta, highest, saved = (state[name] for name in ("alpha", "beta", "highest", "leaves"))
         assert isinstance(alpha, float) and isinstance(beta, float) and isinstance(saved, Tensor)  # noqa: PT018 - as checked
-        self._powers = (alpha, beta)
-        self._alpha.fill_(alpha)
-        self._beta.fill_(beta)
-        self._highest.fill_(float(highest))  # type: ignore[arg-type] # a number
         leaves = torch.zeros(self.rows, dtype=torch.float64, device="cpu")
         leaves[: len(saved)] = saved
-        self._set_all(leaves.to(self._rows.device))
+        with self._rows:
+            self._powers = (alpha, beta)
+            self._alpha.fill_(alpha)
+            self._beta.fill_(beta)
+            self._highest.fill_(float(highest))  # type: ignore[arg-type] # a number
+            self._set_all(leaves.to(self._rows.device))

@@ -51,8 +51,8 @@ class DeviceRows:
         self.nowhere = torch.full((), self.spare, device=device)
         self._last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
-        self._stream: torch.Stream | None = None
-        #: Held around every call, so that the operations of two threads do not mix.
+        self._stream = after_stream(device, None)
+        #: Whoever enters these rows holds it, around every call: so the operations of two threads do not mix.
         self.lock = _fork.rlock()
         # What the host knows of it, in one place for all stores around these rows.
         #: Appended rows that the core has not been told of.
@@ -71,6 +71,15 @@ class DeviceRows:
     def capturing(self) -> bool:
         """Whether what is done now goes into a CUDA graph."""
         return capturing(self.device)
+
+    def __enter__(self) -> None:
+        """For a call: no other thread's operations come in between, and those of earlier calls come before, whatever their streams."""
+        with self.lock:
+            self.follow_stream()
+            self.lock.acquire()  # once more, for the block
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
 
     def follow_stream(self) -> None:
         """Let what is done on the current stream come after what was done before on another one."""
@@ -153,7 +162,8 @@ class DeviceRows:
 
     def check(self) -> None:
         """Raise ``PriorityError``, ``RowError`` or ``NoSampleable`` for what calls on the device left out since the last call."""
-        before, now = self._checked, self.tally[1:].tolist()
+        with self:
+            before, now = self._checked, self.tally[1:].tolist()
         bad, outside, empty = (b - a for a, b in zip(before, now, strict=True))
         self._checked = now
         left_out = "since the last look at the device; they were left out."

@@ -45,7 +45,8 @@ class DeviceStore(HostedStore):
         #: Whether samplers that name no device get their priorities here.
         self.keeps_priorities = rows.device.type != "cpu"
         super().__init__(schema, [column[:-1] for column in rows.whole], control, tickets)
-        self._lock = rows.lock
+        self._lock = self._placing = rows.lock  # the same one: no two threads take two locks in different orders
+        self._turn = rows
         self._follow()
 
     @classmethod
@@ -80,7 +81,7 @@ class DeviceStore(HostedStore):
         rows = self.rows
         if rows.captured and rows.capturing:
             return
-        with self._lock:
+        with self.rows:
             if rows.captured:
                 position, clock, filled = rows.cursor.tolist()  # waits
                 rows.known, rows.pending = (position, clock, filled), clock - self.bare.next_ticket
@@ -96,7 +97,7 @@ class DeviceStore(HostedStore):
         rows = self.rows
         if not rows.edits or rows.capturing:
             return
-        with self._lock:
+        with self.rows:
             edited = rows.edited[:-1].nonzero().squeeze(1).cpu()
             rows.edited.zero_()
             rows.edits = rows.captured_edits
@@ -120,15 +121,16 @@ class DeviceStore(HostedStore):
         self.rows.cursor.copy_(sent(torch.tensor(now, device="cpu"), self.device))
 
     def refilled(self) -> None:
-        super().refilled()
-        self._renumber(0, self.capacity)
-        self.rows.edited.zero_()
-        if self.lanes == 1:
-            filled = self.core.extent()[0][0]
-            self._set_cursor((self.core.next_position(0), self.core.next_ticket, filled))
-        self._follow()
-        for tree in self.rows.trees:
-            tree.scan(0, self.capacity)
+        with self.rows:
+            super().refilled()
+            self._renumber(0, self.capacity)
+            self.rows.edited.zero_()
+            if self.lanes == 1:
+                filled = self.core.extent()[0][0]
+                self._set_cursor((self.core.next_position(0), self.core.next_ticket, filled))
+            self._follow()
+            for tree in self.rows.trees:
+                tree.scan(0, self.capacity)
 
     def _renumber(self, start: int, stop: int) -> None:
         """Consecutive rows have the numbers that the core has of them."""
@@ -146,13 +148,13 @@ class DeviceStore(HostedStore):
         self.refilled()
 
     def detached(self) -> Saved:
-        with self._lock:
+        with self.rows:
             self._settle_edits()
             self._settle()
             return super().detached()
 
     def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
-        with self._lock:
+        with self.rows:
             try:
                 super().replace(state, fill)
             finally:
@@ -160,7 +162,7 @@ class DeviceStore(HostedStore):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        with self._lock:
+        with self.rows:
             self._settle_edits()
             self._settle()
             with super().paused():
@@ -181,8 +183,7 @@ class DeviceStore(HostedStore):
         fields = self.schema.fields
         # Perhaps one row.
         columns = [column.detach().reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)]
-        with self._lock:
-            self.rows.follow_stream()
+        with self.rows:
             if plan.rows is None and isinstance(plan.lane, int):
                 return self._append(plan, plan.lane, columns, n)
             return self._write_apart(plan, columns, n)
@@ -231,13 +232,8 @@ class DeviceStore(HostedStore):
         """Append where the cursor on the device is. Raises ``RuntimeError``: only the host can place the rows."""
         rows = self.rows
         if self.lanes > 1 or not rows.ring or self.bare.limited:
-            why = (
-                f"has {self.lanes} lanes"
-                if self.lanes > 1
-                else "has limits"
-                if self.bare.limited
-                else "has rows that a writer placed"
-            )
+            why = "has limits" if self.bare.limited else "has rows that a writer placed"
+            why = f"has {self.lanes} lanes" if self.lanes > 1 else why
             raise RuntimeError(
                 f"extend: expected a storage of one ring while a CUDA graph is captured, got one that {why}: the host must place the rows. "
                 "Make this call outside of the capture."
@@ -282,7 +278,7 @@ class DeviceStore(HostedStore):
                     tree.written_span(start, stop)
 
     def empty(self, *, keep_write_count: bool) -> None:
-        with self._lock:
+        with self.rows:
             super().empty(keep_write_count=keep_write_count)
             self.rows.numbers.zero_()
             self.rows.edited.zero_()
@@ -302,10 +298,7 @@ class DeviceStore(HostedStore):
             if rows.is_cpu and _consecutive(rows):
                 rows = torch.arange(int(rows[0]), int(rows[-1]) + 1, device=self.device)
             return self.edit_there(rows, which, columns)
-        with self._lock:
-            write = super().edit(rows, which, columns)
-            self._follow()
-        return write
+        return super().edit(rows, which, columns)
 
     def edit_there(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
         """As :meth:`edit`, of rows that only the device knows; negative ones count from the end.
@@ -314,8 +307,7 @@ class DeviceStore(HostedStore):
         tickets of the write are unknown until then.
         """
         ledger, call = self.rows, "rb[index] = value"
-        with self._lock:
-            ledger.follow_stream()
+        with ledger:
             rows = ledger.sent(rows, call)
             at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
             ledger.put(at, which, self._sent(self._shaped(at, which, columns), call), ledger.last_of(at))
@@ -330,13 +322,12 @@ class DeviceStore(HostedStore):
     def patch(
         self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
     ) -> tuple[Write, Tensor]:
-        with self._lock:
+        with self.rows:
             self._settle_edits()
-            done = super().patch(rows, which, columns, expected, unedited=unedited)
-            self._follow()
-        return done
+            return super().patch(rows, which, columns, expected, unedited=unedited)
 
     def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
+        self._follow()  # the core, which knows of it
         columns = self._sent(self._shaped(rows, which, columns), "rb[index] = value")
         if _consecutive(rows):
             self.rows.put_span(int(rows[0]), which, columns)
@@ -374,8 +365,7 @@ class DeviceStore(HostedStore):
 
         Raises ``NoSampleable``: the store is empty.
         """
-        with self._lock:
-            self.rows.follow_stream()
+        with self.rows:
             if not self.rows.capturing and not self._size():
                 raise NoSampleable(EMPTY)
             rows, *beside = draw()
