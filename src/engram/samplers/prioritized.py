@@ -180,9 +180,10 @@ class PrioritizedSampler(NativeSampler):
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
         if self._storage is not None and (self._index is None or self._index.retired or self._storage.closed):
             memory, rows = self._storage.memory, self._capacity or self._storage.max_size
+            traits, found = self._storage.traits, None
             if isinstance(memory, DeviceStore):
-                found: tuple[Priorities, bool] | None = self._found_there(memory)
-            else:
+                found = self._found_there(memory)
+            elif memory is not None or not traits.has_fields or traits.is_remote:  # else nothing was ever written
                 found = self._storage.priorities(self.index_name, self._config, rows)
             if found is not None:
                 index, made = found

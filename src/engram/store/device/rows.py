@@ -52,7 +52,7 @@ class DeviceRows:
         self._last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
         self._stream = after_stream(device, None)
-        #: Whoever enters these rows holds it, around every call: so the operations of two threads do not mix.
+        #: Held around every call by what enters these rows, so that the operations of two threads do not mix.
         self.lock = _fork.rlock()
         # What the host knows of it, in one place for all stores around these rows.
         #: Appended rows that the core has not been told of.
