@@ -23,7 +23,7 @@ OLD = """
 from engram.remote import commands
 del commands.ACTIONS["gauges"]
 from pathlib import Path
-from engram.serving.listening import listening
+from engram.serving.run import listening
 from engram.serving.run import run
 run(Path(folder), listening(listen, None, None, None, insecure=False), lambda address: print("ready", address, flush=True))
 """

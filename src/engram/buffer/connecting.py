@@ -73,8 +73,8 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
         from engram.fleet.finding import storage_at
         from engram.remote.addresses import addresses_of
+        from engram.remote.components import RemoteSampler, RemoteWriter
         from engram.remote.connection import Access
-        from engram.remote.shards import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',

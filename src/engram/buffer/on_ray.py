@@ -97,7 +97,7 @@ def attached(shards: Shards, own: Mapping[str, object]) -> ReplayBuffer:
 def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> ReplayBuffer:
     import ray
 
-    from engram.remote.shards import RemoteSampler, RemoteWriter
+    from engram.remote.components import RemoteSampler, RemoteWriter
 
     wanted = shards.transport
     if wanted == "shared" and not shards.is_one:
