@@ -185,7 +185,7 @@ def test_registering_by_the_driver():
     with pytest.raises(DriverError, match="INVALID_VALUE"):
         device.device_address(start)
     device.register(start, 2 * PAGE)
-    for address in (start, start + PAGE, start - PAGE):
+    for address in (start, start + PAGE):  # the page before may be mapped or not
         with pytest.raises(DriverError, match="712"):
             device.register(address, 2 * PAGE)
     device.register(start + 2 * PAGE, 2 * PAGE)
