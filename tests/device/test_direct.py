@@ -275,9 +275,10 @@ def test_replay_refuses_what_it_cannot_do(device):
     replayed = DeviceReplay(here, "cuda", graphs=1)
     with pytest.raises(RuntimeError, match="PrioritizedSampler"):
         replayed.update_priority(torch.arange(8), torch.ones(8))
-    device.capture(replayed.sample)
+    batches = []
+    captured(device, replayed, batches)
     with pytest.raises(RuntimeError, match="at most 1 captured calls"):
-        device.capture(replayed.sample)
+        captured(device, replayed, batches)
     here.append_transform(lambda batch: batch)
     with pytest.raises(RuntimeError, match="a transform"):
         replayed.sample()
@@ -296,7 +297,7 @@ def test_replay_refuses_what_it_cannot_do(device):
     with pytest.raises(PriorityError, match="got 8 others"):
         replayed.flush()
     replayed.check()
-    graph = device.capture(replayed.sample)
+    graph = captured(device, replayed, batches)
     here.empty()
     with pytest.raises(NoSampleable):
         replayed.sample()
@@ -316,10 +317,15 @@ def test_an_emptied_store_is_read_as_far_as_it_is_filled(device):
     assert same(next(batches), there.sample())
 
 
+def captured(device, replayed, batches):
+    """A graph of one sample. Its batch is kept, as CUDA keeps the memory of graphs."""
+    return device.capture(lambda: batches.append(replayed.sample()))
+
+
 def test_memory_stays_registered_as_long_as_a_graph_may_read_it(device):
     here, _ = pair()
-    replayed = DeviceReplay(here, "cuda")
-    graph = device.capture(replayed.sample)
+    batches, replayed = [], DeviceReplay(here, "cuda")
+    graph = captured(device, replayed, batches)
     del replayed
     gc.collect()
     assert device.regions
