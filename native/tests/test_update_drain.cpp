@@ -106,7 +106,7 @@ TEST(garbage_in_every_word_does_no_harm) {
 TEST(a_full_ring_drops_and_no_entry_is_applied_twice) {
   const FormattedPriorities here(4);
   Ring ring(3, 1);
-  for (int batch = 0; batch < 5; ++batch) EXPECT_EQ(ring.send({{batch % 4, 1.0}}), batch < 3);  // nobody takes any
+  for (int batch = 0; batch < 5; ++batch) EXPECT_EQ(ring.send({{batch % 4, 1.0}}), batch < 3);  // no thread takes any
   const auto drain = ring.drain(*here.priorities);
   EXPECT(drain->flush(3, kHang));
   std::uint64_t accepted = 3;
@@ -152,7 +152,7 @@ TEST(stop_applies_what_has_arrived) {
     drain->stop();
     EXPECT_EQ(drain->counts().batches, 8u);
     EXPECT(ring.send({{0, 1.0}}));
-    EXPECT(!drain->flush(9, kHang));  // at once: nobody will take it
+    EXPECT(!drain->flush(9, kHang));  // at once: no thread will take it
   }
 }
 
