@@ -158,7 +158,10 @@ class DeviceLoader(Closes):
         """What went through the loader since it was made.
 
         ``transport``; ``batches``: batches handed out; ``bytes``: of the blocks that were copied; ``spilled``: batches that were larger
-        than their block, which cost a copy on the host. Blocks grow with them, and the first batch has none.
+        than their block, which cost a copy on the host. Blocks grow with them, and the first batch has none. ``reason``: why the device
+        does not read by itself, where that was tried. Where it does: ``redraws``: rows that were read or drawn again; ``repeated``:
+        places that repeat another place's row; ``missing``: places without a row; ``dropped``: priorities for which there was no room on
+        the way. These wait for the device, and count from the last change of the buffer on.
 
         >>> import torch
         >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer
