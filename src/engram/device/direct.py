@@ -120,6 +120,13 @@ class _Commands:
         self._number += 1
 
 
+def _not_in_graphs(rows: DeviceReadable) -> str | None:
+    """What keeps the draws of a buffer out of graphs; None: nothing does."""
+    if rows.kind == "permuted":
+        return "a sampler without replacement, whose passes the host counts"
+    return "ndim > 1, by priority" if rows.kind == "prioritized" and rows.has_columns else None
+
+
 class DirectReader:
     """Reads the batches of a buffer on an accelerator, as long as :meth:`DeviceReadable.state` stays what it was.
 
@@ -127,8 +134,8 @@ class DirectReader:
         rows: the buffer.
         batch_size: rows of a batch.
         accelerator: where batches go.
-        seed: batches follow from these 64 bits and their number, which the device counts, so that a graph may have :meth:`launched`
-            ones. None: each follows from the next key of the buffer, so that they are those of ``iter(rb)``.
+        seed: batches follow from these 64 bits and their number, which the device counts, so that a graph may capture :meth:`read`.
+            None: each follows from the next key of the buffer, so that they are those of ``iter(rb)``.
         updates: priorities may be sent back.
         registry: of the memory that devices read.
 
@@ -146,20 +153,19 @@ class DirectReader:
         updates: bool = True,
         registry: Registry = REGISTRY,
     ) -> None:
-        store, index, reason = rows.store, rows.priorities, rows.refusal or accelerator.obstacle()
-        if seed is not None and rows.kind == "permuted":
-            reason = reason or "a sampler without replacement, whose passes the host counts"
-        if seed is not None and index is not None and rows.has_columns:
-            reason = reason or "ndim > 1, by priority"
+        store, index = rows.store, rows.priorities
+        reason = rows.refusal or accelerator.obstacle() or (None if seed is None else _not_in_graphs(rows))
         if reason is not None or store is None:
             raise NotDirect(reason or "nothing was ever written")
         self.rows, self.batch_size, self.accelerator, self.state = rows, batch_size, accelerator, rows.state()
         commands = None if seed is not None else _Commands(accelerator, batch_size, with_ranks=rows.kind == "permuted")
         memory = [*store.control_memory, *(tensor for tensor in store.tensors if tensor.nbytes)]
-        updated = index if updates else None
-        ring = torch.zeros(UpdateRing.words(batch_size, _UPDATES), dtype=torch.int64, device="cpu")
-        memory += [] if index is None else [index.block.tensor]
-        memory += [] if updated is None else [ring]
+        ring = None
+        if index is not None:
+            memory.append(index.block.tensor)
+            if updates:
+                ring = torch.zeros(UpdateRing.words(batch_size, _UPDATES), dtype=torch.int64, device="cpu")
+                memory.append(ring)
         if commands is not None:
             memory.append(commands.memory)
         try:
@@ -175,13 +181,13 @@ class DirectReader:
                     launcher=accelerator.launch, **given,
                 )  # fmt: skip
                 self.updates = None
-                if updated is not None:
+                if index is not None and ring is not None:
                     address = seen[ring.data_ptr()]
                     self.updates = UpdateRing(
                         store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=address,
                         launcher=accelerator.launch,
                     )  # fmt: skip
-                    self.updates.attach(updated, store.indexes)
+                    self.updates.attach(index, store.indexes)
                 self._graph = None if commands is None else accelerator.capture(chain.launch)
         except (NotRegistered, RuntimeError, ImportError) as error:
             raise NotDirect(str(error)) from error
@@ -241,7 +247,8 @@ class DirectReader:
     def check(self, call: str) -> None:
         """Raise ``PriorityError`` for priorities that were none, since the last time."""
         if self.updates is not None:
-            refused, self._refused = self.updates.stats.refused - self._refused, self.updates.stats.refused
+            before, self._refused = self._refused, self.updates.stats.refused  # read once: a thread counts on
+            refused = self._refused - before
             if refused:
                 raise PriorityError(
                     f"{call}: expected finite priorities of at least 0, got {refused} others. They were left out."
