@@ -11,7 +11,15 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, ReplayBuffer, TensorDictReplayBuffer
+from engram import (
+    Checkpointer,
+    HERReplayBuffer,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    Ranks,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from engram.format import disk
 from engram.persist import rows
 
@@ -76,6 +84,10 @@ found["sample, uniform"] = steady(rb.sample)
 rb = buffer(prioritized())
 rb.extend(rows(0, 256))
 found["sample, prioritized TensorDict"] = steady(rb.sample)
+rb = HERReplayBuffer(lambda rows: rows["next", "reward"], storage=LazyTensorStorage(1024), batch_size=32)
+goals = torch.zeros(256, 2)
+rb.extend(rows(0, 256).update({"desired_goal": goals, "next": {"achieved_goal": goals}}))
+found["sample, hindsight"] = steady(rb.sample)
 rb = buffer(cls=ReplayBuffer)
 found["extend"] = steady(lambda: rb.extend(flat))
 

@@ -18,7 +18,7 @@ from engram.store import Key as DrawKey
 from engram.types import Draw, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import NativeSampler
     from engram.samplers.windows import WindowSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, Entry, Extent, Info, NativeBatch, SampledStorage, Shown, Traits, Write
+    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -128,8 +128,10 @@ class Expander(DeclaredSampler):
         self._inside: tuple[Expander, ...] = (*inner.inside, inner) if isinstance(inner, Expander) else ()
         self._innermost: DeclaredSampler = inner.innermost if isinstance(inner, Expander) else self._source
         self._lock = _fork.rlock()
+        #: The innermost sampler, if it is one of windows that are read natively.
+        self._windows = cast("WindowSampler", self._innermost) if self._innermost.traits.reads_windows else None
         self._expansion: Expansion | None = None
-        self._computed_keys: Mapping[Entry, bool] = {}
+        vars(self)["computed_keys"] = {}  # those of the store that was read last
 
     @property
     def rules(self) -> TrajectoryKeys:
@@ -263,10 +265,10 @@ class Expander(DeclaredSampler):
         source = self._innermost
         if not self._followed or not len(storage):
             return source.can_sample(storage, batch_size)
-        if source.traits.reads_windows:
+        if self._windows is not None:
             assert storage.memory is not None
             finished = self._expansion_of(storage.memory).finished
-            return cast("WindowSampler", source).can_sample(storage, batch_size, finished=finished)
+            return self._windows.can_sample(storage, batch_size, finished=finished)
         try:
             if source.can_sample(storage, batch_size):
                 self.sample_natively(storage, DrawKey.of(0), 1)
@@ -343,21 +345,16 @@ class Expander(DeclaredSampler):
             'Use LazyTensorStorage or LazyMemmapStorage with device="cpu", and a DeviceLoader for batches on an accelerator.'
         )
 
-    @property
-    def computed_keys(self) -> Mapping[Entry, bool]:  # type: ignore[override]
-        """Those of the store that was read last."""
-        return self._computed_keys
-
     # ---- the store ---------------------------------------------------------------------------------------------------
 
     def _expansion_of(self, memory: Store) -> Expansion:
         """The read of a store's rows. It is replaced as a whole if another store was read last: other threads may be drawing."""
         memory.core.find_fields()
         found = self._expansion
-        if found is None or not found.reads(memory):
+        if found is None or found.memory is not memory or found.stored != memory.schema.fields:
             with self._lock:
-                found = self._expansion
-                if found is None or not found.reads(memory):
+                found = self._expansion  # which another thread may have made meanwhile
+                if found is None or found.memory is not memory or found.stored != memory.schema.fields:
                     found = self._expansion = self._new_expansion(memory)
         return found
 
@@ -367,7 +364,7 @@ class Expander(DeclaredSampler):
             raise RuntimeError(self._elsewhere(f"rows of {memory.place}"))
         Expansion.check_rows(memory, name)
         expansion = Expansion(memory, self._reading(memory.schema.fields), self._rules, name)
-        self._computed_keys = expansion.computed
+        vars(self)["computed_keys"] = expansion.computed
         return expansion
 
     def _reading(self, fields: Sequence[Field]) -> Reading:
@@ -403,9 +400,10 @@ class Expander(DeclaredSampler):
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
         expansion = self._expansion_of(memory)
-        goals = expansion.goals(key.value)
-        if source.traits.reads_windows:
-            windows, finished = cast("WindowSampler", source), expansion.finished
+        relabelling, windows = expansion.relabelling, self._windows
+        goals = None if relabelling is None else relabelling.goals(memory, expansion.table, key.value)
+        if windows is not None:
+            finished = expansion.finished
             read = expansion.read_windows if goals is None else partial(expansion.read_windows, goals=goals)
             tensors, rows, info = windows.sample_apart(
                 storage, key, n, read, numbered=numbered, finished=finished, ended=goals is not None
@@ -476,7 +474,7 @@ class Expander(DeclaredSampler):
         return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
 
     def __getstate__(self) -> dict[str, object]:
-        derived = ("_source", "_inside", "_innermost", "_lock", "_expansion", "_computed_keys")
+        derived = ("_source", "_inside", "_innermost", "_windows", "_lock", "_expansion", "computed_keys")
         return {name: value for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.expanders.hindsight import Goals
     from engram.expanders.reading import Reading
-    from engram.expanders.relabelling import Goals
     from engram.samplers._base import DeclaredSampler
     from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.store import Store
@@ -53,7 +53,8 @@ class Expansion:
         self.native = _native.Expansion(boundaries.ends, *what_ends(reading.fields, boundaries))
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
-        self.memory, self._fields = memory, reading.fields
+        #: What it reads: replaced where the store has other fields.
+        self.memory, self.stored = memory, reading.fields
         self._trajectories, self._who = (index, boundaries), who
         self._stacked = [
             (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
@@ -71,19 +72,15 @@ class Expansion:
         #: Whether the columns are those of the rows alone.
         self.plain = all(column.kind == "row" and not (column.ahead or column.following) for column in columns)
         self._following = reading.following
-        self._relabelling = reading.relabelling
-        if self._relabelling is not None:
+        #: Puts goals into what was read; None: rows keep their own.
+        self.relabelling = reading.relabelling
+        if self.relabelling is not None:
             self.reach = TO_THE_END
-            self._goals = self._relabelling.native(specs)
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
 
-    def reads(self, memory: Store) -> bool:
-        """Whether it reads the fields that a store has now."""
-        return self.memory is memory and self._fields == memory.schema.fields
-
     @cached_property
-    def _table(self) -> _native.Trajectories:
+    def table(self) -> _native.Trajectories:
         """Found with the first read: a sampler of windows makes its table itself, which counts windows of its length then."""
         name, boundaries = self._trajectories
         return shared_table(self.memory, name, boundaries, 1)
@@ -103,21 +100,16 @@ class Expansion:
     def read(self, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
         """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
         rows, tickets = as_rows(draw.rows, "sample"), None if draw.tickets is None else as_rows(draw.tickets, "sample")
-        if self._table.mixed():
+        if self.table.mixed():
             warn_of_mixed(self._who)
         try:
-            tensors, moved = self.native.read(self.memory.core, self._table, rows, tickets)
+            tensors, moved = self.native.read(self.memory.core, self.table, rows, tickets)
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
         if self._following is None:
             return tensors, moved, False
         again, waiting = self._following.complete(self.memory, rows, tensors, moved)
         return tensors, again, waiting
-
-    def goals(self, key: int) -> Goals | None:
-        """Those of a batch that is drawn with a key; None: rows keep their own."""
-        relabelling = self._relabelling
-        return None if relabelling is None else relabelling.goals(self._goals, self.memory, self._table, key)
 
     def read_windows(self, draw: Draw, goals: Goals | None = None) -> tuple[list[Tensor], list[int]]:
         """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
@@ -164,7 +156,7 @@ class Expansion:
                 places, fresh = redraw.again(moved, waiting=waiting)
                 read, still, waiting = self.read(fresh)
                 if goals is not None:
-                    still = goals.read_again(as_rows(fresh.rows, "sample"), read[-1], still, places)
+                    still = goals.read(as_rows(fresh.rows, "sample"), read[-1], still, places)
                 moved = _patch(tensors, places, read, places.tolist(), still)
             rows, info = redraw.rows, redraw.info
         self.stack(tensors)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import torch
+from torch import Tensor
+
+from engram import _native
 from engram._checks import check_number
+from engram._tensordict import add_fields
 from engram._words import warn
 from engram.expanders._base import Expander
-from engram.expanders.relabelling import Relabelling, Rule
-from engram.field_paths import as_path, checked_path
+from engram.field_paths import as_path, checked_path, public
+from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
-    from engram.types import SampledStorage, Sampler
+    from engram.storages import TensorStorage
+    from engram.store import Store
+    from engram.types import Entry, Info, SampledStorage, Sampler
 
 
 class HindsightStrategy(StrEnum):
@@ -42,8 +49,8 @@ class HindsightStrategy(StrEnum):
 
 #: The goal that was reached before an action.
 _ACHIEVED: FieldPath = ("achieved_goal",)
-#: As the native core numbers them.
-_NUMBERS = {strategy: number for number, strategy in enumerate(HindsightStrategy)}
+#: The end flag that says nothing of a goal.
+_CUT = "truncated"
 
 
 class Hindsight(Expander):
@@ -178,9 +185,8 @@ class Hindsight(Expander):
             self.rules.boundaries(reading.fields, reading.numbers, "sample: Hindsight")
         except RuntimeError as error:
             raise KeyError(str(error)) from error
-        rule = Rule(_NUMBERS[self.strategy], self.her_ratio, self.reward_fn, self.end_fn)
         ends = [] if self.end_fn is None else reading.flags(self.rules)
-        reading.relabelling = Relabelling(reading, rule, goal, achieved, reward, ends)
+        reading.relabelling = Relabelling(self, reading, goal, achieved, reward, ends)
 
     def _achieved(self, reading: Reading) -> int:
         """The field of the goals that were reached. Raises ``KeyError``: it is not stored."""
@@ -209,3 +215,192 @@ class Hindsight(Expander):
     def recordable(self) -> bool:
         """False: a store cannot note a function."""
         return False
+
+
+class Relabelling:
+    """Puts goals into batches: reads them where rows are read, and computes the rewards when all rows stand.
+
+    A batch is relabelled in its first rows; one of windows in its first windows, each of which has one goal, drawn for its last step.
+    """
+
+    def __init__(
+        self, hindsight: Hindsight, reading: Reading, goal: int, achieved: int, reward: int, ends: list[int]
+    ) -> None:
+        """``goal``, ``achieved``, ``reward``, ``ends``: fields, the latter of end flags.
+
+        Raises ``ValueError``, ``TypeError``: goals of another shape or dtype. ``KeyError``: ``end_fn`` ends episodes, and no flag does.
+        """
+        #: The share of a batch that gets another goal.
+        self.ratio = hindsight.her_ratio
+        self.reward_fn, self.end_fn = hindsight.reward_fn, hindsight.end_fn
+        #: End flags, by key.
+        self.ends = {reading.fields[number].key: number for number in ends}
+        if self.end_fn is not None and all(key[-1] == _CUT for key in self.ends):
+            raise KeyError(
+                "sample: Hindsight: end_fn: expected a stored end flag that it can set, such as ('next', 'terminated'), got "
+                f"{[*map(public, reading.numbers)]}. Store one, or name it with end_keys=."
+            )
+        source, self._achieved, self.reward = reading.fields[achieved], achieved, reward
+        self.fields = [goal, *reading.nexts_of(reading.fields[goal].key)]
+        for field in (reading.fields[number] for number in self.fields):
+            for kind, wrong, got, expected in (
+                ("shape", ValueError, list(field.shape), list(source.shape)),
+                ("dtype", TypeError, field.dtype, source.dtype),
+            ):
+                if got != expected:
+                    raise wrong(
+                        f"sample: Hindsight: field {field.name}: expected goals of the {kind} {expected} of {source.name}, got {got}. "
+                        f"Store both in one {kind}."
+                    )
+        strategy = [*HindsightStrategy].index(hindsight.strategy)  # as the native core numbers them
+        self.native = _native.Goals(strategy, achieved, dlpack_specs([source])[0])
+
+    def check(self, reading: Reading) -> None:
+        """Raise ``TypeError`` if another expander changes what is relabelled, or sums rewards of other steps."""
+        kinds = [column.kind for column in (*reading.columns, *reading.entries.values())]
+        if "sum" in kinds or any(column.ahead for column in reading.columns):
+            raise TypeError(
+                "sample: Hindsight: expected no NStep or RewardToGo around or inside: the rewards that they add up are those of the "
+                "stored goals. Relabel single steps."
+            )
+        for number in (*self.fields, self._achieved, self.reward, *self.ends.values()):
+            if reading.columns[number].kind != "row":
+                raise TypeError(
+                    f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
+                )
+
+    def goals(self, memory: Store, table: _native.Trajectories, key: int) -> Goals:
+        """Those of a batch that is drawn with a key: none so far."""
+        return Goals(self, memory, table, key)
+
+
+class Goals:
+    """The goals of one batch, of rows or of windows."""
+
+    def __init__(self, relabelling: Relabelling, memory: Store, table: _native.Trajectories, key: int) -> None:
+        """``key``: of the draw."""
+        self._relabelling, self._core, self._table = relabelling, memory.core, table
+        self._key, self._attempt = key % (1 << 64), 0
+        #: Rows or windows that get one.
+        self._most = 0
+        self._found: Tensor | None = None
+        #: Steps of each window; None: they are rows.
+        self._steps: Tensor | None = None
+
+    def read(self, rows: Tensor, tickets: Tensor, moved: list[int], places: Tensor | None = None) -> list[int]:
+        """Read the goals of rows that were read with these tickets: those of them to draw again, ``moved`` among them.
+
+        ``places``: where in the batch the rows stand; None: they are the batch.
+        """
+        some: Tensor | None = None
+        if places is None:
+            self._found, self._most = None, int(len(rows) * self._relabelling.ratio)
+            n = self._most
+        else:
+            some = (places < self._most).nonzero().flatten()
+            rows, tickets, places, n = rows[some], tickets[some], places[some], len(some)
+        if not n:
+            return moved
+        native, attempt = self._relabelling.native, self._attempt
+        values, missing = native.read(self._core, self._table, rows, tickets, places, n, self._key, attempt)
+        self._attempt += 1
+        if self._found is None or places is None:
+            self._found = values
+        else:
+            self._found[places] = values
+        if not missing:
+            return moved
+        return sorted({*moved, *(missing if some is None else some[missing].tolist())})
+
+    def read_windows(self, rows: Tensor, tickets: Tensor, ends: Tensor) -> list[int]:
+        """The goals of windows that end at these places among the rows: places of those without one now."""
+        last = ends[: int(len(ends) * self._relabelling.ratio)]
+        self._found, self._most = None, len(last)
+        self._steps = torch.diff(last, prepend=last.new_full((1,), -1))
+        missing = self.read(rows[last], tickets[last], [], torch.arange(len(last), device="cpu"))
+        return [int(last[place]) for place in missing]
+
+    def apply(
+        self,
+        storage: SampledStorage,
+        columns: list[Tensor],
+        info: Info,
+        computed: Mapping[Entry, bool],
+        cut: FieldPath | None = None,
+    ) -> None:
+        """Put the goals into the first rows of the batch that was read, and the rewards and end flags that they give.
+
+        Args:
+            storage: of the rows.
+            columns, info: changed in place.
+            computed: entries of ``info`` that are fields of the batch.
+            cut: the entry of ``info`` that marks where windows end.
+
+        Raises ``RuntimeError``, ``TypeError``: a function returned something else than a reward, or flag, per row.
+        """
+        values, relabelling = self._found, self._relabelling
+        if values is None:
+            return
+        if self._steps is not None:
+            values = values.repeat_interleave(self._steps, 0)
+        n = len(values)
+        first = _native.put_goals(columns, relabelling.fields, values, n)
+        batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
+        if computed:
+            made = cast("dict[Entry, Tensor]", info)
+            add_fields(
+                batch, {key: made[key][:n].squeeze(-1) if flat else made[key][:n] for key, flat in computed.items()}
+            )
+        stored, reward = first[relabelling.reward], relabelling.reward_fn(batch)
+        if not isinstance(reward, Tensor) or reward.shape != stored.shape or reward.dtype is not stored.dtype:
+            reward = _as_stored(reward, stored)
+        stored.copy_(reward.detach())
+        if relabelling.end_fn is not None:
+            marks = None if cut is None else cast("Tensor", info[public(cut)])
+            _put_ends(relabelling.ends, relabelling.end_fn(batch), first, n, info, marks)
+
+
+def _as_stored(reward: object, stored: Tensor) -> Tensor:
+    """The reward of a function, in the shape of those that are stored. Raises ``TypeError``, ``RuntimeError``: it is none."""
+    if not isinstance(reward, Tensor):
+        raise TypeError(
+            f"sample: Hindsight: reward_fn: expected a tensor {list(stored.shape)}, got {type(reward).__name__}."
+        )
+    shape, got = stored.shape, reward.shape
+    if got != shape and shape[1:] == (1,) and got == shape[:1]:
+        reward, got = reward.unsqueeze(-1), shape
+    if got != shape or not torch.can_cast(reward.dtype, stored.dtype):
+        raise RuntimeError(
+            f"sample: Hindsight: reward_fn: expected {list(shape)} {stored.dtype}, as rewards are stored, got {list(got)} "
+            f"{reward.dtype}. Return one reward per row of the batch."
+        )
+    return reward
+
+
+def _put_ends(
+    ends: dict[FieldPath, int], ended: object, first: list[Tensor], n: int, info: Info, cut: Tensor | None
+) -> None:
+    """Set the end flags of the first ``n`` rows of a batch. ``cut``: bool ``[B, 1]``, the marks of steps at which windows end."""
+    if not isinstance(ended, Tensor):
+        raise TypeError(f"sample: Hindsight: end_fn: expected a tensor [{n}], got {type(ended).__name__}.")
+    if ended.shape not in ((n,), (n, 1)):
+        raise RuntimeError(
+            f"sample: Hindsight: end_fn: expected [{n}] or [{n}, 1], got {list(ended.shape)}. Return one flag per row of the batch."
+        )
+    terminal = over = ended.reshape(n) != 0
+    for key, number in ends.items():
+        if key[-1] == _CUT:
+            over = over | (first[number].reshape(n, -1) != 0).any(1)
+    marked = over if cut is None else over | cut[:n, 0]
+    for key, number in ends.items():
+        if key[-1] == _CUT:
+            continue
+        terminates = key[-1] == "terminated"
+        _put(first[number], terminal if terminates else over)
+        if public(key) in info:  # windows end where they are cut
+            _put(cast("Tensor", info[public(key)])[:n], terminal if terminates else marked)
+
+
+def _put(flag: Tensor, value: Tensor) -> None:
+    """Set a flag ``[n, …]`` of any dtype to bools ``[n]``."""
+    flag.copy_(value.view(len(value), *(1,) * (flag.ndim - 1)))

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram import _native
+    from engram.expanders.hindsight import Relabelling
     from engram.expanders.next_from_following import Following
-    from engram.expanders.relabelling import Relabelling
     from engram.format.schema import Field
     from engram.samplers.trajectory_tables import TrajectoryKeys
 
