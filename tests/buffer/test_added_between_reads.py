@@ -22,7 +22,7 @@ from engram import (
     TensorStorage,
 )
 from engram.expanders.expansion import Expansion
-from engram.units.anchor_priorities import WindowTable
+from engram.units.sequence import WindowTable
 
 CAPACITY = 40
 

@@ -163,23 +163,24 @@ def _annotations(source):
 
 
 def _anys(source, aliases):
-    """``Any``, its aliases, and generics without parameters, in annotations."""
+    """``Any``, its aliases, and generics without parameters, in annotations. A class of the module's own is no generic."""
+    generics = _GENERICS - {node.name for node in source.of(ast.ClassDef)}
     count = 0
     for annotation in _annotations(source):
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = ast.parse(annotation.value, mode="eval").body
-        count += _anys_in(annotation, aliases)
+        count += _anys_in(annotation, aliases, generics)
     return count
 
 
-def _anys_in(node, aliases):
+def _anys_in(node, aliases, generics):
     if isinstance(node, ast.Subscript):
-        inner = _anys_in(node.slice, aliases)
-        return inner + (0 if _last(node.value) in _GENERICS else _anys_in(node.value, aliases))
+        inner = _anys_in(node.slice, aliases, generics)
+        return inner + (0 if _last(node.value) in generics else _anys_in(node.value, aliases, generics))
     name = _last(node)
     if name is not None:
-        return int(name == "Any" or name in aliases or name in _GENERICS)
-    return sum(_anys_in(child, aliases) for child in ast.iter_child_nodes(node))
+        return int(name == "Any" or name in aliases or name in generics)
+    return sum(_anys_in(child, aliases, generics) for child in ast.iter_child_nodes(node))
 
 
 def _last(node):

@@ -16,7 +16,7 @@ from engram.nested import has_entries, is_tensordict
 from engram.samplers.trajectory_tables import END_KEYS, STEP_TYPE
 from engram.samplers.windows import WindowSampler
 from engram.transforms._base import find, path_of, put
-from engram.units.sequence import WindowUnit
+from engram.units.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -44,7 +44,7 @@ class WindowMarks:
             truncated, even = sampler.truncated_key, sampler.settings.even_steps(shape[-1])
         done = truncated and (*truncated[:-1], "done")
         rules = sampler.rules if isinstance(sampler, WindowSampler) else None
-        if isinstance(unit, WindowUnit):
+        if isinstance(unit, Sequence):
             rules = unit.rules
             done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
         self._shape, self._kept, ends = shape, {*kept} - {WINDOW_ENDS}, _ends_in(info, shape, truncated, even)

@@ -58,7 +58,7 @@ class UnitReader:
         return (tickets is not None or traits.draws_uniformly) and not traits.consumes
 
 
-def as_rows(rows: object) -> Tensor:
+def rows_of(rows: object) -> Tensor:
     """Rows as the native core reads them: int64, on the CPU, contiguous. Raises ``TypeError``: no ints."""
     if not isinstance(rows, Tensor):
         rows = torch.as_tensor(rows, device="cpu")
@@ -71,59 +71,7 @@ def as_rows(rows: object) -> Tensor:
 Index: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
-class UnitBase:
-    """What a buffer asks of a unit besides its rows."""
-
-    #: Arguments of the constructor that a store notes: attributes of these names.
-    noted: ClassVar[tuple[str, ...]] = ()
-    #: What a store's record may name.
-    known: ClassVar[dict[str, type[UnitBase]]] = {}
-    #: Whether :meth:`config` says all: a unit of the user's own is not noted in a store.
-    recordable: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.recordable = cls.__module__.startswith("engram.")
-        if cls.recordable:
-            cls.known[cls.__name__] = cls
-        elif "expand" in vars(cls) and "read_with" not in vars(cls):  # else its parent's rows would be read
-            cls.read_with = UnitBase.read_with  # type: ignore[method-assign]
-
-    @property
-    def total(self) -> int:
-        """Records that a drawn row stands for; 1 where the unit does not say."""
-        return 1
-
-    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
-        """The rows to read in place of those that were drawn, in the user's form, and what is said of them."""
-        raise NotImplementedError(
-            f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
-        )
-
-    def check(self, storage: Storage, source: DeclaredSampler) -> None:
-        """Raise ``TypeError`` unless the unit can be used with this storage and this sampler."""
-
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
-        """What draws with a sampler and reads batches of this unit; None: as without a unit."""
-        return ExpandedReader(self, source, named)
-
-    def config(self) -> dict[str, object]:
-        """The constructor's arguments, as plain values: a store notes them to make the unit again."""
-        return {name: plain(getattr(self, name)) for name in self.noted}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Make the unit that a store noted."""
-        return cls(**config)
-
-    def __repr__(self) -> str:
-        """Arguments that differ from their defaults."""
-        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
-        given = [f"{name}={value!r}" for name, value in self.config().items() if value != defaults.get(name, self)]
-        return f"{type(self).__name__}({', '.join(given)})"
-
-
-class SampleUnit(UnitBase):
+class SampleUnit:
     """What a drawn row stands for: ``ReplayBuffer(sample_unit=…)`` reads, in place of each drawn row, the rows that a unit names.
 
     For one of your own, override :meth:`expand`. It runs for every batch, between the draw and the read. Rows that are written over
@@ -140,6 +88,26 @@ class SampleUnit(UnitBase):
     >>> bool(((batch[:, 1] - batch[:, 0]) % 10 == 1).all())
     True
     """
+
+    #: Arguments of the constructor that a store notes: attributes of these names.
+    noted: ClassVar[tuple[str, ...]] = ()
+    #: What a store's record may name.
+    known: ClassVar[dict[str, type[SampleUnit]]] = {}
+    #: Whether :meth:`config` says all: a unit of the user's own is not noted in a store.
+    recordable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.recordable = cls.__module__.startswith("engram.")
+        if cls.recordable:
+            cls.known[cls.__name__] = cls
+        elif "expand" in vars(cls) and "read_with" not in vars(cls):  # else its parent's rows would be read
+            cls.read_with = SampleUnit.read_with  # type: ignore[method-assign]
+
+    @property
+    def total(self) -> int:
+        """Records that a drawn row stands for; 1 where the unit does not say."""
+        return 1
 
     def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
         """The rows to read in place of those that were drawn.
@@ -162,18 +130,52 @@ class SampleUnit(UnitBase):
             f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
         )
 
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        """Refuse a storage or a sampler. A buffer calls it when it takes the unit.
 
-class _Itself(SampleUnit):
-    """A unit whose rows are those that were drawn."""
+        Raises ``TypeError``: the unit cannot be used with one of them.
 
-    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:  # noqa: ARG002 - of the protocol
-        return index, info
+        >>> from engram import ListStorage, RandomSampler, Sequence
+        >>> Sequence(2).check(ListStorage(10), RandomSampler())
+        Traceback (most recent call last):
+        TypeError: sample_unit: Sequence: expected a tensor storage, whose rows have end flags, got a ListStorage. ...
+        """
 
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:  # noqa: ARG002 - of the protocol
-        return None
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        """What draws with a sampler and reads batches of this unit; None: as without a unit. A buffer asks for it.
+
+        >>> from engram import RandomSampler, Transition
+        >>> Transition().read_with(RandomSampler(), None)  # rows are read as they are drawn
+        """
+        return ExpandedReader(self, source, named)
+
+    def config(self) -> dict[str, object]:
+        """The constructor's arguments, as plain values: a store notes them to make the unit again.
+
+        >>> from engram import Sequence
+        >>> Sequence(4, burn_in=2).config()["burn_in"]
+        2
+        """
+        return {name: plain(getattr(self, name)) for name in self.noted}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Make the unit that a store noted.
+
+        >>> from engram import Sequence
+        >>> Sequence.from_config(Sequence(4).config())
+        Sequence(length=4)
+        """
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        """Arguments that differ from their defaults."""
+        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
+        given = [f"{name}={value!r}" for name, value in self.config().items() if value != defaults.get(name, self)]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
-class Transition(_Itself):
+class Transition(SampleUnit):
     """A drawn row stands for itself: batches are as without a unit.
 
     >>> import torch
@@ -184,11 +186,17 @@ class Transition(_Itself):
     torch.Size([4])
     """
 
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:  # noqa: ARG002 - of the protocol
+        return index, info
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:  # noqa: ARG002 - of the protocol
+        return None
+
 
 class ExpandedReader(UnitReader):
     """Asks a unit for rows, and reads them as they were when the draw began."""
 
-    def __init__(self, unit: UnitBase, source: DeclaredSampler, named: Named) -> None:
+    def __init__(self, unit: SampleUnit, source: DeclaredSampler, named: Named) -> None:
         super().__init__(source, named)
         self._unit = unit
 
@@ -242,7 +250,7 @@ class ExpandedReader(UnitReader):
             raise TypeError(
                 f"sample: {type(self._unit).__name__}.expand: expected (index, info), an index and a dict, got {got}."
             )
-        rows, capacity = as_rows(self.named.rows_of(expanded[0])), storage.extent().capacity
+        rows, capacity = rows_of(self.named.rows_of(expanded[0])), storage.extent().capacity
         outside = rows[(rows < 0) | (rows >= capacity)]
         if len(outside):
             raise RowError(

@@ -1,22 +1,33 @@
-"""Windows around drawn rows."""
+"""Windows around drawn rows, and the priorities of these rows."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from engram._checks import check_count
+from engram import _native
+from engram._checks import check_count, check_number
+from engram._words import warn_of_mixed
+from engram.errors import RowError
 from engram.field_paths import as_path, public
 from engram.samplers import check_drawable
 from engram.samplers.redraw import Redraw
-from engram.samplers.trajectory_tables import END_KEYS, TrajectoryKeys, with_starts
+from engram.samplers.trajectory_tables import (
+    END_KEYS,
+    Boundaries,
+    TrajectoryKeys,
+    numbers_by_path,
+    shared_table,
+    with_starts,
+)
 from engram.storages import TensorStorage, coordinates
+from engram.store import as_rows
 from engram.types import Draw
-from engram.units._base import SampleUnit, UnitReader, as_rows
-from engram.units.anchor_priorities import AnchorPriorities, Entries, Windows, WindowTable, checked_eta, of_anchors
+from engram.units._base import SampleUnit, UnitReader, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +46,107 @@ _STEPS, _ANCHORS, _ANCHOR_TICKETS = 1, 2, 4
 _AROUND = ", or a step around it,"
 
 
+class Windows(NamedTuple):
+    """Windows around anchors, one behind the other: tensors ``[n * total]``."""
+
+    rows: Tensor
+    tickets: Tensor
+    """int64; -1 in all of a window of which something moved."""
+    valid: Tensor
+    steps: int
+    """How many are valid."""
+    told: list[Tensor]
+    """Numbers of windows, numbers of steps, anchors, steps that are learned from; and tickets of anchors. Perhaps none."""
+
+
+class WindowTable:
+    """Where the trajectories of a store end, for a unit."""
+
+    def __init__(self, memory: Store, unit: Sequence) -> None:
+        """Raises ``TypeError``: rows have no fields. ``KeyError``: the flag is not stored. ``ValueError``: windows longer than a lane."""
+        name, numbers = type(unit).__name__, numbers_by_path(memory)
+        if not numbers:
+            kind = memory.schema.structure.kind
+            raise TypeError(
+                f"sample: {name}: expected a tensor storage of rows with fields, such as TensorDicts, got rows of one tensor ({kind})."
+            )
+        boundaries = Boundaries((), ()) if unit.crosses else _boundaries_of(memory, numbers, unit, name)
+        steps = memory.lane_length // math.prod(memory.schema.columns)
+        if unit.reach > steps:
+            raise ValueError(
+                f"sample: {name}: expected windows of at most {steps} steps, as long as a lane of the storage, got {unit.reach} "
+                f"({unit.total} records, {unit.dilation} apart). Draw shorter ones, or use a larger storage."
+            )
+        table = f"sequence-{'-'.join(map(str, boundaries.which)) or 'all'}{'-whole' if boundaries.all_flags else ''}"
+        self.memory = memory
+        self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
+        """The field that gets a mark at the first record of each window; None: none does."""
+        self._table = shared_table(memory, table, boundaries, 1)
+        self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
+        self._total, self._who = unit.total, name
+        self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
+
+    def read(
+        self, rows: Tensor, tickets: Tensor | None, *, told: bool, numbered: bool
+    ) -> tuple[Windows, list[Tensor], list[int]]:
+        """The windows around rows, what they hold, and the numbers of the windows of which something moved. As :meth:`around`."""
+        if self.memory.is_native:
+            return self.around(rows, tickets, told=told, numbered=numbered, layout=self.memory.layout)
+        windows = self.around(rows, tickets, told=told, numbered=numbered)[0]
+        columns, moved = self.memory.read(windows.rows, expected=windows.tickets)
+        return windows, columns, sorted({place // self._total for place in moved})
+
+    def around(
+        self,
+        rows: Tensor,
+        tickets: Tensor | None,
+        *,
+        told: bool = True,
+        numbered: bool = False,
+        layout: _native.Layout | None = None,
+    ) -> tuple[Windows, list[Tensor], list[int]]:
+        """The same, but only fields of a layout are read; None: no field is, and no window counts as moved.
+
+        Args:
+            rows, tickets: int64 ``[n]``; no tickets: any.
+            told: whether windows say what their steps are, and with ``numbered`` the tickets of anchors.
+            layout: of the fields.
+
+        Raises ``RowError``: a row is outside the storage.
+        """
+        rows, expected = as_rows(rows, "sample"), None if tickets is None else as_rows(tickets, "sample")
+        learned = self._learned if told else 0
+        if self._table.mixed():
+            warn_of_mixed(self._who)
+        try:
+            said, columns, moved, steps = self._table.around(
+                self.memory.core, layout, rows, expected, self._spec, self._shifted, learned, numbered
+            )
+        except IndexError as error:
+            raise RowError(f"sample: {error}.") from error
+        records, numbers, valid, *told_of = said
+        return Windows(records, numbers, valid, steps, told_of), columns, moved
+
+
+def _boundaries_of(memory: Store, numbers: dict[FieldPath, int], unit: Sequence, name: str) -> Boundaries:
+    """Ids, and the unit's flag; the usual ends, if that is the default one. Raises ``KeyError``: the flag is not stored, or nothing is."""
+    key, keys = unit.done_key, unit.rules
+    assert key is not None  # else windows cross trajectories
+    usual = key == END_KEYS[0]
+    if not usual:
+        keys = keys._replace(end_keys=(key,))
+    if usual or key in numbers:
+        try:
+            return keys.boundaries(memory.schema.fields, numbers, f"sample: {name}")
+        except RuntimeError:
+            if usual and keys != TrajectoryKeys(None, None, None):  # they were named
+                raise
+    raise KeyError(
+        f"sample: {name}: done_key: expected a stored field, one of {[public(path) for path in numbers]}, got {public(key)!r}. Name "
+        "the flag of a trajectory's last step, or pass done_key=None where there is one trajectory."
+    )
+
+
 class WindowReader(UnitReader):
     """Draws anchors, finds the windows around them natively, and reads these.
 
@@ -42,7 +154,7 @@ class WindowReader(UnitReader):
     again.
     """
 
-    def __init__(self, unit: WindowUnit, source: DeclaredSampler, named: Named) -> None:
+    def __init__(self, unit: Sequence, source: DeclaredSampler, named: Named) -> None:
         super().__init__(source, named)
         self._unit = unit
         self._table: WindowTable | None = None
@@ -134,68 +246,7 @@ class WindowReader(UnitReader):
         return {name: of.to(table.memory.device) if isinstance(of, Tensor) else of for name, of in info.items()}
 
 
-class WindowUnit(SampleUnit):
-    """What :class:`Sequence` is besides what users call."""
-
-    length: int
-    episode_boundary: str
-    done_key: FieldPath | None
-    burn_in: int
-    bootstrap: int
-    dilation: int
-    init_key: FieldPath | None
-    #: Which trajectories are meant, where :attr:`done_key` does not say it.
-    rules = TrajectoryKeys(None, None, None)
-
-    @property
-    def total(self) -> int:
-        """Records of a window: ``burn_in + length + bootstrap``."""
-        return self.burn_in + self.length + self.bootstrap
-
-    @property
-    def reach(self) -> int:
-        """Steps of a trajectory from the first to the last record of a window, both included."""
-        return (self.total - 1) * self.dilation + 1
-
-    @property
-    def crosses(self) -> bool:
-        """Whether windows go on into the next trajectory."""
-        return self.done_key is None or self.episode_boundary == "include_reset"
-
-    def check(self, storage: Storage, source: DeclaredSampler) -> None:
-        """Raise ``TypeError``: a storage without fields, or a sampler that draws windows by itself."""
-        name = type(self).__name__
-        if not storage.traits.has_fields:
-            raise TypeError(
-                f"sample_unit: {name}: expected a tensor storage, whose rows have end flags, got a {type(storage).__name__}. Use "
-                "LazyTensorStorage or LazyMemmapStorage."
-            )
-        if source.traits.draws_windows:
-            raise TypeError(
-                f"sample_unit: {name}: expected a sampler of rows, which become anchors, got {source!r}, which draws windows by itself. "
-                "Leave one of them out."
-            )
-
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
-        """What finds windows around drawn rows natively."""
-        return WindowReader(self, source, named)
-
-    def told(
-        self, windows: Windows, said: Mapping[Entry, object], n: int, index_of: Callable[[Tensor], Tensor]
-    ) -> Info:
-        """What is said of each record of the windows around ``n`` rows."""
-        info: Info = {
-            name: value.repeat_interleave(self.total, 0)
-            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
-            else value
-            for name, value in said.items()
-        }
-        info["sequence_id"], info["step_in_sequence"], anchors, info["learning_mask"] = windows.told[:_ANCHOR_TICKETS]
-        info["validity_mask"], info["anchor_index"] = windows.valid, index_of(anchors)
-        return info
-
-
-class Sequence(WindowUnit):
+class Sequence(SampleUnit):
     """A drawn row stands for a window around it: the anchor of a sequence of ``burn_in + length + bootstrap`` records.
 
     For recurrent networks: ``burn_in`` records before the anchor warm the state up, the ``length`` records from the anchor on are
@@ -305,6 +356,66 @@ class Sequence(WindowUnit):
         if self.rules.end_keys is not None and self.done_key != END_KEYS[0]:
             raise RuntimeError("Sequence: expected one of done_key and end_keys, got both. Put all into end_keys.")
 
+    @property
+    def total(self) -> int:
+        """Records of a window: ``burn_in + length + bootstrap``."""
+        return self.burn_in + self.length + self.bootstrap
+
+    @property
+    def reach(self) -> int:
+        """Steps of a trajectory from the first to the last record of a window, both included."""
+        return (self.total - 1) * self.dilation + 1
+
+    @property
+    def crosses(self) -> bool:
+        """Whether windows go on into the next trajectory."""
+        return self.done_key is None or self.episode_boundary == "include_reset"
+
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        name = type(self).__name__
+        if not storage.traits.has_fields:
+            raise TypeError(
+                f"sample_unit: {name}: expected a tensor storage, whose rows have end flags, got a {type(storage).__name__}. Use "
+                "LazyTensorStorage or LazyMemmapStorage."
+            )
+        if source.traits.draws_windows:
+            raise TypeError(
+                f"sample_unit: {name}: expected a sampler of rows, which become anchors, got {source!r}, which draws windows by itself. "
+                "Leave one of them out."
+            )
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        return WindowReader(self, source, named)
+
+    def told(
+        self, windows: Windows, said: Mapping[Entry, object], n: int, index_of: Callable[[Tensor], Tensor]
+    ) -> Info:
+        """What is said of each record of the windows around ``n`` rows.
+
+        Args:
+            windows: as the native core finds them.
+            said: of the rows. Entries that are tensors ``[n, ...]`` are repeated; the others stay.
+            n: rows.
+            index_of: how users name rows.
+
+        >>> import torch
+        >>> from engram import Sequence
+        >>> from engram.units.sequence import Windows
+        >>> row, yes = torch.tensor([3]), torch.tensor([True])
+        >>> windows = Windows(row, row, yes, 1, [row - 3, row - 3, row, yes])
+        >>> Sequence(1).told(windows, {}, 1, lambda rows: rows)["anchor_index"]
+        tensor([3])
+        """
+        info: Info = {
+            name: value.repeat_interleave(self.total, 0)
+            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
+            else value
+            for name, value in said.items()
+        }
+        info["sequence_id"], info["step_in_sequence"], anchors, info["learning_mask"] = windows.told[:_ANCHOR_TICKETS]
+        info["validity_mask"], info["anchor_index"] = windows.valid, index_of(anchors)
+        return info
+
     def config(self) -> dict[str, object]:
         """As of every unit: the arguments as plain values, of ``end_keys``, ``traj_key`` and ``end_when`` those that were given.
 
@@ -343,12 +454,12 @@ class Sequence(WindowUnit):
                 f"{type(self).__name__}.expand: expected a storage that was written to, got an empty one."
             )
         named = torch.stack(list(index), -1) if isinstance(index, tuple) else index
-        rows = as_rows(storage.rows_at(named.to("cpu", torch.int64)) if storage.ndim > 1 else named)
-        table = WindowTable(memory, self)
-        windows, redraw = table.around(rows, None), Redraw(storage, Draw(rows), None, None, "expand", _AROUND)
+        rows = rows_of(storage.rows_at(named.to("cpu", torch.int64)) if storage.ndim > 1 else named)
+        table, redraw = WindowTable(memory, self), Redraw(storage, Draw(rows), None, None, "expand", _AROUND)
+        windows = table.around(rows, None)[0]
         while moved := (windows.tickets[:: self.total] < 0).nonzero().flatten().tolist():
             redraw.again(moved)
-            windows = table.around(rows, None)
+            windows = table.around(rows, None)[0]
         index_of = partial(coordinates, columns=storage.columns)
         told, records = self.told(windows, info, len(rows), index_of), index_of(windows.rows)
         return (tuple(records.unbind(-1)) if records.ndim > 1 else records), told
@@ -375,6 +486,127 @@ class Sequence(WindowUnit):
         tensor([2.5000])
         """
         return of_anchors(td_error, info, self.priority_eta)
+
+
+class Entries(Protocol):
+    """What is said of the records of a batch: ``info``, or a TensorDict."""
+
+    def get(self, key: str, default: None) -> object:
+        """An entry; None: there is none."""
+
+    def keys(self) -> Iterable[object]:
+        """Of the entries."""
+
+
+_NEEDED = ("validity_mask", "learning_mask", "anchor_index")
+
+
+class AnchorPriorities(NamedTuple):
+    """New priorities of anchors, each once.
+
+    >>> import torch
+    >>> from engram import AnchorPriorities, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(alpha=0.6, beta=0.4))
+    >>> _ = rb.extend({"step": torch.arange(5)})
+    >>> it = AnchorPriorities(torch.tensor([2, 4]), torch.tensor([0.5, 3.0]), None)  # as Sequence.anchor_priorities returns it
+    >>> rb.update_priority(it.anchors, it.priority, generation=it.generation)
+    """
+
+    anchors: Tensor
+    """int64 ``[k]``; with ``ndim > 1`` ``[k, ndim]``."""
+    priority: Tensor
+    """``[k]``, of the dtype of the errors."""
+    generation: Tensor | None
+    """int64 ``[k]``; None: the batch says none, and every anchor that is live is updated."""
+
+
+def checked_eta(what: str, eta: object) -> float:
+    """The weight of the largest error. Raises ``TypeError``, ``ValueError``: it is no number in [0, 1]."""
+    return check_number(what, eta, least=0, most=1)
+
+
+def r2d2_priority(td_error: Tensor, mask: Tensor | None = None, *, eta: float = 0.9) -> Tensor:
+    """The priority of sequences by R2D2: ``eta * max + (1 - eta) * mean`` of the absolute errors in each.
+
+    Args:
+        td_error: float ``[B, T, ...]``: errors of ``B`` sequences. More dimensions are reduced by max.
+        mask: bool ``[B, T]``: errors that count, such as ``learning_mask & validity_mask``. Default: all.
+        eta: the weight of the largest error, in [0, 1].
+
+    Returns:
+        ``[B]`` of the same dtype and device, for ``update_priority``; 0 where nothing counts. Detached.
+
+    Raises:
+        RuntimeError: fewer than two dimensions, or a mask of another shape. TypeError: no floats. ValueError: ``eta`` outside [0, 1].
+
+    Source: Kapturowski et al., "Recurrent experience replay in distributed reinforcement learning", ICLR 2019, section 2.3.
+
+    >>> import torch
+    >>> from engram import r2d2_priority
+    >>> r2d2_priority(torch.tensor([[1.0, -3.0], [0.0, 2.0]]), eta=0.5)
+    tensor([2.5000, 1.5000])
+    """
+    eta = checked_eta("r2d2_priority: eta", eta)
+    if not td_error.is_floating_point():
+        raise TypeError(f"r2d2_priority: td_error: expected floats, got {td_error.dtype}.")
+    if td_error.ndim < 2:
+        raise RuntimeError(f"r2d2_priority: td_error: expected [B, T, ...], got {list(td_error.shape)}.")
+    errors = _one_per_record(td_error.detach().abs(), 2)
+    if mask is None:
+        mask = torch.ones_like(errors, dtype=torch.bool)
+    elif mask.shape != errors.shape:
+        raise RuntimeError(f"r2d2_priority: mask: expected {list(errors.shape)}, got {list(mask.shape)}.")
+    mask = mask.to(errors.device, torch.bool)
+    counted = errors.where(mask, 0)
+    return eta * counted.amax(1) + (1 - eta) * counted.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def of_anchors(td_error: Tensor, info: Entries, eta: float | None) -> AnchorPriorities:
+    """What :meth:`Sequence.anchor_priorities` returns. ``eta=None``: the largest error of the valid records."""
+    call = "anchor_priorities"
+    missing = [key for key in _NEEDED if info.get(key, None) is None]
+    if missing:
+        raise KeyError(
+            f"{call}: expected info of a batch of sequences, with {missing}, got {sorted(map(str, info.keys()))}."
+        )
+    valid, learned, index = (cast("Tensor", info.get(key, None)) for key in _NEEDED)
+    generation = cast("Tensor | None", info.get("anchor_generation", None))
+    count, batch = valid.numel(), valid.shape
+    if tuple(td_error.shape[: len(batch)]) != tuple(batch) and td_error.numel() != count:
+        raise RuntimeError(
+            f"{call}: td_error: expected an error per record, {list(batch)}, got {list(td_error.shape)}. Give a record that was padded any."
+        )
+    errors = _one_per_record(td_error.detach().reshape(count, -1), 1)
+    columns = index.shape[valid.ndim :]  # coordinates of each anchor
+    anchors, sizes = _numbers_of(index.reshape(count, *columns))
+    counted = valid.reshape(-1) if eta is None else (valid & learned).reshape(-1)
+    counted, errors = counted.to(anchors.device), errors.to(anchors.device)
+    found, which = torch.unique(anchors[counted], return_inverse=True)
+    errors = errors[counted]
+    empty = errors.new_zeros(len(found))
+    priority = empty.scatter_reduce(0, which, errors, "amax", include_self=False)
+    if eta is not None:
+        priority = eta * priority + (1 - eta) * empty.scatter_reduce(0, which, errors, "mean", include_self=False)
+    if generation is not None:
+        held = generation.reshape(-1)[counted]
+        generation = held.new_zeros(len(found)).scatter_reduce(0, which, held, "amin", include_self=False)
+    return AnchorPriorities(coordinates(found, sizes[1:]), priority, generation)
+
+
+def _numbers_of(index: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """One number for each anchor, int64 ``[n]``, and of coordinates ``[n, ndim]`` the sizes by which they are told apart."""
+    if index.ndim == 1:
+        return index, ()
+    sizes = tuple((index.amax(0) + 1).tolist()) if len(index) else (1,) * index.shape[1]
+    numbers = torch.zeros_like(index[:, 0])
+    for place, size in zip(index.unbind(1), sizes, strict=True):
+        numbers = numbers * size + place
+    return numbers, sizes
+
+
+def _one_per_record(errors: Tensor, dims: int) -> Tensor:
+    """Errors with more dimensions than those of records, reduced by max."""
+    return errors if errors.ndim == dims else errors.flatten(dims).amax(dims)
 
 
 def _count(memory: Store, windows: Windows) -> None:
