@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import engram
+import engram.around
+import engram.samplers
 from engram import LazyTensorStorage, ReplayBuffer, _absent
 
 #: What TorchRL's modules have, in lines of words.
@@ -87,3 +90,44 @@ def test_other_names_are_no_names():
     assert str(said_of("Foo")) == "module 'engram' has no attribute 'Foo'"
     with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
         assert not hasattr(rb, "ReplayBufferEnsemble")
+
+
+# ---- modules that have moved -------------------------------------------------------------------------------------------
+
+#: Paths that programs and pickles of earlier versions name, and a class that was there.
+OLD = {
+    "engram.expanders": "NStep",
+    "engram.expanders._base": "Expander",
+    "engram.expanders.cat_frames": "FrameStack",
+    "engram.expanders.hindsight": "HindsightStrategy",
+    "engram.expanders.next_from_following": "FinalObservations",
+    "engram.samplers": "SliceSampler",
+    "engram.samplers.prioritized_slices": "PrioritizedSliceSampler",
+    "engram.samplers.slices": "StreamingSliceSampler",
+    "engram.samplers.slices_epoch": "SliceSamplerWithoutReplacement",
+    "engram.samplers.trajectory_tables": "TrajectoryKeys",
+    "engram.samplers.window_spec": "WindowSpec",
+    "engram.trajectories": "find_start_stop_traj",
+    "engram.units": "Transition",
+    "engram.units.sequence": "Sequence",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), OLD.items())
+def test_a_module_is_found_by_the_path_that_it_had(module, name):
+    found = getattr(importlib.import_module(module), name)
+    assert found is getattr(engram.around, name)
+    assert pickle.loads(f"c{module}\n{name}\n.".encode()) is found
+
+
+def test_every_module_that_has_moved_is_tried():
+    assert {*_absent.MOVED, *_absent.MOVED_NAMES} <= OLD.keys()
+    for where, names in _absent.MOVED_NAMES.values():
+        assert all(hasattr(importlib.import_module(where), name) for name in names.split())
+
+
+def test_what_never_was_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'engram\.expander'"):
+        importlib.import_module("engram.expander")
+    with pytest.raises(AttributeError, match=r"module 'engram\.samplers' has no attribute 'Slices'"):
+        _ = engram.samplers.Slices

@@ -2,6 +2,65 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import spec_from_loader
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+#: Where modules are that programs and pickles name by the paths that they had before, with all modules that were in them.
+MOVED = {
+    "engram.expanders": "engram.around",
+    "engram.samplers.prioritized_slices": "engram.around",
+    "engram.samplers.slices": "engram.around",
+    "engram.samplers.slices_epoch": "engram.around",
+    "engram.samplers.trajectory_tables": "engram.around",
+    "engram.samplers.window_spec": "engram.around",
+    "engram.trajectories": "engram.around",
+    "engram.units": "engram.around",
+}
+#: Where the names are that a module had, which has others still.
+MOVED_NAMES = {
+    "engram.samplers": (
+        "engram.around",
+        "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec",
+    )
+}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds modules by the paths that they had before."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - Python's
+        known = name in MOVED or name.rpartition(".")[0] in MOVED
+        return spec_from_loader(name, self, is_package=True) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        vars(module)["__getattr__"] = partial(getattr, import_module(MOVED.get(name) or MOVED[name.rpartition(".")[0]]))
+
+
+sys.meta_path.insert(0, _Finder())  # before others: a folder without modules is a package, too
+
+
+def moved(module: str) -> Callable[[str], object]:
+    """The ``__getattr__`` of a module, for the names that it had before."""
+    where, names = MOVED_NAMES[module]
+
+    def found(name: str) -> object:
+        if name not in names.split():
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(where), name)
+
+    return found
+
+
 _INSTEAD = {
     "InPlaceSampler": "TorchRL has deprecated it.",
     "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",

@@ -11,6 +11,8 @@ FieldPath: TypeAlias = tuple[str, ...]
 #: The entry of a batch of windows that transforms find beside its fields: bool ``[*batch, 1]``, true at the last step of each window.
 #: No field has its name.
 WINDOW_ENDS = ".engram"
+#: Flags that end a trajectory, by the names that environments give them.
+DEFAULT_DONE_KEYS = ("done", "truncated", "terminated")
 
 
 def checked_path(key: object, what: str) -> FieldPath:

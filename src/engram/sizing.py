@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram._checks import check_count
 from engram._memory import missing_share
 from engram._words import count, said_share, said_size
-from engram.expanders import Expander
+from engram.around import Expander
 from engram.format import layout
 from engram.storages._dtypes import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages._structure import Structure

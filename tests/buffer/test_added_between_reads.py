@@ -21,8 +21,8 @@ from engram import (
     SliceSampler,
     TensorStorage,
 )
-from engram.expanders.expansion import Expansion
-from engram.units.sequence import WindowTable
+from engram.around.expansion import Expansion
+from engram.around.sequence import WindowTable
 
 CAPACITY = 40
 

@@ -20,7 +20,7 @@ from engram import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
 )
-from engram.samplers.trajectory_tables import StaticTable
+from engram.around.episodes import StaticTable
 from tests.samplers.slicing import BOTH, buffer, steps, windows
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_threads_that_draw_first_place_static_boundaries_once(monkeypatch):
         time.sleep(0.05)
         return made[-1]
 
-    monkeypatch.setattr("engram.samplers.windows.StaticTable", slowly)
+    monkeypatch.setattr("engram.around.windows.StaticTable", slowly)
     rb = buffer(SliceSampler(slice_len=4, ends=torch.arange(200) % 5 == 4, cache_values=True), steps([5] * 40))
     batches = []
     threads = [threading.Thread(target=lambda: batches.append(rb.sample(40))) for _ in range(3)]

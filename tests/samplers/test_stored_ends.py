@@ -28,7 +28,7 @@ from engram import (
     WindowSpec,
     iter_trajectories,
 )
-from engram.samplers.trajectory_tables import STEP_TYPE
+from engram.around.episodes import STEP_TYPE
 
 #: Lengths of the trajectories, in the order of writing; ids change after the second one only.
 LENGTHS, IDS = (4, 5, 3, 6), (7, 7, 8, 8)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engram.around import SampleUnit
     from engram.buffer.output import Output
     from engram.fleet.members import Missing
     from engram.layouts import StorageCheckpointerBase
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from engram.removers import Remover
     from engram.storages.own import GivenStorage
     from engram.types import Sampler, Writer
-    from engram.units import SampleUnit
 
 
 B = TypeVar("B")

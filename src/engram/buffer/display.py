@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engram._words import count, said_number, said_share, said_size
-from engram.expanders import finals_of
+from engram.around import finals_of
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram.expanders import Expander
+from engram.around import Expander
 from engram.field_paths import public
 from engram.format.draws import Entry, Form
 from engram.samplers._base import NativeSampler

@@ -6,16 +6,15 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engram import _fork, samplers
+from engram.around import Expander, SampleUnit
 from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.device.pinning import pinning_for
-from engram.expanders import Expander
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
 from engram.removers import FifoRemover
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
-from engram.units import SampleUnit
 from engram.writers import RemovingWriter, RoundRobinWriter
 
 if TYPE_CHECKING:

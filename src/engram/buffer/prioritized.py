@@ -10,12 +10,12 @@ import torch
 from engram import samplers, storages
 from engram._devices import existing_device
 from engram._unsupported import Later, meant, reject_unsupported
+from engram.around import Hindsight, HindsightStrategy
 from engram.buffer.compat import alias
 from engram.buffer.recipe import draws_by_priority, register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
-from engram.expanders import Hindsight, HindsightStrategy
 from engram.field_paths import checked_path
 from engram.types import Sampler
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from engram import expanders, samplers, storages, units, writers
+from engram import around, samplers, storages, writers
 from engram._checks import check_path
 from engram.buffer.settings import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.store import Store
 
-_SAMPLERS = expanders.Expander.known
+_SAMPLERS = around.Expander.known
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
@@ -72,11 +72,11 @@ class Recipe:
             "batch_size": self._settings.batch_size,
             "prefetch": self._settings.prefetch,
         }
-        holder, finals = _finals_in(entries["sampler"]), expanders.finals_of(self._wiring.sampler)
+        holder, finals = _finals_in(entries["sampler"]), around.finals_of(self._wiring.sampler)
         if holder is not None and finals is not None:
             holder["finals"] = finals.note(store.directory)
         if self._wiring.unit is not None:
-            entries["sample_unit"] = _described(self._wiring.unit, units.SampleUnit.known)
+            entries["sample_unit"] = _described(self._wiring.unit, around.SampleUnit.known)
         if self._settings.output != "torch":
             entries["output"] = self._settings.output
         if dtypes := self._wiring.storage.structure.dtypes:
@@ -146,10 +146,10 @@ def open_buffer(
         if holder is not None:
             holder["finals"] = again = _noted_finals(holder["finals"], path, unclean=unclean, readonly=readonly, io=io)
             opened.append(again.storage)
-        for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS), ("sample_unit", units.SampleUnit.known)):
+        for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS), ("sample_unit", around.SampleUnit.known)):
             if name not in arguments:
                 arguments[name] = _made_again(noted.get(name), known, name)
-        finals = expanders.finals_of(arguments["sampler"])
+        finals = around.finals_of(arguments["sampler"])
         if finals is not None and not {"transform", "transform_factory"} & arguments.keys():
             arguments["transform"] = finals
         if kind._prioritized and not (prioritized or draws_by_priority(arguments["sampler"])):  # noqa: SLF001 - of the family
@@ -281,9 +281,9 @@ def _finals_in(noted: object) -> dict[str, object] | None:
     return None
 
 
-def _noted_finals(noted: object, base: Path, *, unclean: str, readonly: bool, io: str) -> expanders.FinalObservations:
+def _noted_finals(noted: object, base: Path, *, unclean: str, readonly: bool, io: str) -> around.FinalObservations:
     try:
-        return expanders.FinalObservations.of_note(noted, base, unclean=unclean, readonly=readonly, io=io)
+        return around.FinalObservations.of_note(noted, base, unclean=unclean, readonly=readonly, io=io)
     except EngramError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -306,11 +306,11 @@ def kind_of(noted: dict[str, object], call: str) -> type[ReplayBuffer]:
     return kind
 
 
-def noted_unit(noted: dict[str, object]) -> units.SampleUnit | None:
+def noted_unit(noted: dict[str, object]) -> around.SampleUnit | None:
     """The sample unit that was noted; None: there is none, or it is of the user's own."""
     unit = noted.get("sample_unit")
     own = isinstance(unit, dict) and unit.get("custom")
-    return None if own else cast("units.SampleUnit | None", _made_again(unit, units.SampleUnit.known, "sample_unit"))
+    return None if own else cast("around.SampleUnit | None", _made_again(unit, around.SampleUnit.known, "sample_unit"))
 
 
 def noted_settings(noted: dict[str, object]) -> dict[str, Any]:

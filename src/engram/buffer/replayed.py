@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram._checks import check_count
+from engram.around import Expander
 from engram.buffer.drawn import (
     NUMBERS,
     Drawn,
@@ -24,7 +25,6 @@ from engram.buffer.drawn import (
 )
 from engram.buffer.output import View
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.expanders import Expander
 from engram.format.draws import BATCH, FORM, Batch, Form, Records
 from engram.format.files import Descriptor
 from engram.format.strict import decode

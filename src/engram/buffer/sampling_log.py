@@ -14,8 +14,8 @@ from torch import Tensor
 from engram import _fork
 from engram._closing import Closes
 from engram._words import warn
+from engram.around import Expander
 from engram.buffer.drawn import NUMBERS, TICKETS, Drawn, bytes_of, entry_of, form_of, says_tickets
-from engram.expanders import Expander
 from engram.format.draws import BATCH, FORM, Appending, Batch
 from engram.format.strict import encode
 

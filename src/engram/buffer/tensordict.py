@@ -9,6 +9,7 @@ from torch import Tensor
 from engram import writers
 from engram._tensordict import children, is_lazy_stack, is_tensor_collection, is_tensorclass, put, tensordict_type
 from engram._words import warn
+from engram.around import Sequence
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import register
 from engram.buffer.replay_buffer import ReplayBuffer
@@ -17,7 +18,6 @@ from engram.buffer.window_marks import attach
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.limits import WAIT_S, checked_timeout
 from engram.nested import is_number
-from engram.units import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from engram._tensordict import is_plain_tensordict, is_tensor_collection, is_tensorclass
 from engram._tensordict import put as put_fields
-from engram.expanders import Expander
+from engram.around import Expander
+from engram.around.episodes import END_KEYS, STEP_TYPE
+from engram.around.sequence import Sequence
+from engram.around.windows import WindowSampler
 from engram.field_paths import WINDOW_ENDS, public
 from engram.nested import has_entries, is_tensordict
-from engram.samplers.trajectory_tables import END_KEYS, STEP_TYPE
-from engram.samplers.windows import WindowSampler
 from engram.transforms._base import find, path_of, put
-from engram.units.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from engram._checks import as_numbers
+from engram.around import Expander, Sequence
+from engram.around.windows import WindowSampler
 from engram.buffer.window_marks import MASKS
-from engram.expanders import Expander
 from engram.field_paths import public
 from engram.samplers.prioritized import rows_of
-from engram.samplers.windows import WindowSampler
-from engram.units import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

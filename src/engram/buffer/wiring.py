@@ -11,16 +11,18 @@ from engram import _fork, samplers, storages, writers
 from engram._checks import as_numbers, check_count
 from engram._devices import sent
 from engram._overrides import overrides, refuse_others
+from engram.around import Expander
+from engram.around.units import Named
 from engram.errors import RowError
-from engram.expanders import Expander
 from engram.limits import Gate, Rules, rules_of
 from engram.store import Process
 from engram.types import Declared, Sampler, Traits, Writer
-from engram.units._base import Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram.around import SampleUnit
+    from engram.around.units import UnitReader
     from engram.device.pinning import Pinning
     from engram.limits import Limit
     from engram.samplers._base import DeclaredSampler
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from engram.store import Key
     from engram.transforms import Compose
     from engram.types import Info, Shown
-    from engram.units import SampleUnit
-    from engram.units._base import UnitReader
     from engram.writers._base import NativeWriter
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from engram import collate, storages
 from engram._tensordict import add_fields, is_tensor_collection, put, wrap
+from engram.around.episodes import END_KEYS
+from engram.around.windows import WindowSampler
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.ensembles.members import MISSING, Drawn, check_alike
 from engram.field_paths import WINDOW_ENDS, FieldPath, checked_path, public
 from engram.fleet import plans
 from engram.limits import WAIT_S
-from engram.samplers.trajectory_tables import END_KEYS
-from engram.samplers.windows import WindowSampler
 from engram.types import Extent
 
 if TYPE_CHECKING:

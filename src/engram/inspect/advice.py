@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from engram._words import count, said_share
+from engram.around import Expander, SliceSampler
 from engram.errors import RowError
-from engram.expanders import Expander
 from engram.field_paths import public
 from engram.format import layout
 from engram.plotting.plots import Ends, Scan, looked_at
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import Priorities, PriorityIndex
-from engram.samplers import PrioritizedSampler, SliceSampler
+from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import read_block, shared_memory
 from engram.usage import UsageIndex

@@ -11,8 +11,8 @@ import torch
 from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.field_paths import DEFAULT_DONE_KEYS
 from engram.layouts.reading import FULL, SHAPE, SHIFT, Keys, LayoutDump, Leaf, Ring, RowsWriter, as_key
-from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

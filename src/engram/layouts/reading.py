@@ -11,9 +11,9 @@ import torch
 
 from engram._dtypes import DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.field_paths import DEFAULT_DONE_KEYS
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
-from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -11,21 +11,21 @@ from torch import Tensor
 from engram._dtypes import DTYPE_NAMES
 from engram._tensordict import is_tensorclass, tensordict_type
 from engram._words import warn
+from engram.around.episodes import NAMED, TrajectoryKeys, numbers_by_path, shared_table, step_type_bytes
+from engram.around.trajectories import find_start_stop_traj
 from engram.field_paths import as_path, public
 from engram.format.schema import Field
 from engram.nested import find_field, is_tensordict
 from engram.query.predicates import Segments, TrajectoryPredicate, holds, missing, reject
-from engram.samplers.trajectory_tables import NAMED, TrajectoryKeys, numbers_by_path, shared_table, step_type_bytes
-from engram.trajectories import find_start_stop_traj
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tensordict import TensorDictBase
 
+    from engram.around.episodes import Boundaries
     from engram.field_paths import FieldPath
     from engram.query.trajectory import Trajectory
-    from engram.samplers.trajectory_tables import Boundaries
     from engram.storages import Storage
     from engram.store import Store
     from engram.transforms import Compose

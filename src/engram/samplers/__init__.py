@@ -1,20 +1,25 @@
 """Samplers say which rows to read."""
 
+from engram._absent import moved
 from engram.samplers._base import check_drawable, declared
 from engram.samplers.consuming import ConsumingSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
-from engram.samplers.prioritized_slices import PrioritizedSliceSampler
 from engram.samplers.prompt_groups import PromptGroupSampler
 from engram.samplers.redraw import RandomSampler
-from engram.samplers.slices import SliceSampler, StreamingSliceSampler
-from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.staleness import StalenessAwareSampler
-from engram.samplers.window_spec import WindowSpec
 
-# As in TorchRL it is of both kinds; it shares no code with either.
-SliceSampler.register(SliceSamplerWithoutReplacement)
-SamplerWithoutReplacement.register(SliceSamplerWithoutReplacement)
+#: engram's own samplers of rows.
+OF_ROWS = (
+    ConsumingSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    PrioritizedSampler,
+    PromptGroupSampler,
+    StalenessAwareSampler,
+)
+
+__getattr__ = moved(__name__)
 
 __all__ = [
     "KNOWN",
@@ -32,20 +37,3 @@ __all__ = [
     "check_drawable",
     "declared",
 ]
-
-#: engram's own samplers by name, as stores note them.
-KNOWN = {
-    cls.__name__: cls
-    for cls in (
-        ConsumingSampler,
-        RandomSampler,
-        SamplerWithoutReplacement,
-        PrioritizedSampler,
-        PrioritizedSliceSampler,
-        PromptGroupSampler,
-        SliceSampler,
-        SliceSamplerWithoutReplacement,
-        StalenessAwareSampler,
-        StreamingSliceSampler,
-    )
-}

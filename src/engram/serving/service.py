@@ -20,11 +20,11 @@ import torch
 from engram import samplers, writers
 from engram._native import NotAdmitted
 from engram._version import __version__
+from engram.around import Expander
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
-from engram.expanders import Expander
 from engram.field_paths import WINDOW_ENDS, public
 from engram.format import layout
 from engram.format.schema import encode
@@ -68,12 +68,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.around import SampleUnit
     from engram.buffer import ReplayBuffer
     from engram.format.schema import Schema
     from engram.remote.wire import Column
     from engram.samplers import PrioritizedSampler
     from engram.store import Masses
-    from engram.units import SampleUnit
 
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.

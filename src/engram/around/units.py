@@ -186,10 +186,10 @@ class Transition(SampleUnit):
     torch.Size([4])
     """
 
-    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:  # noqa: ARG002 - of the protocol
+    def expand(self, index: Index, info: Info, storage: Storage) -> tuple[Index, Info]:
         return index, info
 
-    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:  # noqa: ARG002 - of the protocol
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
         return None
 
 

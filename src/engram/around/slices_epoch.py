@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from engram import _native
+from engram.around.settings import WindowArguments, WindowSettings
+from engram.around.windows import WindowSampler
 from engram.errors import NoSampleable
-from engram.samplers.window_settings import WindowArguments, WindowSettings
-from engram.samplers.windows import WindowSampler
 from engram.state import Change, check_keys, integer, tensor_in, typed
 from engram.store import Masses
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.samplers.windows import Arguments, Table
+    from engram.around.windows import Arguments, Table
     from engram.types import Commit, SampledStorage, Write
 
 #: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.

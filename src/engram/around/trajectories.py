@@ -9,11 +9,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj"]
-
-#: Flags that end a trajectory, by the names that environments give them.
-DEFAULT_DONE_KEYS = ("done", "truncated", "terminated")
-
 
 def find_start_stop_traj(
     *,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engram.expanders._base import Expander, check_discount
-from engram.expanders.reading import TO_THE_END, Column
+from engram.around.expander import Expander, check_discount
+from engram.around.reading import TO_THE_END, Column
 from engram.field_paths import as_path
 
 if TYPE_CHECKING:
-    from engram.expanders.reading import Reading
+    from engram.around.reading import Reading
     from engram.types import Sampler
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from engram import _fork, samplers
 from engram._checks import check_count, check_number
+from engram.around.episodes import TrajectoryKeys
+from engram.around.expansion import Expansion
+from engram.around.reading import MARK, Reading
 from engram.errors import NoSampleable
-from engram.expanders.expansion import Expansion
-from engram.expanders.reading import MARK, Reading
 from engram.field_paths import public
 from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler
-from engram.samplers.trajectory_tables import TrajectoryKeys
 from engram.store import Key as DrawKey
 from engram.types import Draw, Sampler
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.around.windows import WindowSampler
     from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
-    from engram.samplers.windows import WindowSampler
     from engram.store import Masses, Store
     from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Traits, Write
 
@@ -57,7 +57,7 @@ class Expander(DeclaredSampler):
     """
 
     #: What a store's record may name.
-    known: ClassVar[dict[str, type[NativeSampler] | type[Expander]]] = {**samplers.KNOWN}
+    known: ClassVar[dict[str, type[NativeSampler] | type[Expander]]] = {}
 
     @property
     def changed(self) -> tuple[FieldPath, ...]:
@@ -190,7 +190,7 @@ class Expander(DeclaredSampler):
         read = [column for column in (*reading.columns, *nexts) if reading.fields[column.field].key != MARK]
         return sum(column.frames * reading.fields[column.field].row_bytes for column in read)
 
-    def beside_bytes(self, stored: Sequence[Field]) -> int:  # noqa: ARG002 - of those that keep something
+    def beside_bytes(self, stored: Sequence[Field]) -> int:
         """Bytes that this expander keeps beside rows of these fields.
 
         >>> from engram import NStep, RandomSampler
@@ -377,18 +377,12 @@ class Expander(DeclaredSampler):
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:  # noqa: ARG002 - the protocol's
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Refused: rows alone are not what an expander is for. Raises ``RuntimeError``."""
         raise RuntimeError(self._elsewhere("a storage of other rows"))
 
     def sample_natively(
-        self,
-        storage: SampledStorage,
-        key: DrawKey,
-        n: int,
-        *,
-        numbered: bool = False,
-        shown: Shown = "beside",  # noqa: ARG002 - rows lead to others
+        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """Draw, and read the rows with what is around them in one native call: ``(columns, rows, info)``.
 

@@ -9,23 +9,23 @@ import torch
 
 from engram import _native
 from engram._words import warn_of_mixed
+from engram.around.episodes import NAMED, shared_table, what_ends
+from engram.around.reading import TO_THE_END
+from engram.around.windows import WINDOW_ENDS
 from engram.errors import NoSampleable, RowError
-from engram.expanders.reading import TO_THE_END
 from engram.field_paths import public
 from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
-from engram.samplers.trajectory_tables import NAMED, shared_table, what_ends
-from engram.samplers.windows import WINDOW_ENDS
 from engram.store import as_rows, dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.expanders.hindsight import Goals
-    from engram.expanders.reading import Reading
+    from engram.around.episodes import TrajectoryKeys
+    from engram.around.hindsight import Goals
+    from engram.around.reading import Reading
     from engram.samplers._base import DeclaredSampler
-    from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.store import Store
     from engram.types import Entry, Info, SampledStorage
 

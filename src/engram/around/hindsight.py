@@ -12,14 +12,14 @@ from engram import _native
 from engram._checks import check_number
 from engram._tensordict import add_fields
 from engram._words import warn
-from engram.expanders._base import Expander
+from engram.around.expander import Expander
 from engram.field_paths import as_path, checked_path, public
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.expanders.reading import Reading
+    from engram.around.reading import Reading
     from engram.field_paths import FieldPath
     from engram.storages import TensorStorage
     from engram.store import Store
@@ -167,7 +167,7 @@ class Hindsight(Expander):
         """As for every expander.
 
         >>> from engram import Hindsight, RandomSampler
-        >>> from engram.expanders.reading import Reading
+        >>> from engram.around.reading import Reading
         >>> from engram.format.schema import Field
         >>> goals = [Field(key, "float32", (2,)) for key in (("desired_goal",), ("next", "achieved_goal"))]
         >>> flags = [Field(("next", "reward"), "float32", (1,)), Field(("next", "done"), "bool", (1,))]

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._dtypes import DTYPE_OF
+from engram.around.episodes import END_KEYS, step_type_bytes
 from engram.field_paths import FieldPath, public
-from engram.samplers.trajectory_tables import END_KEYS, step_type_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram import _native
-    from engram.expanders.hindsight import Relabelling
-    from engram.expanders.next_from_following import Following
+    from engram.around.episodes import TrajectoryKeys
+    from engram.around.following import Following
+    from engram.around.hindsight import Relabelling
     from engram.format.schema import Field
-    from engram.samplers.trajectory_tables import TrajectoryKeys
 
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.around.settings import WindowSettings
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
-    from engram.samplers.window_settings import WindowSettings
     from engram.store import Store
     from engram.types import Entry, Extent, Info
 

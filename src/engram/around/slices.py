@@ -12,13 +12,13 @@ import xxhash
 from engram import _native
 from engram._unsupported import reject_unsupported
 from engram._words import warn
+from engram.around.settings import Setting, StreamingArguments, WindowArguments, WindowSettings
+from engram.around.slices_epoch import SliceSamplerWithoutReplacement
+from engram.around.windows import WindowSampler
 from engram.errors import NoSampleable
 from engram.field_paths import FieldPath, as_path, plain
 from engram.priorities import PriorityIndex
 from engram.samplers.prioritized import PrioritizedSampler
-from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
-from engram.samplers.window_settings import Setting, StreamingArguments, WindowArguments, WindowSettings
-from engram.samplers.windows import WindowSampler
 from engram.state import Change, check_keys, integer, tensor_in
 from engram.store import origin_of
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.around.windows import Arguments, Table, _Bound
     from engram.samplers._base import NativeSampler
-    from engram.samplers.windows import Arguments, Table, _Bound
     from engram.store import Masses, Store
     from engram.types import Commit, SampledStorage
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from engram.around.slices import SliceSampler
+from engram.around.windows import WindowSampler
 from engram.samplers.prioritized import PrioritizedSampler
-from engram.samplers.slices import SliceSampler
-from engram.samplers.windows import WindowSampler
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from engram.samplers.slices import SliceArguments
+    from engram.around.slices import SliceArguments
 
 
 class PrioritizedSliceSampler(SliceSampler):

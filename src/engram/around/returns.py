@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engram.expanders._base import Expander, check_discount, check_steps
-from engram.expanders.reading import Column
+from engram.around.expander import Expander, check_discount, check_steps
+from engram.around.reading import Column
 from engram.field_paths import as_path, as_paths
 
 if TYPE_CHECKING:
-    from engram.expanders.reading import Reading
+    from engram.around.reading import Reading
     from engram.field_paths import FieldPath
     from engram.types import Sampler
 

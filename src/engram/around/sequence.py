@@ -12,32 +12,25 @@ from torch import Tensor
 from engram import _native
 from engram._checks import check_count, check_number
 from engram._words import warn_of_mixed
+from engram.around.episodes import END_KEYS, Boundaries, TrajectoryKeys, numbers_by_path, shared_table, with_starts
+from engram.around.units import SampleUnit, UnitReader, rows_of
 from engram.errors import RowError
 from engram.field_paths import as_path, public
 from engram.samplers import check_drawable
 from engram.samplers.redraw import Redraw
-from engram.samplers.trajectory_tables import (
-    END_KEYS,
-    Boundaries,
-    TrajectoryKeys,
-    numbers_by_path,
-    shared_table,
-    with_starts,
-)
 from engram.storages import TensorStorage, coordinates
 from engram.store import as_rows
 from engram.types import Draw
-from engram.units._base import SampleUnit, UnitReader, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from engram.around.units import Index, Named
     from engram.field_paths import FieldPath
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Key, Store
     from engram.types import Entry, Info, NativeBatch, Shown
-    from engram.units._base import Index, Named
 
 _BOUNDARIES = ("pad", "stop", "include_reset")
 _MOST = 1 << 40
@@ -400,7 +393,7 @@ class Sequence(SampleUnit):
 
         >>> import torch
         >>> from engram import Sequence
-        >>> from engram.units.sequence import Windows
+        >>> from engram.around.sequence import Windows
         >>> row, yes = torch.tensor([3]), torch.tensor([True])
         >>> windows = Windows(row, row, yes, 1, [row - 3, row - 3, row, yes])
         >>> Sequence(1).told(windows, {}, 1, lambda rows: rows)["anchor_index"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 from engram import _native
 from engram._checks import as_numbers, check_count
 from engram._unsupported import reject_unsupported
+from engram.around.episodes import checked_end_when
+from engram.around.window_spec import WindowSpec
 from engram.field_paths import FieldPath, as_path, as_paths
-from engram.samplers.trajectory_tables import checked_end_when
-from engram.samplers.window_spec import WindowSpec
 from engram.store import check_index_name
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.samplers.windows import WindowSampler
+    from engram.around.windows import WindowSampler
 
 _T = TypeVar("_T")
 

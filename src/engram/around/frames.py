@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram._checks import check_count, check_number
-from engram.expanders._base import Expander, check_steps
-from engram.expanders.reading import is_of_next_step, observed_before
+from engram.around.expander import Expander, check_steps
+from engram.around.reading import is_of_next_step, observed_before
 from engram.field_paths import WINDOW_ENDS, as_paths, public
 from engram.nested import is_tensordict
 from engram.samplers import RandomSampler
@@ -19,7 +19,7 @@ from engram.transforms.windows import Windows, ends_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.expanders.reading import Reading
+    from engram.around.reading import Reading
     from engram.field_paths import FieldPath
     from engram.transforms._base import Key, Keys
     from engram.types import Sampler
@@ -78,7 +78,7 @@ class CatFrames(Transform):
         done_key: Key | None = None,
         future: bool = False,
         mask_key: Key | None = None,
-        reset_key: Key | None = None,  # noqa: ARG002 - of environments
+        reset_key: Key | None = None,
     ) -> None:
         self.N = check_count("CatFrames: N", N)
         dim = check_count("CatFrames: dim", dim, least=-(1 << 31))

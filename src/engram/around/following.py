@@ -13,13 +13,13 @@ import torch
 from engram._checks import check_path
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram._words import warn
+from engram.around.episodes import END_KEYS, numbers_by_path
+from engram.around.expander import Expander
+from engram.around.reading import MARK, Column
 from engram.errors import ReadOnlyStore
-from engram.expanders._base import Expander
-from engram.expanders.reading import MARK, Column
 from engram.field_paths import as_paths, plain, public
 from engram.format.layout import is_store
 from engram.nested import find
-from engram.samplers.trajectory_tables import END_KEYS, numbers_by_path
 from engram.state import Stateful, check_keys, integer, typed
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.expanders.reading import Reading
+    from engram.around.reading import Reading
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.store import Store

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from engram import _fork, _native
 from engram._words import warn_of_mixed
-from engram.errors import EMPTY, NoSampleable
-from engram.field_paths import WINDOW_ENDS as ENDS_FLAG
-from engram.field_paths import FieldPath, as_path, plain, public
-from engram.format.schema import DTYPES
-from engram.retries import Retries
-from engram.samplers._base import NativeSampler, key_for
-from engram.samplers.trajectory_tables import (
+from engram.around.episodes import (
     ID_KEYS,
     Boundaries,
     EndMarks,
@@ -27,8 +21,14 @@ from engram.samplers.trajectory_tables import (
     shared_table,
     what_ends,
 )
-from engram.samplers.window_settings import Setting, WindowSettings
-from engram.samplers.window_spec import WindowSpec
+from engram.around.settings import Setting, WindowSettings
+from engram.around.window_spec import WindowSpec
+from engram.errors import EMPTY, NoSampleable
+from engram.field_paths import WINDOW_ENDS as ENDS_FLAG
+from engram.field_paths import FieldPath, as_path, plain, public
+from engram.format.schema import DTYPES
+from engram.retries import Retries
+from engram.samplers._base import NativeSampler, key_for
 from engram.store import Key as DrawKey
 from engram.store import Masses, dlpack_specs
 from engram.store.memory import placed, row_stride

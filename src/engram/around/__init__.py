@@ -1,0 +1,62 @@
+"""The steps around a row: what ends a trajectory, windows, returns, stacks, goals in hindsight, sequences."""
+
+from engram import samplers
+from engram.around.episodes import TrajectoryKeys
+from engram.around.expander import Expander
+from engram.around.following import FinalObservations, NextFromFollowing, finals_of
+from engram.around.frames import CatFrames, FrameStack
+from engram.around.hindsight import Hindsight, HindsightStrategy
+from engram.around.prioritized_slices import PrioritizedSliceSampler
+from engram.around.returns import NStep
+from engram.around.reward_to_go import RewardToGo
+from engram.around.sequence import AnchorPriorities, Sequence, r2d2_priority
+from engram.around.slices import SliceSampler, StreamingSliceSampler
+from engram.around.slices_epoch import SliceSamplerWithoutReplacement
+from engram.around.trajectories import find_start_stop_traj
+from engram.around.units import SampleUnit, Transition
+from engram.around.window_spec import WindowSpec
+from engram.field_paths import DEFAULT_DONE_KEYS
+
+# As in TorchRL it is of both kinds; it shares no code with either.
+SliceSampler.register(SliceSamplerWithoutReplacement)
+samplers.SamplerWithoutReplacement.register(SliceSamplerWithoutReplacement)
+
+#: engram's own samplers by name, as stores note them.
+KNOWN = {
+    cls.__name__: cls
+    for cls in (
+        *samplers.OF_ROWS,
+        PrioritizedSliceSampler,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+        StreamingSliceSampler,
+    )
+}
+Expander.known.update(KNOWN)
+
+__all__ = [
+    "DEFAULT_DONE_KEYS",
+    "KNOWN",
+    "AnchorPriorities",
+    "CatFrames",
+    "Expander",
+    "FinalObservations",
+    "FrameStack",
+    "Hindsight",
+    "HindsightStrategy",
+    "NStep",
+    "NextFromFollowing",
+    "PrioritizedSliceSampler",
+    "RewardToGo",
+    "SampleUnit",
+    "Sequence",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "StreamingSliceSampler",
+    "TrajectoryKeys",
+    "Transition",
+    "WindowSpec",
+    "finals_of",
+    "find_start_stop_traj",
+    "r2d2_priority",
+]
