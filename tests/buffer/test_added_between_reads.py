@@ -21,7 +21,7 @@ from engram import (
     SliceSampler,
     TensorStorage,
 )
-from engram.around.expansion import Expansion
+from engram.around.reading import Expansion
 from engram.around.sequence import WindowTable
 
 CAPACITY = 40

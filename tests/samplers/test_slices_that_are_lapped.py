@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, SliceSampler
-from engram.samplers import windows
+from engram.around import windows
 
 
 def lapped(times, **arguments):

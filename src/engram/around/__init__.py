@@ -1,20 +1,21 @@
 """The steps around a row: what ends a trajectory, windows, returns, stacks, goals in hindsight, sequences."""
 
 from engram import samplers
-from engram.around.episodes import TrajectoryKeys
+from engram.around.episodes import TrajectoryKeys, find_start_stop_traj
 from engram.around.expander import Expander
 from engram.around.following import FinalObservations, NextFromFollowing, finals_of
 from engram.around.frames import CatFrames, FrameStack
 from engram.around.hindsight import Hindsight, HindsightStrategy
-from engram.around.prioritized_slices import PrioritizedSliceSampler
-from engram.around.returns import NStep
-from engram.around.reward_to_go import RewardToGo
+from engram.around.returns import NStep, RewardToGo
 from engram.around.sequence import AnchorPriorities, Sequence, r2d2_priority
-from engram.around.slices import SliceSampler, StreamingSliceSampler
-from engram.around.slices_epoch import SliceSamplerWithoutReplacement
-from engram.around.trajectories import find_start_stop_traj
+from engram.around.settings import WindowSpec
+from engram.around.slices import (
+    PrioritizedSliceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    StreamingSliceSampler,
+)
 from engram.around.units import SampleUnit, Transition
-from engram.around.window_spec import WindowSpec
 from engram.field_paths import DEFAULT_DONE_KEYS
 
 # As in TorchRL it is of both kinds; it shares no code with either.

@@ -7,19 +7,19 @@ write updates it, also those of other processes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from engram import _fork, _native, _progress
-from engram.field_paths import WINDOW_ENDS, as_path, as_paths, plain, public
+from engram.field_paths import as_path, as_paths, plain, public
 from engram.format.schema import DTYPES
 from engram.persist.roles import of_the_step
 from engram.store import check_index_name
-from engram.store.memory import placed
+from engram.store.memory import placed, row_stride
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Container, Sequence
     from typing import Self
 
     from torch import Tensor
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.store import Store
-    from engram.types import Entry, Extent, Info
-
-    Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+    from engram.types import Extent
 
 #: The name of step types.
 STEP_TYPE = "step_type"
@@ -267,139 +265,154 @@ class StaticTable:
         self._placed = version
 
 
-_MASK = ("collector", "mask")
-_VALID, _LEARNING = "validity_mask", "learning_mask"
-#: What the native core is told of a mark that is not wanted, or that is not merged with a stored flag.
-_UNWANTED, _ALONE = -2, -1
+def find_start_stop_traj(
+    *,
+    trajectory: Tensor | None = None,
+    end: Tensor | None = None,
+    at_capacity: bool,
+    cursor: object = None,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """First and last step of every trajectory in a ring of slots.
 
+    Args:
+        trajectory: ids ``[T, *columns]``, constant within a trajectory.
+        end: bools ``[T, *columns]``, true at the last step of one. Exactly one of the two; other dtypes: not zero.
+        at_capacity: whether the ring is full: then trajectories go on across its end, from slot ``T - 1`` to slot 0.
+        cursor: of a full ring, the slot that was written last: a trajectory ends there. An int, or a tensor, array, range or
+            slice, of which the last element counts. None: nothing ends but by the signal.
+        device: where the results are to be. Default: that of the signal.
 
-class EndMarks(NamedTuple):
-    """Which marks a batch of windows carries, and where its tensors hold them.
+    Returns:
+        ``(start, stop, lengths)``, int64 ``[K, n]``, ``[K, n]`` and ``[K]``, with ``n`` the dimensions of the signal: the slot
+        first, then the column. ``stop`` is inclusive; where it is smaller than ``start``, the trajectory goes on across the
+        end of the ring. Grouped by column; within one, in the order of ``stop``. A column in which nothing ends has one
+        trajectory, up to its last row.
 
-    The tensors of a batch are its columns, its rows, then one tensor per mark, priority weights and tickets if it has them.
+    Raises:
+        TypeError: not exactly one of ``trajectory`` and ``end``.
+        RuntimeError: a signal without steps or dimensions.
+        RuntimeError: ``cursor`` is an empty tensor, array, range or slice.
+        ValueError: ``cursor`` is no slot.
+
+    >>> import torch
+    >>> start, stop, lengths = find_start_stop_traj(end=torch.tensor([0, 1, 0, 0, 1, 0]), at_capacity=True)
+    >>> start.flatten().tolist(), stop.flatten().tolist(), lengths.tolist()
+    ([5, 2], [1, 4], [3, 3])
     """
-
-    wanted: _native.Marks
-    """What the native core is asked for."""
-    places: dict[Entry, int]
-    """Entries of ``info`` that are among the tensors: the place of each."""
-    merged: list[tuple[Entry, Merge, int, int]]
-    """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
-    fields: int = 0
-    """Columns of the batch."""
-
-    @classmethod
-    def none(cls) -> EndMarks:
-        """No marks."""
-        return cls(_native.Marks(_UNWANTED, False, _UNWANTED, False, _UNWANTED, False, False, False), {}, [])
-
-    @classmethod
-    def of(
-        cls, store: Store, settings: WindowSettings, *, weighted: bool, apart: bool = False, within: bool = False
-    ) -> EndMarks:
-        """The marks for the flags that a store holds.
-
-        Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
-        stored, the mark has its shape and dtype. With padding ``("collector", "mask")`` is bool ``[B]``; of windows of a spec,
-        ``"validity_mask"`` and ``"learning_mask"`` are.
-
-        Args:
-            store: holds the rows.
-            settings: names the flags, and says whether short windows are filled up.
-            weighted: the batch has ``"priority_weight"``.
-            apart: the native core does not read the stored flags, so it cannot merge its marks with them.
-            within: the marks take the place of the batch's own flags: columns of the same shape and dtype are marked themselves.
-        """
-        truncated_key, init_key, padded = settings.truncated_key, settings.init_key, settings.pad_output
-        fields = numbers_by_path(store)
-        places: dict[Entry, int] = {}
-        merged: list[tuple[Entry, Merge, int, int]] = []
-        ends, never, done, in_place, begun, begun_is_column = _UNWANTED, False, _UNWANTED, False, _UNWANTED, False
-        stored = len(store.schema.fields)
-        at = stored + 1
-        if truncated_key is not None:
-            *above, name = truncated_key
-            within = within and name not in ("done", "terminated")
-            number, entry = fields.get(truncated_key), public(truncated_key)
-            if within and number is not None and _is_flag(store, number, (1,)):
-                ends = places[entry] = number
-            else:
-                ends, places[entry], at = _ALONE, at, at + 1
-            number, entry = fields.get((*above, "done")), public((*above, "done"))
-            if within and number is not None and _is_flag(store, number, (1,)):
-                done, in_place, places[entry] = number, True, number
-            elif number is None or (not apart and _is_flag(store, number, (), (1,))):
-                done, places[entry], at = _ALONE if number is None else number, at, at + 1
-            else:
-                done, at = _ALONE, at + 1
-                merged.append((entry, _with_ends, number, at - 1))
-            number, entry = fields.get((*above, "terminated")), public((*above, "terminated"))
-            if number is None:
-                never, places[entry], at = True, at, at + 1
-            elif _is_flag(store, number, (1,)):
-                places[entry] = number
-            else:
-                merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
-        elif not settings.are_even:  # for transforms alone, and for goals
-            ends, places[WINDOW_ENDS], at = _ALONE, at, at + 1
-        if init_key is not None and init_key in fields:
-            number, entry = fields[init_key], public(init_key)
-            if not apart and _is_flag(store, number, (), (1,)):
-                begun, begun_is_column = number, store.schema.fields[number].shape != ()
-                places[entry] = at
-            else:
-                begun = _ALONE
-                merged.append((entry, with_starts, number, at))
-            at += 1
-        specified = settings.window is not None
-        for mask in [_VALID, _LEARNING] if specified else [_MASK] if padded else []:
-            places[mask], at = at, at + 1
-        if weighted:
-            places["priority_weight"] = at
-        wanted = _native.Marks(ends, never, done, in_place, begun, begun_is_column, padded or specified, specified)
-        return cls(wanted, places, merged, stored)
-
-    def info(self, tensors: Sequence[Tensor], *, numbered: bool, flat: bool = True) -> Info:
-        """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets. ``flat``: tensors are ``[B, ...]``,
-        else ``[B, T, ...]``.
-        """
-        info: Info = {entry: tensors[place] for entry, place in self.places.items()}
-        for entry, merge, field, mark in self.merged:
-            if flat:
-                info[entry] = merge(tensors[field], tensors[mark])
-            else:
-                merged = merge(tensors[field].flatten(0, 1), tensors[mark].flatten(0, 1))
-                info[entry] = merged.reshape(*tensors[field].shape[:2], *merged.shape[1:])
-        if numbered:
-            info["index_generation"] = tensors[-1]
-        return info
+    if (trajectory is None) == (end is None):
+        given = "both" if end is not None else "none"
+        raise TypeError(f"find_start_stop_traj: expected one of trajectory and end, got {given}.")
+    signal = trajectory if trajectory is not None else end
+    assert signal is not None  # one of the two was given
+    if signal.ndim == 0 or signal.numel() == 0:
+        raise RuntimeError(
+            f"find_start_stop_traj: expected a signal [T, *columns] with steps, got shape {list(signal.shape)}."
+        )
+    if trajectory is not None:
+        stops = trajectory != trajectory.roll(-1, 0)  # in the last row: whether it is followed by slot 0
+    else:
+        stops = signal.clone() if signal.dtype is torch.bool else signal != 0
+    steps = len(stops)
+    if not at_capacity:
+        stops[-1] = True
+    elif cursor is not None:
+        stops[_last_slot(cursor, steps)] = True
+    columns = stops.reshape(steps, -1).t()
+    columns[:, -1] |= ~columns.any(1)
+    column, stop = columns.nonzero(as_tuple=True)
+    before = stop.roll(1)  # the stop before, of the same column: for its first one, the column's last
+    first = torch.ones_like(column, dtype=torch.bool)
+    first[1:] = column[1:] != column[:-1]
+    last = first.roll(-1).nonzero().flatten()
+    before[first] = stop[last]
+    lengths = (stop - before - 1) % steps + 1
+    start = (before + 1) % steps
+    places = torch.unravel_index(column, stops.shape[1:]) if stops.ndim > 1 else ()
+    found = [torch.stack([slot, *places], -1) for slot in (start, stop)]
+    target = signal.device if device is None else torch.device(device)
+    return found[0].to(target), found[1].to(target), lengths.to(target)
 
 
-def _is_flag(store: Store, number: int, *shapes: tuple[int, ...]) -> bool:
-    field = store.schema.fields[number]
-    return field.dtype == "bool" and tuple(field.shape) in shapes
+def _last_slot(cursor: object, steps: int) -> int:
+    if isinstance(cursor, slice):
+        cursor = range(steps)[cursor]
+    slots = torch.as_tensor(list(cursor[-1:]) if isinstance(cursor, range) else cursor).flatten()
+    if not slots.numel():
+        raise RuntimeError(
+            "find_start_stop_traj: cursor: expected the slots that were written last, got none. Pass None."
+        )
+    slot = int(slots[-1])
+    if not -steps <= slot < steps:
+        raise ValueError(f"find_start_stop_traj: cursor: expected a slot in [0, {steps}), got {slot}.")
+    return slot
 
 
-# ---- flags that are stored as something else than bool [B] or [B, 1] -----------------------------------------------------
+class _Fields(NamedTuple):
+    """Numbers of the fields in the store."""
+
+    trajectory: int
+    step: int
+    boundaries: Boundaries
 
 
-def _as_flag(stored: Tensor) -> Tensor:
-    """A stored flag as bools ``[B, 1]`` (rows with batch dimensions: as stored)."""
-    flag = stored if stored.dtype is torch.bool else stored != 0
-    return flag.unsqueeze(-1) if flag.ndim == 1 else flag
+def fragments_table(
+    memory: Store, settings: WindowSettings, rules: TrajectoryKeys, window: int
+) -> tuple[_native.Fragments, FieldPath]:
+    """The store's table of interleaved trajectories under the settings' name, and the field that tells trajectories apart.
+
+    Where there is none, one is made by a scan of the rows.
+
+    Raises:
+        RuntimeError: a field is not stored, or rows are in columns.
+        TypeError: a field is not one integer per row.
+        IncompatibleStore: the name stands for other fields.
+    """
+    if memory.schema.columns:
+        raise RuntimeError(
+            f"sample: fragmented: expected a storage with ndim=1, got one with columns {list(memory.schema.columns)}."
+        )
+    numbers = numbers_by_path(memory)
+    ids = ID_KEYS if settings.traj_key is None else (settings.traj_key,)
+    id_key = next((key for key in ids if key in numbers), None)
+    step_key = settings.step_key
+    if id_key is None or step_key not in numbers:
+        missing = (
+            f"traj_key {[public(key) for key in ids]}" if id_key is None else f"step_key {public(step_key or ())!r}"
+        )
+        got = [public(field.key) for field in memory.schema.fields] if numbers else "rows of one tensor each"
+        raise RuntimeError(f"sample: fragmented: expected rows with the {missing}, got {got}. Name a stored field.")
+    fields, known = memory.schema.fields, memory.indexes.made_with.get(settings.index)
+    boundaries = rules.boundaries(fields, numbers, "sample", known)._replace(ids=())
+    which = _Fields(numbers[id_key], numbers[step_key], boundaries)
+    for number, argument in ((which.trajectory, "traj_key"), (which.step, "step_key")):
+        _check_integer(fields[number], argument)
+
+    def make() -> _native.Fragments:
+        counted = memory.indexes.windows.setdefault(settings.index, window)
+        memory.indexes.made_with[settings.index] = len(fields)
+        _, (trajectory, step, *ends) = memory.on_host((which.trajectory, which.step, *boundaries.ends))
+        owner = (*memory.control_memory, trajectory, step, *ends)
+        described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
+        table: _native.Fragments = _fork.registered(
+            _native.Fragments(memory.core, *described, *placed(ends), *what_ends(fields, boundaries), counted, owner)
+        )
+        memory.core.attach(table)
+        table.catch_up()
+        return table
+
+    found: _native.Fragments = memory.indexes.table(settings.index, "fragments", which, make)
+    return found, id_key
 
 
-def _with_ends(stored: Tensor, ends: Tensor) -> Tensor:
-    flag = _as_flag(stored)
-    return flag | _like(ends, flag)
+def _described(memory: Store, number: int, field: Tensor) -> tuple[int, int, int, bool]:
+    """Address of a field, bytes of an integer, bytes from row to row, and whether it is signed."""
+    signed = memory.schema.fields[number].dtype.startswith("int")
+    return field.data_ptr(), field[:1].nbytes, row_stride(field), signed
 
 
-def with_starts(stored: Tensor, first: Tensor) -> Tensor:
-    """A stored flag of first steps, set where ``first`` is: a new tensor of its shape and dtype."""
-    first = _like(first, stored)
-    return stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
-
-
-def _like(mark: Tensor, stored: Tensor) -> Tensor:
-    """Marks ``[B]`` or ``[B, 1]`` in the dimensions of a stored field."""
-    return mark if mark.ndim == stored.ndim else mark.reshape(-1, *(1,) * (stored.ndim - 1))
+def _check_integer(field: Field, argument: str) -> None:
+    if "int" not in field.dtype or field.row_bytes != DTYPES[field.dtype]:
+        raise TypeError(
+            f"sample: fragmented: {argument}={field.name!r}: expected one integer per row, got {field.dtype} {list(field.shape)}."
+        )

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from engram import _fork, samplers
 from engram._checks import check_count, check_number
 from engram.around.episodes import TrajectoryKeys
-from engram.around.expansion import Expansion
-from engram.around.reading import MARK, Reading
+from engram.around.reading import MARK, Expansion, Reading
 from engram.errors import NoSampleable
 from engram.field_paths import public
 from engram.format.schema import Field

@@ -1,26 +1,39 @@
-"""What a batch holds besides the stored rows, as expanders describe it before anything is read."""
+"""What a batch holds besides the stored rows: expanders describe it, and one native read returns it with the steps around each row."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from engram import _native
 from engram._dtypes import DTYPE_OF
-from engram.around.episodes import END_KEYS, step_type_bytes
+from engram._words import warn_of_mixed
+from engram.around.episodes import END_KEYS, NAMED, shared_table, step_type_bytes, what_ends
+from engram.around.windows import LAST_STEPS
+from engram.errors import NoSampleable, RowError
 from engram.field_paths import FieldPath, public
+from engram.retries import IN_A_ROW
+from engram.samplers.redraw import Redraw
+from engram.store import as_rows, dlpack_specs
+from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from engram import _native
     from engram.around.episodes import TrajectoryKeys
     from engram.around.following import Following
-    from engram.around.hindsight import Relabelling
+    from engram.around.hindsight import Goals, Relabelling
     from engram.format.schema import Field
-
+    from engram.samplers._base import DeclaredSampler
+    from engram.store import Store
+    from engram.types import Entry, Info, SampledStorage
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
 MARK: FieldPath = ("next", "final")
@@ -163,3 +176,156 @@ class Reading:
                 f"sample: {who}: expected a name of its own for {public(key)!r}, but the rows have such a field."
             )
         self.entries[key] = column
+
+
+#: Draws in place of rows whose next observation is not there yet.
+_MOST_REDRAWS = 2_000
+
+
+class Expansion:
+    """The native read of a batch: stored fields, and what expanders make of the steps around each row."""
+
+    def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
+        """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
+        index = keys.table or "main"
+        boundaries = keys.boundaries(
+            reading.fields, reading.numbers, f"sample: {who}", memory.indexes.made_with.get(index)
+        )
+        specs = dlpack_specs(reading.fields)
+        columns = [*reading.columns, *reading.entries.values()]
+        names = [*reading.entries]
+        if reading.following is not None:
+            reading.following.check(memory)
+            columns += reading.following.columns(columns)
+            names += reading.following.names
+        #: The native read. It returns one tensor per column, then tickets.
+        self.native = _native.Expansion(boundaries.ends, *what_ends(reading.fields, boundaries))
+        for column in columns:
+            column.add_to(self.native, specs[column.field], reading.fields[column.field])
+        #: What it reads: replaced where the store has other fields.
+        self.memory, self.stored = memory, reading.fields
+        self._trajectories, self._who = (index, boundaries), who
+        self._stacked = [
+            (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
+        ]
+        self._count = len(reading.fields)
+        plain = memory.schema.structure.kind == "dict"
+        #: Under which keys of the info and of the batch those stand that are not stored, and which are ``[B]`` in the batch: numbers
+        #: ``[B, 1]`` that belong to a reward ``[B]`` of dicts, so that arithmetic of both is by rows.
+        self.computed: dict[Entry, bool] = {
+            public(name): plain and column.is_number and not reading.fields[column.field].shape
+            for name, column in zip(names, columns[len(reading.fields) :], strict=False)
+        }
+        #: Steps of a trajectory after a row that change what is read with it.
+        self.reach = max(column.ahead + column.following for column in columns)
+        #: Whether the columns are those of the rows alone.
+        self.plain = all(column.kind == "row" and not (column.ahead or column.following) for column in columns)
+        self._following = reading.following
+        #: Puts goals into what was read; None: rows keep their own.
+        self.relabelling = reading.relabelling
+        if self.relabelling is not None:
+            self.reach = TO_THE_END
+        #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
+        self.finished = None if reading.following is None else reading.following.finished(reading.columns)
+
+    @cached_property
+    def table(self) -> _native.Trajectories:
+        """Found with the first read: a sampler of windows makes its table itself, which counts windows of its length then."""
+        name, boundaries = self._trajectories
+        return shared_table(self.memory, name, boundaries, 1)
+
+    @staticmethod
+    def check_rows(memory: Store, who: str) -> None:
+        """Raise ``RuntimeError`` unless each row is one step whose fields have keys."""
+        kind, batch = memory.schema.structure.kind, memory.schema.structure.batch
+        if kind not in NAMED:
+            raise RuntimeError(f"sample: {who}: expected rows whose fields have keys, got a {kind}.")
+        if batch:
+            raise RuntimeError(
+                f"sample: {who}: expected rows that are one step each, got TensorDicts of batch size {list(batch)}: "
+                "their steps may belong to different trajectories. Use a storage with ndim > 1, or lanes."
+            )
+
+    def read(self, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
+        """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
+        rows, tickets = as_rows(draw.rows, "sample"), None if draw.tickets is None else as_rows(draw.tickets, "sample")
+        if self.table.mixed():
+            warn_of_mixed(self._who)
+        try:
+            tensors, moved = self.native.read(self.memory.core, self.table, rows, tickets)
+        except IndexError as error:
+            raise RowError(f"sample: {error}.") from error
+        if self._following is None:
+            return tensors, moved, False
+        again, waiting = self._following.complete(self.memory, rows, tensors, moved)
+        return tensors, again, waiting
+
+    def read_windows(self, draw: Draw, goals: Goals | None = None) -> tuple[list[Tensor], list[int]]:
+        """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
+        tensors, moved, _ = self.read(draw)
+        tickets = draw.tickets
+        assert tickets is not None  # windows have them
+        for _ in range(IN_A_ROW):
+            if not moved:
+                break
+            places = torch.tensor(moved, device="cpu")
+            fresh, still, _ = self.read(Draw(draw.rows[places], tickets[places]))
+            moved = _patch(tensors, places, fresh, moved, still)
+        if goals is not None and not moved:
+            moved = goals.read_windows(draw.rows, tensors[-1], cast("Tensor", draw.info[LAST_STEPS]))
+        self.stack(tensors)
+        return tensors[:-1], moved
+
+    def read_drawn(
+        self, storage: SampledStorage, source: DeclaredSampler, draw: Draw, key: int, goals: Goals | None
+    ) -> tuple[list[Tensor], Tensor, Info]:
+        """Columns and tickets of rows that a sampler drew, the rows in the end, and their info.
+
+        In place of rows that move meanwhile, other rows are drawn if draws are independent of each other, or if the sampler named
+        the tickets that it means. Rows of other samplers are read once more, with what they hold now. If one of those holds
+        nothing, another live row is drawn. Rows whose goal moves count as those that move themselves.
+
+        Raises:
+            NoSampleable: the buffer was emptied, or no row has a next observation yet.
+            WriterStalled: something moved at every try.
+        """
+        tensors, moved, waiting = self.read(draw)
+        rows, info = draw.rows, dict(draw.info)
+        if goals is not None:
+            moved = goals.read(as_rows(rows, "sample"), tensors[-1], moved)
+        if moved:
+            others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
+            redraw = Redraw(storage, draw, source if others else None, key, detail=", or a step around it,")
+            while moved:
+                if waiting and redraw.retries.count >= _MOST_REDRAWS:
+                    if len(moved) == len(redraw.rows) or goals is not None:
+                        raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
+                    redraw.repeat(moved, tensors)
+                    break
+                places, fresh = redraw.again(moved, waiting=waiting)
+                read, still, waiting = self.read(fresh)
+                if goals is not None:
+                    still = goals.read(as_rows(fresh.rows, "sample"), read[-1], still, places)
+                moved = _patch(tensors, places, read, places.tolist(), still)
+            rows, info = redraw.rows, redraw.info
+        self.stack(tensors)
+        return tensors, rows, info
+
+    def stack(self, tensors: list[Tensor]) -> None:
+        """Concatenate frames, ``[n, frames, *shape]``, along their dimension of the shape; no copy if that is the first."""
+        for at, dim in self._stacked:
+            frames = tensors[at]
+            place = frames.ndim - 1 + dim
+            tensors[at] = frames.movedim(1, place).flatten(place, place + 1)
+
+    def fields(self, tensors: list[Tensor], info: Info) -> list[Tensor]:
+        """The stored fields of a batch; the entries that are not stored go to ``info``."""
+        info.update(zip(self.computed, tensors[self._count :], strict=True))
+        return tensors[: self._count]
+
+
+def _patch(tensors: list[Tensor], places: Tensor, fresh: list[Tensor], moved: list[int], still: list[int]) -> list[int]:
+    """Put what was read once more at its places; which of ``moved`` have to be read yet again."""
+    for tensor, values in zip(tensors, fresh, strict=True):
+        tensor[places] = values
+    return [moved[i] for i in still]

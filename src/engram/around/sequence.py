@@ -12,8 +12,9 @@ from torch import Tensor
 from engram import _native
 from engram._checks import check_count, check_number
 from engram._words import warn_of_mixed
-from engram.around.episodes import END_KEYS, Boundaries, TrajectoryKeys, numbers_by_path, shared_table, with_starts
+from engram.around.episodes import END_KEYS, Boundaries, TrajectoryKeys, numbers_by_path, shared_table
 from engram.around.units import SampleUnit, UnitReader, rows_of
+from engram.around.windows import with_starts
 from engram.errors import RowError
 from engram.field_paths import as_path, public
 from engram.samplers import check_drawable

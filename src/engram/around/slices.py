@@ -1,10 +1,10 @@
-"""Windows of consecutive steps of one trajectory, drawn with replacement."""
+"""Slice samplers: windows of consecutive steps of one trajectory, drawn with or without replacement, or by priority."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import xxhash
@@ -13,14 +13,13 @@ from engram import _native
 from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.around.settings import Setting, StreamingArguments, WindowArguments, WindowSettings
-from engram.around.slices_epoch import SliceSamplerWithoutReplacement
 from engram.around.windows import WindowSampler
 from engram.errors import NoSampleable
 from engram.field_paths import FieldPath, as_path, plain
 from engram.priorities import PriorityIndex
 from engram.samplers.prioritized import PrioritizedSampler
-from engram.state import Change, check_keys, integer, tensor_in
-from engram.store import origin_of
+from engram.state import Change, check_keys, integer, tensor_in, typed
+from engram.store import Masses, origin_of
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from engram.around.windows import Arguments, Table, _Bound
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, SampledStorage
-
-__all__ = ["SliceArguments", "SliceSampler", "SliceSamplerWithoutReplacement"]
+    from engram.types import Commit, SampledStorage, Write
 
 
 class SliceArguments(WindowArguments, total=False):
@@ -613,3 +610,317 @@ class StreamingSliceSampler(SliceSampler):
         super().__setstate__(
             {**state, "_loaded": (clock, torch.tensor(positions, dtype=torch.int64, device="cpu"), rows)}
         )
+
+
+#: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.
+_NO_EPOCH = (0, 0, 0, 0)
+
+
+class SliceSamplerWithoutReplacement(WindowSampler):
+    """Draws every trajectory at most once per epoch, one random window of it. ``isinstance`` takes it for a :class:`SliceSampler` and a
+    :class:`SamplerWithoutReplacement`.
+
+    A batch takes the next ``num_slices`` trajectories of the epoch. The last batch of an epoch sets ``ran_out``, and
+    may be short unless ``drop_last`` is set. The next draw starts a new epoch.
+
+    An epoch is over the trajectories that were there when it began, and windows hold none of the steps that came later. New
+    trajectories and new steps join the next epoch; trajectories whose steps are overwritten or removed drop out. Trajectories that are
+    too short are skipped, which shortens their batch. An epoch takes 16 bytes per trajectory.
+
+    Args:
+        num_slices, slice_len, window, flat, end_key, end_keys, end_when, traj_key: as for :class:`SliceSampler`.
+        ends, trajectories: as for :class:`SliceSampler`; they need nothing else.
+        truncated_key, init_key, strict_length, index: as for :class:`SliceSampler`.
+        drop_last: skip the trajectories of an epoch that do not fill a batch.
+        shuffle: random order; otherwise lane by lane, oldest first.
+        compile, use_gpu: have no effect.
+
+    Raises: as :class:`SliceSampler`, and when drawing
+        ValueError: ``drop_last``, and fewer trajectories than slices.
+        NoSampleable: a batch would be empty, because its trajectories are too short.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+    >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+    >>> _ = rb.extend({"episode": torch.arange(20) // 5})
+    >>> [sorted(set(batch["episode"].tolist())) for batch in rb]  # 4 trajectories, two a batch
+    [[...], [...]]
+    """
+
+    traits = WindowSampler.traits._replace(has_epochs=True, can_rewind=True)
+    noted = (*WindowSampler.noted, "drop_last", "shuffle")
+
+    def __init__(
+        self,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        replacement: bool = False,
+        **windows: Unpack[WindowArguments],
+    ) -> None:
+        if replacement:
+            raise TypeError(f"{type(self).__name__}: expected replacement=False. Use SliceSampler().")
+        super().__init__(WindowSettings.of(type(self).__name__, windows))
+        self.drop_last = bool(drop_last)
+        self.shuffle = bool(shuffle)
+        self._ran_out = False
+        self._begin(_NO_EPOCH)
+
+    def _begin(self, epoch: tuple[int, int, int, int], known: bytes = b"") -> None:
+        """``known``: of each trajectory of the epoch the row of its last step, and the number of that write; empty: not known yet."""
+        self._epoch, self._known = epoch, known
+        #: Without so many trajectories an epoch is over.
+        self._needed = 1
+
+    def bind(self, storage: SampledStorage) -> None:
+        """As of every sampler; with another storage the epoch begins again.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend({"episode": torch.arange(20) // 5})
+        >>> sampler.bind(rb.storage)  # a buffer has done so already
+        """
+        if self._storage is not None and storage is not self._storage:
+            with self._lock:
+                self._begin(_NO_EPOCH)
+        super().bind(storage)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the epoch of the last batch has ended. What was left of it may have been overwritten."""
+        with self._lock:
+            return self._ran_out or self._over()
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = bool(value)
+
+    def _over(self) -> bool:
+        """Whether too few trajectories are left of the epoch, also of a loaded one before the first draw."""
+        storage = self._storage
+        if not self._known or storage is None or storage.memory is None:
+            return False
+        table = cast("_native.Trajectories", self._bound_to(storage, self.settings.length).table)
+        return table.left(self._epoch, self._known, self.shuffle, self._needed) < self._needed
+
+    def observe(self, write: Write | None, data: object) -> None:
+        """Ends the epoch when the buffer was emptied.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> rows = {"episode": torch.arange(4).repeat_interleave(2)}
+        >>> _ = rb.extend(rows)
+        >>> _ = rb.sample()
+        >>> rb.empty()  # tells the sampler
+        >>> _ = rb.extend(rows)
+        >>> len(list(rb))  # batches of a whole epoch
+        2
+        """
+        if write is None:
+            with self._lock:
+                self._begin(_NO_EPOCH)
+
+    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
+        assert isinstance(table, _native.Trajectories)  # it takes no other argument
+        with self._lock:
+            state, known, drawn = table.sample_epoch(*arguments, self._epoch, self._known, self.shuffle, self.drop_last)
+            (_, _, visited, found), count = state, arguments[3]
+            if self.drop_last and 0 < found < count:
+                raise ValueError(
+                    f"sample: drop_last: expected at least {count} trajectories, got {found}. Add data first, or use "
+                    "drop_last=False."
+                )
+            if found > 0:
+                self._begin(state, known)
+                self._needed = count if self.drop_last else 1
+                self._ran_out = visited == found
+        return drawn
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        left = self.epoch(storage)[1]
+        trajectories = left or self._bound_to(storage, self.settings.length).table.census()[0]
+        return Masses(trajectories, 1.0, len(storage))
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        self.bind(storage)
+        with self._lock:
+            key, version, visited, count = self._epoch
+            goes_on = (self._known or version == self._clock()[0]) and not self._over()
+            return key, count - visited if goes_on else 0
+
+    def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
+        trajectories, longest = table.census()
+        if longest < self.settings.needed(length):
+            super()._raise_without_windows(table, length)
+        raise NoSampleable(
+            f"sample: {self.settings.named(length)}: expected a trajectory of at least {self.settings.needed(length)} steps in "
+            f"every batch of an epoch, got a batch of shorter ones ({trajectories} trajectories, of at most {longest} steps). Take "
+            f"more slices per batch, {self._shorter().lower()}, or pass strict_length=False."
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values. ``known``,
+        as long as it goes on: its trajectories, int64 ``[count, 2]``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend({"episode": torch.arange(4).repeat_interleave(2)})
+        >>> _ = rb.sample()
+        >>> state = sampler.state_dict()
+        >>> state["visited"], state["count"]  # of 4 windows
+        (2, 4)
+        """
+        with self._lock:
+            (key, version, visited, count), known = self._epoch, self._known
+        clock, base = self._clock()
+        goes_on = known and visited < count
+        more = {"known": torch.frombuffer(bytearray(known), dtype=torch.int64).reshape(-1, 2)} if goes_on else {}
+        return {
+            "key": key,
+            "version": max(0, version - base),
+            "visited": visited,
+            "count": count,
+            "clock": clock - base,
+            "ran_out": self.ran_out,
+            **more,
+        }
+
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        where = type(self).__name__
+        check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where, optional=("known",))
+        key = integer(state_dict, "key", 0, 1 << 64, where)
+        clock = integer(state_dict, "clock", 0, 1 << 62, where)
+        version = integer(state_dict, "version", 0, clock + 1, where)
+        count = integer(state_dict, "count", 0, 1 << 62, where)
+        visited = integer(state_dict, "visited", 0, count + 1, where)
+        ran_out = typed(state_dict, "ran_out", bool, where)
+        known = b""
+        if "known" in state_dict:
+            known = tensor_in(state_dict, "known", torch.int64, (count, 2), where).contiguous().numpy().tobytes()
+        return Change(self._go_on, (key, version, visited, count), clock if clock == version else None, known, ran_out)
+
+    def _go_on(self, epoch: tuple[int, int, int, int], clock: int | None, known: bytes, ran_out: bool) -> None:
+        """``clock``: that of the last write, if the epoch began after it; else it is over what is ``known``."""
+        key, version, visited, count = epoch
+        with self._lock:
+            now, base = self._clock()
+            began = (key, version + base if known else now, visited, count)
+            self._begin(began if known or now - base == clock else _NO_EPOCH, known)
+            self._ran_out = ran_out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_pass" in state:  # pickled by an earlier version
+            state["_epoch"] = state.pop("_pass")
+        state["_ran_out"] = state.pop("ran_out", state.get("_ran_out"))
+        super().__setstate__({"_known": b"", "_needed": 1, **state})
+
+
+class PrioritizedSliceSampler(SliceSampler):
+    """A :class:`SliceSampler` whose windows start at rows drawn as by a :class:`PrioritizedSampler`.
+
+    The first step is drawn in proportion to its priority among the rows where a window may start, so long trajectories
+    weigh more. With the burn-in of a ``window`` it is the first step to learn from. Samples have ``"priority_weight"``, the
+    weight of the step that was drawn at every step of its window, and ``"index_generation"``. Priorities belong to single
+    steps: ``update_priority`` sets those of every row of a batch, or with one for each window those of the steps that were drawn.
+    New rows, ``alpha`` and ``beta`` are as for ``PrioritizedSampler``. Tree and trajectory table belong to the store under the name
+    ``index``.
+
+    This class has TorchRL's signature. ``SliceSampler(anchors=PrioritizedSampler(…))`` draws the same windows.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
+        reduction, max_priority_within_buffer, normalize: as for :class:`PrioritizedSampler`.
+        num_slices, slice_len, window, flat, online, end_key, end_keys, end_when: as for :class:`SliceSampler`.
+        traj_key, ends, trajectories, cache_values, truncated_key, init_key: as for :class:`SliceSampler`.
+        strict_length: skip shorter trajectories; False: draw such a trajectory from its first step.
+        span: only at the right end; at the left it is ignored, with a warning.
+        compile: has no effect.
+
+    Raises: as :class:`SliceSampler` and :class:`PrioritizedSampler`.
+
+    Cost: that of both. O(rows) if hardly any row of high priority may start a window.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, PrioritizedSliceSampler, TensorDictReplayBuffer
+    >>> sampler = PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=3)
+    >>> index = rb.extend(TensorDict({"episode": torch.arange(20) // 5, "step": torch.arange(20) % 5}, batch_size=[20]))
+    >>> rb.update_priority(index, (index == 7).float())
+    >>> rb.sample()["step"].tolist()
+    [2, 3, 4]
+    """
+
+    traits = SliceSampler.traits._replace(prioritized=True, takes_priorities=True)
+    noted = (*WindowSampler.noted, "span")
+    anchors: PrioritizedSampler
+
+    def __new__(cls, *args: object, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
+        if not replacement:
+            raise TypeError(f"{cls.__name__}: expected replacement=True: draws by priority are independent.")
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        max_priority_within_buffer: bool = False,
+        replacement: bool = True,
+        normalize: Literal["store", "batch"] = "store",
+        **slices: Unpack[SliceArguments],
+    ) -> None:
+        given = (max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        anchors = PrioritizedSampler(*given, index=slices.get("index", "main"), normalize=normalize)
+        super().__init__(anchors=anchors, **slices)
+
+    @property
+    def max_size(self) -> int:
+        """Rows at most, as :attr:`PrioritizedSampler.max_size`."""
+        return self.anchors.max_size
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities, as :attr:`PrioritizedSampler.alpha`."""
+        return self.anchors.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.anchors.alpha = value
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the weights, as :attr:`PrioritizedSampler.beta`."""
+        return self.anchors.beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self.anchors.beta = value
+
+    def config(self) -> dict[str, object]:
+        slices = {name: value for name, value in super().config().items() if name != "anchors"}
+        return {**slices, **self.anchors.config()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index.
+
+        >>> from engram import PrioritizedSliceSampler
+        >>> config = PrioritizedSliceSampler(100, alpha=0.6, beta=0.4, slice_len=4).config()
+        >>> PrioritizedSliceSampler.from_config(config).slice_len
+        4
+        """
+        made = cls(**{**config, "dtype": getattr(torch, config["dtype"])})
+        made.anchors.adopts_index = True
+        return made

@@ -11,44 +11,32 @@ from torch import Tensor
 
 from engram import _fork, _native
 from engram._words import warn_of_mixed
-from engram.around.episodes import (
-    ID_KEYS,
-    Boundaries,
-    EndMarks,
-    StaticTable,
-    TrajectoryKeys,
-    numbers_by_path,
-    shared_table,
-    what_ends,
-)
-from engram.around.settings import Setting, WindowSettings
-from engram.around.window_spec import WindowSpec
+from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path, shared_table
+from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.field_paths import WINDOW_ENDS as ENDS_FLAG
-from engram.field_paths import FieldPath, as_path, plain, public
-from engram.format.schema import DTYPES
+from engram.field_paths import WINDOW_ENDS, FieldPath, as_path, plain, public
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler, key_for
 from engram.store import Key as DrawKey
 from engram.store import Masses, dlpack_specs
-from engram.store.memory import placed, row_stride
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from engram.format.schema import Field, Schema
+    from engram.format.schema import Schema
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
+    from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
 
+    Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
     Table: TypeAlias = _native.Trajectories | _native.Fragments
     Arguments: TypeAlias = tuple[
         _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
     ]
 
 #: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
-WINDOW_ENDS = "engram.ends"
+LAST_STEPS = "engram.ends"
 #: Retries, 5 ms apart, before ``NoSampleable`` is raised although a trajectory is long enough.
 _TRIES = 100
 #: A draw that reads no field.
@@ -388,7 +376,7 @@ class WindowSampler(NativeSampler):
                 changed. If there are any, all windows are drawn again.
             finished: a field of int64 and a number of steps: windows hold none of so many at the end of a trajectory, if the first
                 number in the field of its last step is negative.
-            ended: the info of the draw has :data:`WINDOW_ENDS`.
+            ended: the info of the draw has :data:`LAST_STEPS`.
 
         Raises:
             WriterStalled: there were some at every try for 5 s.
@@ -417,10 +405,10 @@ class WindowSampler(NativeSampler):
         """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""
         settings, rows = self.settings, drawn[0]
         if length := settings.even_steps(n):
-            return {WINDOW_ENDS: torch.arange(length - 1, len(rows), length, device="cpu")}
+            return {LAST_STEPS: torch.arange(length - 1, len(rows), length, device="cpu")}
         key = settings.truncated_key
-        at = marks.places[ENDS_FLAG if key is None else public(key)] - marks.fields
-        return {WINDOW_ENDS: drawn[at].flatten().nonzero().flatten()}
+        at = marks.places[WINDOW_ENDS if key is None else public(key)] - marks.fields
+        return {LAST_STEPS: drawn[at].flatten().nonzero().flatten()}
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Rows and tickets of the windows that :meth:`sample_natively` draws with the same key."""
@@ -490,7 +478,7 @@ class WindowSampler(NativeSampler):
         key = key_for(storage, generator=self._rng)
         _, rows, info = self.sample_natively(storage, key, batch_size)
         assert rows is not None  # as they are shown
-        info.pop(ENDS_FLAG, None)
+        info.pop(WINDOW_ENDS, None)
         return (rows,), info
 
     def config(self) -> dict[str, object]:
@@ -513,71 +501,139 @@ class WindowSampler(NativeSampler):
         vars(self).update(state)
 
 
-class _Fields(NamedTuple):
-    """Numbers of the fields in the store."""
-
-    trajectory: int
-    step: int
-    boundaries: Boundaries
+_MASK = ("collector", "mask")
+_VALID, _LEARNING = "validity_mask", "learning_mask"
+#: What the native core is told of a mark that is not wanted, or that is not merged with a stored flag.
+_UNWANTED, _ALONE = -2, -1
 
 
-def fragments_table(
-    memory: Store, settings: WindowSettings, rules: TrajectoryKeys, window: int
-) -> tuple[_native.Fragments, FieldPath]:
-    """The store's table of interleaved trajectories under the settings' name, and the field that tells trajectories apart.
+class EndMarks(NamedTuple):
+    """Which marks a batch of windows carries, and where its tensors hold them.
 
-    Where there is none, one is made by a scan of the rows.
-
-    Raises:
-        RuntimeError: a field is not stored, or rows are in columns.
-        TypeError: a field is not one integer per row.
-        IncompatibleStore: the name stands for other fields.
+    The tensors of a batch are its columns, its rows, then one tensor per mark, priority weights and tickets if it has them.
     """
-    if memory.schema.columns:
-        raise RuntimeError(
-            f"sample: fragmented: expected a storage with ndim=1, got one with columns {list(memory.schema.columns)}."
-        )
-    numbers = numbers_by_path(memory)
-    ids = ID_KEYS if settings.traj_key is None else (settings.traj_key,)
-    id_key = next((key for key in ids if key in numbers), None)
-    step_key = settings.step_key
-    if id_key is None or step_key not in numbers:
-        missing = (
-            f"traj_key {[public(key) for key in ids]}" if id_key is None else f"step_key {public(step_key or ())!r}"
-        )
-        got = [public(field.key) for field in memory.schema.fields] if numbers else "rows of one tensor each"
-        raise RuntimeError(f"sample: fragmented: expected rows with the {missing}, got {got}. Name a stored field.")
-    fields, known = memory.schema.fields, memory.indexes.made_with.get(settings.index)
-    boundaries = rules.boundaries(fields, numbers, "sample", known)._replace(ids=())
-    which = _Fields(numbers[id_key], numbers[step_key], boundaries)
-    for number, argument in ((which.trajectory, "traj_key"), (which.step, "step_key")):
-        _check_integer(fields[number], argument)
 
-    def make() -> _native.Fragments:
-        counted = memory.indexes.windows.setdefault(settings.index, window)
-        memory.indexes.made_with[settings.index] = len(fields)
-        _, (trajectory, step, *ends) = memory.on_host((which.trajectory, which.step, *boundaries.ends))
-        owner = (*memory.control_memory, trajectory, step, *ends)
-        described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
-        table: _native.Fragments = _fork.registered(
-            _native.Fragments(memory.core, *described, *placed(ends), *what_ends(fields, boundaries), counted, owner)
-        )
-        memory.core.attach(table)
-        table.catch_up()
-        return table
+    wanted: _native.Marks
+    """What the native core is asked for."""
+    places: dict[Entry, int]
+    """Entries of ``info`` that are among the tensors: the place of each."""
+    merged: list[tuple[Entry, Merge, int, int]]
+    """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
+    fields: int = 0
+    """Columns of the batch."""
 
-    found: _native.Fragments = memory.indexes.table(settings.index, "fragments", which, make)
-    return found, id_key
+    @classmethod
+    def none(cls) -> EndMarks:
+        """No marks."""
+        return cls(_native.Marks(_UNWANTED, False, _UNWANTED, False, _UNWANTED, False, False, False), {}, [])
+
+    @classmethod
+    def of(
+        cls, store: Store, settings: WindowSettings, *, weighted: bool, apart: bool = False, within: bool = False
+    ) -> EndMarks:
+        """The marks for the flags that a store holds.
+
+        Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
+        stored, the mark has its shape and dtype. With padding ``("collector", "mask")`` is bool ``[B]``; of windows of a spec,
+        ``"validity_mask"`` and ``"learning_mask"`` are.
+
+        Args:
+            store: holds the rows.
+            settings: names the flags, and says whether short windows are filled up.
+            weighted: the batch has ``"priority_weight"``.
+            apart: the native core does not read the stored flags, so it cannot merge its marks with them.
+            within: the marks take the place of the batch's own flags: columns of the same shape and dtype are marked themselves.
+        """
+        truncated_key, init_key, padded = settings.truncated_key, settings.init_key, settings.pad_output
+        fields = numbers_by_path(store)
+        places: dict[Entry, int] = {}
+        merged: list[tuple[Entry, Merge, int, int]] = []
+        ends, never, done, in_place, begun, begun_is_column = _UNWANTED, False, _UNWANTED, False, _UNWANTED, False
+        stored = len(store.schema.fields)
+        at = stored + 1
+        if truncated_key is not None:
+            *above, name = truncated_key
+            within = within and name not in ("done", "terminated")
+            number, entry = fields.get(truncated_key), public(truncated_key)
+            if within and number is not None and _is_flag(store, number, (1,)):
+                ends = places[entry] = number
+            else:
+                ends, places[entry], at = _ALONE, at, at + 1
+            number, entry = fields.get((*above, "done")), public((*above, "done"))
+            if within and number is not None and _is_flag(store, number, (1,)):
+                done, in_place, places[entry] = number, True, number
+            elif number is None or (not apart and _is_flag(store, number, (), (1,))):
+                done, places[entry], at = _ALONE if number is None else number, at, at + 1
+            else:
+                done, at = _ALONE, at + 1
+                merged.append((entry, _with_ends, number, at - 1))
+            number, entry = fields.get((*above, "terminated")), public((*above, "terminated"))
+            if number is None:
+                never, places[entry], at = True, at, at + 1
+            elif _is_flag(store, number, (1,)):
+                places[entry] = number
+            else:
+                merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
+        elif not settings.are_even:  # for transforms alone, and for goals
+            ends, places[WINDOW_ENDS], at = _ALONE, at, at + 1
+        if init_key is not None and init_key in fields:
+            number, entry = fields[init_key], public(init_key)
+            if not apart and _is_flag(store, number, (), (1,)):
+                begun, begun_is_column = number, store.schema.fields[number].shape != ()
+                places[entry] = at
+            else:
+                begun = _ALONE
+                merged.append((entry, with_starts, number, at))
+            at += 1
+        specified = settings.window is not None
+        for mask in [_VALID, _LEARNING] if specified else [_MASK] if padded else []:
+            places[mask], at = at, at + 1
+        if weighted:
+            places["priority_weight"] = at
+        wanted = _native.Marks(ends, never, done, in_place, begun, begun_is_column, padded or specified, specified)
+        return cls(wanted, places, merged, stored)
+
+    def info(self, tensors: Sequence[Tensor], *, numbered: bool, flat: bool = True) -> Info:
+        """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets. ``flat``: tensors are ``[B, ...]``,
+        else ``[B, T, ...]``.
+        """
+        info: Info = {entry: tensors[place] for entry, place in self.places.items()}
+        for entry, merge, field, mark in self.merged:
+            if flat:
+                info[entry] = merge(tensors[field], tensors[mark])
+            else:
+                merged = merge(tensors[field].flatten(0, 1), tensors[mark].flatten(0, 1))
+                info[entry] = merged.reshape(*tensors[field].shape[:2], *merged.shape[1:])
+        if numbered:
+            info["index_generation"] = tensors[-1]
+        return info
 
 
-def _described(memory: Store, number: int, field: Tensor) -> tuple[int, int, int, bool]:
-    """Address of a field, bytes of an integer, bytes from row to row, and whether it is signed."""
-    signed = memory.schema.fields[number].dtype.startswith("int")
-    return field.data_ptr(), field[:1].nbytes, row_stride(field), signed
+def _is_flag(store: Store, number: int, *shapes: tuple[int, ...]) -> bool:
+    field = store.schema.fields[number]
+    return field.dtype == "bool" and tuple(field.shape) in shapes
 
 
-def _check_integer(field: Field, argument: str) -> None:
-    if "int" not in field.dtype or field.row_bytes != DTYPES[field.dtype]:
-        raise TypeError(
-            f"sample: fragmented: {argument}={field.name!r}: expected one integer per row, got {field.dtype} {list(field.shape)}."
-        )
+# ---- flags that are stored as something else than bool [B] or [B, 1] -----------------------------------------------------
+
+
+def _as_flag(stored: Tensor) -> Tensor:
+    """A stored flag as bools ``[B, 1]`` (rows with batch dimensions: as stored)."""
+    flag = stored if stored.dtype is torch.bool else stored != 0
+    return flag.unsqueeze(-1) if flag.ndim == 1 else flag
+
+
+def _with_ends(stored: Tensor, ends: Tensor) -> Tensor:
+    flag = _as_flag(stored)
+    return flag | _like(ends, flag)
+
+
+def with_starts(stored: Tensor, first: Tensor) -> Tensor:
+    """A stored flag of first steps, set where ``first`` is: a new tensor of its shape and dtype."""
+    first = _like(first, stored)
+    return stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
+
+
+def _like(mark: Tensor, stored: Tensor) -> Tensor:
+    """Marks ``[B]`` or ``[B, 1]`` in the dimensions of a stored field."""
+    return mark if mark.ndim == stored.ndim else mark.reshape(-1, *(1,) * (stored.ndim - 1))

@@ -42,7 +42,7 @@ from engram.buffer.services import Direct, Service, as_remote, deployed, makes_c
 from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.tracing import leave_untraced
-from engram.buffer.window_priorities import of_batch
+from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record

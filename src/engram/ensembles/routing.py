@@ -13,7 +13,7 @@ from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
-from engram.buffer.window_priorities import by_window
+from engram.buffer.window_marks import by_window
 from engram.ensembles.refusing import naming
 from engram.ensembles.samplers import OnePerMember
 from engram.ensembles.storages import StorageEnsemble, check_ids, routed

@@ -11,8 +11,14 @@ from torch import Tensor
 from engram._dtypes import DTYPE_NAMES
 from engram._tensordict import is_tensorclass, tensordict_type
 from engram._words import warn
-from engram.around.episodes import NAMED, TrajectoryKeys, numbers_by_path, shared_table, step_type_bytes
-from engram.around.trajectories import find_start_stop_traj
+from engram.around.episodes import (
+    NAMED,
+    TrajectoryKeys,
+    find_start_stop_traj,
+    numbers_by_path,
+    shared_table,
+    step_type_bytes,
+)
 from engram.field_paths import as_path, public
 from engram.format.schema import Field
 from engram.nested import find_field, is_tensordict
