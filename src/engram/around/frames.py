@@ -14,7 +14,7 @@ from engram.nested import is_tensordict
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
 from engram.transforms._base import as_key, as_keys, entry, find, path_of, put, shallow
-from engram.transforms.windows import Windows, ends_of
+from engram.transforms.windows import Windows, checked_dim, ends_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,13 +81,8 @@ class CatFrames(Transform):
         reset_key: Key | None = None,
     ) -> None:
         self.N = check_count("CatFrames: N", N)
-        dim = check_count("CatFrames: dim", dim, least=-(1 << 31))
-        if dim >= 0:
-            raise ValueError(f"CatFrames: dim: expected a negative number, counted from the last dimension, got {dim}.")
-        if padding not in ("same", "constant"):
-            raise ValueError(f"CatFrames: padding: expected 'same' or 'constant', got {padding!r}.")
-        self.dim, self.padding = dim, padding
-        self.padding_value = check_number("CatFrames: padding_value", padding_value)
+        self.dim, self.padding = checked_dim("CatFrames: dim", dim), padding
+        self.padding_value = _checked_padding("CatFrames", padding, padding_value)
         self.in_keys = as_keys(["pixels"] if in_keys is None else in_keys, "CatFrames: in_keys")
         self.out_keys = list(self.in_keys) if out_keys is None else as_keys(out_keys, "CatFrames: out_keys")
         if len(self.in_keys) != len(self.out_keys):
@@ -232,6 +227,13 @@ class _Unstack(Transform):
         return made
 
 
+def _checked_padding(who: str, padding: str, value: object) -> float:
+    """The value of padding. Raises ``ValueError``: an unknown kind. ``TypeError``: no number."""
+    if padding not in ("same", "constant"):
+        raise ValueError(f"{who}: padding: expected 'same' or 'constant', got {padding!r}.")
+    return check_number(f"{who}: padding_value", value)
+
+
 def _dims(data: object, name: str) -> int:
     """How many dimensions a batch of windows has; the last one is time. Raises ``ValueError``: it has none."""
     ends = find(data, WINDOW_ENDS)
@@ -307,20 +309,15 @@ class FrameStack(Expander):
         end_when: str | None = None,
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
-        dim = None if dim is None else check_count("FrameStack: dim", dim, least=-(1 << 31))
-        if dim is not None and dim >= 0:
-            raise ValueError(
-                f"FrameStack: dim: expected a negative number, counted from the last dimension, got {dim}."
-            )
-        if padding not in ("same", "constant"):
-            raise ValueError(f"FrameStack: padding: expected 'same' or 'constant', got {padding!r}.")
+        dim = None if dim is None else checked_dim("FrameStack: dim", dim)
+        value = _checked_padding("FrameStack", padding, padding_value)
         keys = as_paths(in_keys, "FrameStack: in_keys")
         if keys is None:
             raise TypeError("FrameStack: in_keys: expected a list of keys, got None.")
         self.dim = dim
         self.in_keys = keys
         self.padding = padding
-        self.padding_value = check_number("FrameStack: padding_value", padding_value)
+        self.padding_value = value
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
 
     @property

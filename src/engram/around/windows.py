@@ -41,6 +41,8 @@ LAST_STEPS = "engram.ends"
 _TRIES = 100
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
+#: What may be shown of a batch.
+_SHOWN: tuple[Shown | Literal["apart"], ...] = ("nothing", "beside", "within", "apart")
 
 
 class _Bound(NamedTuple):
@@ -54,12 +56,9 @@ class _Bound(NamedTuple):
     layout: _native.Layout
     table: Table
     static: StaticTable | None
-    marks: dict[Shown | Literal["apart"], EndMarks]
-    """By what is shown of a batch; "apart": all, but the native core does not read the columns."""
-    batched: dict[tuple[Shown | Literal["apart"], bool], _native.Batched]
-    """How windows are laid out: the same, with tickets or without."""
-    taken: Tensor | None
-    """What the online queue has taken. Draws write to it."""
+    ways: dict[tuple[Shown | Literal["apart"], bool], tuple[EndMarks, _native.Batched]]
+    """Marks and how windows are laid out: by what is shown of a batch, with tickets or without. "apart": all is shown, but the native core
+    does not read the columns."""
     id_key: FieldPath | None
     """The field that trajectories are told by; None: they are told by end flags, or are static."""
 
@@ -191,29 +190,15 @@ class WindowSampler(NativeSampler):
             )
         schema = memory.schema
         table, static, id_key = self._table_of(memory, length if settings.window is None else settings.window.reach)
-        weighted = self.anchors is not None
-        marks: dict[Shown | Literal["apart"], EndMarks] = {
-            "nothing": EndMarks.none(),
-            "beside": EndMarks.of(memory, settings, weighted=weighted),
-            "within": EndMarks.of(memory, settings, weighted=weighted, within=True),
-            "apart": EndMarks.of(memory, settings, weighted=weighted, apart=True),
-        }
         taken = None if isinstance(table, _native.Fragments) else self._taken_of(table)
-        batched = {
-            (shown, numbered): _native.Batched(
-                settings.pad_output,
-                shown != "nothing",
-                numbered,
-                settings.flat or shown == "apart",
-                taken,
-                self.streaming,
-                shown == "apart",
-            )
-            for shown in marks
-            for numbered in (False, True)
-        }
-        layout = _native.Layout(dlpack_specs(schema.fields))
-        return _Bound(memory, schema, layout, table, static, marks, batched, taken, id_key)
+        ways: dict[tuple[Shown | Literal["apart"], bool], tuple[EndMarks, _native.Batched]] = {}
+        for shown in _SHOWN:
+            apart, rows = shown == "apart", shown != "nothing"
+            marks = EndMarks.of(memory, settings, shown, weighted=self.anchors is not None) if rows else _NO_MARKS
+            for numbered in (False, True):
+                layout = (settings.pad_output, rows, numbered, settings.flat or apart, taken, self.streaming, apart)
+                ways[shown, numbered] = marks, _native.Batched(*layout)
+        return _Bound(memory, schema, _native.Layout(dlpack_specs(schema.fields)), table, static, ways, id_key)
 
     def _table_of(self, memory: Store, window: int) -> tuple[Table, StaticTable | None, FieldPath | None]:
         """The table of windows of so many steps, the one of given boundaries, and the field that tells trajectories apart."""
@@ -287,8 +272,8 @@ class WindowSampler(NativeSampler):
             bound = self._bound_to(storage, length)
         if bound.id_key is None and bound.table.mixed():  # type: ignore[union-attr] # fragments have an id
             warn_of_mixed(type(self).__name__)
-        marks, fields = bound.marks[shown], layout or bound.layout
-        arguments = (store.core, fields, key.address, count, spec, bound.batched[shown, numbered], marks.wanted)
+        marks, batched = bound.ways[shown, numbered]
+        arguments = (store.core, layout or bound.layout, key.address, count, spec, batched, marks.wanted)
         if bound.static is None:
             tensors = self._choose(bound.table, arguments)
         else:
@@ -523,14 +508,7 @@ class EndMarks(NamedTuple):
     """Columns of the batch."""
 
     @classmethod
-    def none(cls) -> EndMarks:
-        """No marks."""
-        return cls(_native.Marks(_UNWANTED, False, _UNWANTED, False, _UNWANTED, False, False, False), {}, [])
-
-    @classmethod
-    def of(
-        cls, store: Store, settings: WindowSettings, *, weighted: bool, apart: bool = False, within: bool = False
-    ) -> EndMarks:
+    def of(cls, store: Store, settings: WindowSettings, shown: Shown | Literal["apart"], *, weighted: bool) -> EndMarks:
         """The marks for the flags that a store holds.
 
         Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
@@ -540,10 +518,12 @@ class EndMarks(NamedTuple):
         Args:
             store: holds the rows.
             settings: names the flags, and says whether short windows are filled up.
+            shown: ``"apart"``: the native core does not read the stored flags, so it cannot merge its marks with
+                them. ``"within"``: the marks take the place of the batch's own flags: columns of the same shape and dtype are marked
+                themselves.
             weighted: the batch has ``"priority_weight"``.
-            apart: the native core does not read the stored flags, so it cannot merge its marks with them.
-            within: the marks take the place of the batch's own flags: columns of the same shape and dtype are marked themselves.
         """
+        apart, within = shown == "apart", shown == "within"
         truncated_key, init_key, padded = settings.truncated_key, settings.init_key, settings.pad_output
         fields = numbers_by_path(store)
         places: dict[Entry, int] = {}
@@ -607,6 +587,9 @@ class EndMarks(NamedTuple):
         if numbered:
             info["index_generation"] = tensors[-1]
         return info
+
+
+_NO_MARKS = EndMarks(_native.Marks(_UNWANTED, False, _UNWANTED, False, _UNWANTED, False, False, False), {}, [])
 
 
 def _is_flag(store: Store, number: int, *shapes: tuple[int, ...]) -> bool:

@@ -58,6 +58,14 @@ def _of_steps(value: Tensor, steps: Tensor) -> Tensor:
     return rows[lane, steps.reshape(len(rows), *steps.shape[-2:])].reshape(*steps.shape, *value.shape[dims:])
 
 
+def checked_dim(what: str, dim: object) -> int:
+    """A dimension that is counted from the last one. Raises ``ValueError``: it is not negative. ``TypeError``: no int."""
+    number = check_count(what, dim, least=-(1 << 31))
+    if number >= 0:
+        raise ValueError(f"{what}: expected a negative number, counted from the last dimension, got {number}.")
+    return number
+
+
 def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | None:
     """The end flags under ``("next", key)``, and the ends of windows, one per step; None if there are none of either.
 
@@ -119,16 +127,11 @@ class ActionChunkTransform(Transform):
         done_key: Key | None = "done",
     ) -> None:
         self.chunk_size = check_count("ActionChunkTransform: chunk_size", chunk_size)
-        time_dim = check_count("ActionChunkTransform: time_dim", time_dim, least=-(1 << 31))
-        if time_dim >= 0:
-            raise ValueError(
-                f"ActionChunkTransform: time_dim: expected a negative number, counted from the last dimension, got {time_dim}."
-            )
         self.action_key = as_key(action_key, "ActionChunkTransform: action_key")
         self.chunk_key = as_key(chunk_key, "ActionChunkTransform: chunk_key")
         self.pad_key = as_key(pad_key, "ActionChunkTransform: pad_key")
         self.done_key = None if done_key is None else as_key(done_key, "ActionChunkTransform: done_key")
-        self.time_dim = time_dim
+        self.time_dim = checked_dim("ActionChunkTransform: time_dim", time_dim)
 
     def forward(self, data: object) -> object:
         """Add the chunks and the mask to a batch of windows. What it is given stays as it is; other entries are not copied.
