@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from engram.errors import EMPTY
 from engram.field_paths import checked_path, public
 from engram.nested import entries_of, find, flatten, has_entries, name_of
 from engram.persist.roles import boundary_fields, roles_of
+from engram.persist.rows import Boundaries
 from engram.store import DeviceStore
 from engram.types import Draw
 
@@ -189,16 +190,27 @@ class RowAccess:
         newest = self._newest(lanes)
         rows = newest[newest >= 0]
         if len(rows):
-            fields = storage.store.schema.fields
-            flags = EndFlags.of(fields, roles, terminated=terminated, call=call)
+            schema = storage.store.schema
+            meant = roles_of(schema.fields, roles)
+            marks, boundaries = (
+                _marks_of_ends(schema.fields, meant, terminated=terminated, call=call),
+                Boundaries(schema, meant),
+            )
             columns, moved = storage.read(rows)
             if moved:
                 self._reading.read_again(Draw(rows), columns, moved, call)
-            ends = flags.are_set(columns)
+            ends = torch.from_numpy(boundaries.marks([columns[number] for number in boundaries.which]).ends)
             newest[torch.isin(newest, rows[ends])] = -1
             rows = rows[~ends]
             if len(rows):
-                storage.notify(storage.edit_fields(storages.Rows(rows), flags.entries(fields, len(rows)), call), None)
+                entries: dict[FieldPath, object] = {
+                    field.key: torch.full(
+                        (len(rows), *field.shape), marks[field.key], dtype=getattr(torch, field.dtype), device="cpu"
+                    )
+                    for field in schema.fields
+                    if field.key in marks
+                }
+                storage.notify(storage.edit_fields(storages.Rows(rows), entries, call), None)
         index = wiring.user_index(newest)
         return index if storage.ndim == 1 else index.where(wiring.on_device(newest).unsqueeze(-1) >= 0, -1)
 
@@ -297,53 +309,26 @@ def _entry(data: object, key: Any) -> object:
 _LAST = 2
 
 
-class EndFlags(NamedTuple):
-    """Which fields end a trajectory, and what an end says in them."""
+def _marks_of_ends(
+    fields: Sequence[Field], roles: Sequence[str], *, terminated: bool, call: str
+) -> dict[FieldPath, int]:
+    """Path of every field that a new end is written to, and what is written.
 
-    flags: tuple[int, ...]
-    """Numbers of fields that say of an end anything but zero."""
-    step_types: tuple[int, ...]
-    """Numbers of fields that say the step type."""
-    marked: tuple[tuple[FieldPath, int], ...]
-    """Path of every field that a new end is written to, and what is written."""
+    Args:
+        fields: of the store.
+        roles: what they mean.
+        terminated: a new end is a terminal one; else a truncation.
+        call: what messages begin with.
 
-    @classmethod
-    def of(cls, fields: Sequence[Field], roles: Roles | None, *, terminated: bool, call: str) -> EndFlags:
-        """The end flags among the fields of a store.
-
-        Args:
-            fields: of the store.
-            roles: what fields mean that are not called as usual.
-            terminated: a new end is a terminal one; else a truncation.
-            call: what messages begin with.
-
-        Raises:
-            KeyError, ValueError: as :func:`roles_of`. RuntimeError: no field can say that a trajectory ends so.
-        """
-        meant = boundary_fields(fields, roles_of(fields, roles))
-        kind, other = ("terminated", "truncated") if terminated else ("truncated", "terminated")
-        marked = [(field.key, 1) for field in (*meant["done"], *meant[kind])]
-        marked += [(field.key, _LAST) for field in meant["last"]]
-        if not marked:
-            got = [public(field.key) for field in meant[other]] or [field.name for field in fields]
-            raise RuntimeError(
-                f"{call}: expected a stored flag that says 'done' or {kind!r}, or a 'step_type', got {got}. Store ('next', {kind!r}), "
-                "or name the field that says it with roles=. (Where ids tell trajectories apart, the next step's id ends one.)"
-            )
-        number = {field.key: i for i, field in enumerate(fields)}
-        flags = [number[field.key] for role in ("done", "terminated", "truncated") for field in meant[role]]
-        return cls(tuple(flags), tuple(number[field.key] for field in meant["last"]), tuple(marked))
-
-    def are_set(self, columns: Sequence[Tensor]) -> Tensor:
-        """Whether steps are ends: bool ``[n]``, n > 0. ``columns``: all fields of the store, ``[n, ...]`` each."""
-        ends = [columns[number] != 0 for number in self.flags]
-        ends += [columns[number] == _LAST for number in self.step_types]
-        return torch.stack([end.reshape(len(end), -1).any(1) for end in ends]).any(0).cpu()
-
-    def entries(self, fields: Sequence[Field], n: int) -> dict[FieldPath, object]:
-        """What ``n`` new ends say, by path."""
-        known = {field.key: field for field in fields}
-        return {
-            path: torch.full((n, *known[path].shape), value, dtype=getattr(torch, known[path].dtype), device="cpu")
-            for path, value in self.marked
-        }
+    Raises ``RuntimeError``: no field can say that a trajectory ends so.
+    """
+    meant = boundary_fields(fields, roles)
+    kind, other = ("terminated", "truncated") if terminated else ("truncated", "terminated")
+    marks = {field.key: 1 for field in (*meant["done"], *meant[kind])} | {field.key: _LAST for field in meant["last"]}
+    if not marks:
+        got = [public(field.key) for field in meant[other]] or [field.name for field in fields]
+        raise RuntimeError(
+            f"{call}: expected a stored flag that says 'done' or {kind!r}, or a 'step_type', got {got}. Store ('next', {kind!r}), "
+            "or name the field that says it with roles=. (Where ids tell trajectories apart, the next step's id ends one.)"
+        )
+    return marks
