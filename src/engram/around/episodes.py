@@ -91,12 +91,6 @@ def stored_ends(fields: Sequence[Field], known: Container[FieldPath]) -> list[Fi
     return ends + [field.key for some in sides for field in of_the_step(some)[:1]]
 
 
-def what_ends(fields: Sequence[Field], boundaries: Boundaries) -> tuple[list[int], list[int]]:
-    """:func:`step_type_bytes` and :func:`whole_flag_bytes` of each field that ends trajectories. ``fields``: of the store."""
-    ends = [fields[number] for number in boundaries.ends]
-    return [*map(step_type_bytes, ends)], [whole_flag_bytes(field, boundaries.all_flags) for field in ends]
-
-
 def checked_end_when(end_when: str | None, who: str) -> str | None:
     """``"any"``, ``"all"`` or None. Raises ``ValueError``: another value."""
     if end_when is not None and end_when not in ("any", "all"):
@@ -156,6 +150,12 @@ class TrajectoryKeys(NamedTuple):
             f"{[public(key) for key in flags]}{also}, got {got}. Name a stored field with traj_key or end_keys."
         )
 
+    def episodes(self, memory: Store, call: str) -> Episodes:
+        """The trajectories of a store. Raises as :meth:`boundaries`."""
+        name, fields = self.table or "main", memory.schema.fields
+        known = memory.indexes.made_with.get(name)
+        return Episodes(memory, self.boundaries(fields, numbers_by_path(memory), call, known), name)
+
 
 def check_order(memory: Store) -> None:
     """Raise ``TypeError`` for a store whose rows are not in the order of writing."""
@@ -166,27 +166,46 @@ def check_order(memory: Store) -> None:
         )
 
 
-def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) -> _native.Trajectories:
-    """The store's table of that name. Where there is none, one is made by a scan of the rows.
+class Episodes(NamedTuple):
+    """The trajectories of a store: which fields end one, and the table of where each begins and ends."""
 
-    Raises:
-        IncompatibleStore: the name stands for other boundaries. TypeError: rows are not in the order of steps.
-    """
-    check_order(memory)
+    memory: Store
+    boundaries: Boundaries
+    name: str
+    """Of the table, in the store."""
 
-    def make() -> _native.Trajectories:
-        which, fields = memory.on_host(boundaries.which)
-        counted = memory.indexes.windows.setdefault(name, window)
-        memory.indexes.made_with[name] = len(memory.schema.fields)
-        ids = len(boundaries.ids)
-        types, whole = ([0] * ids + sizes for sizes in what_ends(memory.schema.fields, boundaries))
-        table = _new_table(memory, ids, which, fields, counted, types, whole)
-        memory.core.attach(table)
-        _scan(table, memory)
+    @property
+    def id_key(self) -> FieldPath | None:
+        """The field that tells trajectories apart; None: end flags alone do."""
+        return next((self.memory.schema.fields[number].key for number in self.boundaries.ids), None)
+
+    def ends(self) -> tuple[tuple[int, ...], list[int], list[int]]:
+        """The fields that end a trajectory, and :func:`step_type_bytes` and :func:`whole_flag_bytes` of each."""
+        fields = [self.memory.schema.fields[number] for number in self.boundaries.ends]
+        whole = [whole_flag_bytes(field, self.boundaries.all_flags) for field in fields]
+        return self.boundaries.ends, [*map(step_type_bytes, fields)], whole
+
+    def table(self, window: int = 1) -> _native.Trajectories:
+        """The store's table of that name. Where there is none, one is made by a scan of the rows, which counts windows of so many steps.
+
+        Raises:
+            IncompatibleStore: the name stands for other boundaries. TypeError: rows are not in the order of steps.
+        """
+        memory, name, ids = self.memory, self.name, len(self.boundaries.ids)
+        check_order(memory)
+
+        def make() -> _native.Trajectories:
+            which, fields = memory.on_host(self.boundaries.which)
+            counted = memory.indexes.windows.setdefault(name, window)
+            memory.indexes.made_with[name] = len(memory.schema.fields)
+            types, whole = ([0] * ids + sizes for sizes in self.ends()[1:])
+            table = _new_table(memory, ids, which, fields, counted, types, whole)
+            memory.core.attach(table)
+            _scan(table, memory)
+            return table
+
+        table: _native.Trajectories = memory.indexes.table(name, "trajectories", self.boundaries, make)
         return table
-
-    table: _native.Trajectories = memory.indexes.table(name, "trajectories", boundaries, make)
-    return table
 
 
 def _new_table(
@@ -382,8 +401,8 @@ def fragments_table(
         )
         got = [public(field.key) for field in memory.schema.fields] if numbers else "rows of one tensor each"
         raise RuntimeError(f"sample: fragmented: expected rows with the {missing}, got {got}. Name a stored field.")
-    fields, known = memory.schema.fields, memory.indexes.made_with.get(settings.index)
-    boundaries = rules.boundaries(fields, numbers, "sample", known)._replace(ids=())
+    fields, episodes = memory.schema.fields, rules.episodes(memory, "sample")
+    boundaries = episodes.boundaries._replace(ids=())
     which = _Fields(numbers[id_key], numbers[step_key], boundaries)
     for number, argument in ((which.trajectory, "traj_key"), (which.step, "step_key")):
         _check_integer(fields[number], argument)
@@ -395,7 +414,7 @@ def fragments_table(
         owner = (*memory.control_memory, trajectory, step, *ends)
         described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
         table: _native.Fragments = _fork.registered(
-            _native.Fragments(memory.core, *described, *placed(ends), *what_ends(fields, boundaries), counted, owner)
+            _native.Fragments(memory.core, *described, *placed(ends), *episodes.ends()[1:], counted, owner)
         )
         memory.core.attach(table)
         table.catch_up()

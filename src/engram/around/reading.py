@@ -12,7 +12,7 @@ import torch
 from engram import _native
 from engram._dtypes import DTYPE_OF
 from engram._words import warn_of_mixed
-from engram.around.episodes import END_KEYS, NAMED, shared_table, step_type_bytes, what_ends
+from engram.around.episodes import END_KEYS, NAMED, step_type_bytes
 from engram.around.windows import LAST_STEPS
 from engram.errors import NoSampleable, RowError
 from engram.field_paths import FieldPath, public
@@ -187,10 +187,7 @@ class Expansion:
 
     def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
         """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
-        index = keys.table or "main"
-        boundaries = keys.boundaries(
-            reading.fields, reading.numbers, f"sample: {who}", memory.indexes.made_with.get(index)
-        )
+        self._episodes = keys.episodes(memory, f"sample: {who}")
         specs = dlpack_specs(reading.fields)
         columns = [*reading.columns, *reading.entries.values()]
         names = [*reading.entries]
@@ -199,12 +196,12 @@ class Expansion:
             columns += reading.following.columns(columns)
             names += reading.following.names
         #: The native read. It returns one tensor per column, then tickets.
-        self.native = _native.Expansion(boundaries.ends, *what_ends(reading.fields, boundaries))
+        self.native = _native.Expansion(*self._episodes.ends())
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         #: What it reads: replaced where the store has other fields.
         self.memory, self.stored = memory, reading.fields
-        self._trajectories, self._who = (index, boundaries), who
+        self._who = who
         self._stacked = [
             (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
         ]
@@ -231,8 +228,7 @@ class Expansion:
     @cached_property
     def table(self) -> _native.Trajectories:
         """Found with the first read: a sampler of windows makes its table itself, which counts windows of its length then."""
-        name, boundaries = self._trajectories
-        return shared_table(self.memory, name, boundaries, 1)
+        return self._episodes.table()
 
     @staticmethod
     def check_rows(memory: Store, who: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engram import _native
 from engram._checks import check_count, check_number
 from engram._words import warn_of_mixed
-from engram.around.episodes import END_KEYS, Boundaries, TrajectoryKeys, numbers_by_path, shared_table
+from engram.around.episodes import END_KEYS, Boundaries, Episodes, TrajectoryKeys, numbers_by_path
 from engram.around.units import SampleUnit, UnitReader, rows_of
 from engram.around.windows import with_starts
 from engram.errors import RowError
@@ -75,7 +75,7 @@ class WindowTable:
         self.memory = memory
         self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
         """The field that gets a mark at the first record of each window; None: none does."""
-        self._table = shared_table(memory, table, boundaries, 1)
+        self._table = Episodes(memory, boundaries, table).table()
         self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
         self._total, self._who = unit.total, name
         self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram import _fork, _native
 from engram._words import warn_of_mixed
-from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path, shared_table
+from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
 from engram.field_paths import WINDOW_ENDS, FieldPath, as_path, plain, public
@@ -202,18 +202,14 @@ class WindowSampler(NativeSampler):
 
     def _table_of(self, memory: Store, window: int) -> tuple[Table, StaticTable | None, FieldPath | None]:
         """The table of windows of so many steps, the one of given boundaries, and the field that tells trajectories apart."""
-        settings, rules, numbers = self.settings, self.rules, numbers_by_path(memory)
+        settings, rules = self.settings, self.rules
         if rules is not None and settings.fragmented:
             fragments, found = fragments_table(memory, settings, rules, window)
             return fragments, None, found
         if rules is not None:
-            boundaries = rules.boundaries(
-                memory.schema.fields, numbers, "sample", memory.indexes.made_with.get(settings.index)
-            )
-            table = shared_table(memory, settings.index, boundaries, window)
-            told = (path for path, number in numbers.items() if number in boundaries.ids)
-            return table, None, next(told, None)
-        if not numbers:
+            episodes = rules.episodes(memory, "sample")
+            return episodes.table(window), None, episodes.id_key
+        if not numbers_by_path(memory):
             raise RuntimeError(
                 f"{type(self).__name__}: expected rows with fields, such as dicts, got rows of one tensor each."
             )

@@ -13,10 +13,10 @@ from engram._tensordict import is_tensorclass, tensordict_type
 from engram._words import warn
 from engram.around.episodes import (
     NAMED,
+    Episodes,
     TrajectoryKeys,
     find_start_stop_traj,
     numbers_by_path,
-    shared_table,
     step_type_bytes,
 )
 from engram.field_paths import as_path, public
@@ -272,7 +272,7 @@ class Stored:
         self._numbers = numbers_by_path(memory)
         boundaries = boundaries_of(memory.schema.fields, self._numbers, trajectory_key, "query")
         name = "-".join(["query", "id" if boundaries.ids else "end", *map(str, boundaries.which)])
-        runs = torch.from_numpy(shared_table(memory, name, boundaries, 1).runs().reshape(-1, 3))
+        runs = torch.from_numpy(Episodes(memory, boundaries, name).table().runs().reshape(-1, 3))
         self._lengths = runs[:, 2]
         self._rows = self._rows_of(runs)
         self._tickets = storage.tickets_of(self._rows)
