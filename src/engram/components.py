@@ -17,11 +17,46 @@ if TYPE_CHECKING:
     from engram.types import Commit
 
 
-class Component(Declared, Dumpable):
-    """A sampler or writer of engram's own."""
+class Noted:
+    """What a store notes of an object: the arguments of its constructor, with which it is made again."""
 
     #: Arguments of the constructor that a store notes: attributes of these names.
     noted: tuple[str, ...] = ()
+
+    def config(self) -> dict[str, object]:
+        """The constructor's arguments, as plain values: a store notes them to make the component again.
+
+        >>> from engram import SamplerWithoutReplacement
+        >>> SamplerWithoutReplacement(drop_last=True).config()["drop_last"]
+        True
+        """
+        return {name: plain(getattr(self, name)) for name in self.noted}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Make the component that a store noted.
+
+        >>> from engram import SamplerWithoutReplacement
+        >>> sampler = SamplerWithoutReplacement(drop_last=True)
+        >>> SamplerWithoutReplacement.from_config(sampler.config())
+        SamplerWithoutReplacement(drop_last=True)
+        """
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        """Arguments that differ from their defaults."""
+        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
+        given = [(name, value) for name, value in self.config().items() if not _is_default(value, defaults.get(name))]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+class Component(Noted, Declared, Dumpable):
+    """A sampler or writer of engram's own."""
+
+    @property
+    def recordable(self) -> bool:
+        """Whether :meth:`config` says all."""
+        return True
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """TorchRL's; no effect, because rows and cursors are the store's."""
@@ -62,37 +97,6 @@ class Component(Declared, Dumpable):
         del capacity  # an empty state fits all
         check_keys(state_dict, (), type(self).__name__)
         return Loads()
-
-    def config(self) -> dict[str, object]:
-        """The constructor's arguments, as plain values: a store notes them to make the component again.
-
-        >>> from engram import SamplerWithoutReplacement
-        >>> SamplerWithoutReplacement(drop_last=True).config()["drop_last"]
-        True
-        """
-        return {name: plain(getattr(self, name)) for name in self.noted}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Make the component that a store noted.
-
-        >>> from engram import SamplerWithoutReplacement
-        >>> sampler = SamplerWithoutReplacement(drop_last=True)
-        >>> SamplerWithoutReplacement.from_config(sampler.config())
-        SamplerWithoutReplacement(drop_last=True)
-        """
-        return cls(**config)
-
-    @property
-    def recordable(self) -> bool:
-        """Whether :meth:`config` says all."""
-        return True
-
-    def __repr__(self) -> str:
-        """Arguments that differ from their defaults."""
-        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
-        given = [(name, value) for name, value in self.config().items() if not _is_default(value, defaults.get(name))]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 def _is_default(value: object, default: object) -> bool:

@@ -19,7 +19,7 @@ from engram.store import check_index_name
 from engram.store.memory import placed, row_stride
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
     from typing import Self
 
     from torch import Tensor
@@ -80,15 +80,19 @@ def whole_flag_bytes(field: Field, all_flags: bool) -> int:
     return DTYPES[field.dtype] if all_flags and several and not step_type_bytes(field) else 0
 
 
+def usual_flags(is_there: Callable[[FieldPath], bool]) -> list[FieldPath]:
+    """The flags that end a trajectory if no keys are given: of the next step, or where none of these is there, beside the observation."""
+    return [key for key in END_KEYS if is_there(key)] or [key[1:] for key in END_KEYS if is_there(key[1:])]
+
+
 def stored_ends(fields: Sequence[Field], known: Container[FieldPath]) -> list[FieldPath]:
     """The fields that end a trajectory if no keys are given: the usual flags, and the step types of the step and of the next one.
 
     ``known``: the paths among the fields.
     """
-    ends = [key for key in END_KEYS if key in known] or [key[1:] for key in END_KEYS if key[1:] in known]
     types = [field for field in fields if field.key in known and step_type_bytes(field)]
     sides = ([field for field in types if ("next" in field.key[:-1]) is ahead] for ahead in (False, True))
-    return ends + [field.key for some in sides for field in of_the_step(some)[:1]]
+    return usual_flags(known.__contains__) + [field.key for some in sides for field in of_the_step(some)[:1]]
 
 
 def checked_end_when(end_when: str | None, who: str) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from engram._checks import check_path
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram._words import warn
-from engram.around.episodes import END_KEYS, numbers_by_path
+from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import Expander
 from engram.around.reading import MARK, Column
 from engram.errors import ReadOnlyStore
@@ -280,9 +280,8 @@ class FinalObservations(Stateful):
             raise RuntimeError(
                 f"FinalObservations: expected one batch dimension, got {list(data.batch_size)}: columns are not supported."
             )
-        keys = [key for key in self.end_keys if find(data, key) is not None]
-        if not keys and self.end_keys == END_KEYS:  # beside the observation
-            keys = [key[1:] for key in END_KEYS if find(data, key[1:]) is not None]
+        named = self.end_keys if self.end_keys != END_KEYS else usual_flags(lambda key: find(data, key) is not None)
+        keys = [key for key in named if find(data, key) is not None]
         if not keys:
             raise KeyError(
                 f"FinalObservations: expected one of the end flags {[public(key) for key in self.end_keys]}, got none of them. Name the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -306,16 +306,7 @@ class Sequence(SampleUnit):
     ([2, 3, 4, 4], [True, True, True, False])
     """
 
-    noted: ClassVar[tuple[str, ...]] = (
-        "length",
-        "episode_boundary",
-        "done_key",
-        "burn_in",
-        "bootstrap",
-        "dilation",
-        "priority_eta",
-        "init_key",
-    )
+    noted = ("length", "episode_boundary", "done_key", "burn_in", "bootstrap", "dilation", "priority_eta", "init_key")
 
     def __init__(
         self,

@@ -184,20 +184,21 @@ class SliceSampler(WindowSampler):
         if anchors is not None and not isinstance(anchors, PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
         left, right = _as_span(name, span)
-        given = {"span": bool(left or right), "pad_output": bool(pad_output), "online": bool(online)}
-        _check_window(name, settings, given, anchored=anchors is not None)
+        settings = replace(
+            settings,
+            pad_output=bool(pad_output),
+            span=(left, right),
+            uniform_over=uniform_over,
+            online=bool(online),
+            fragmented=bool(fragmented),
+            step_key=as_path(step_key, f"{name}: step_key") if fragmented else None,
+        )
+        _check_window(name, settings, anchored=anchors is not None)
+        if fragmented:
+            _check_fragmented(name, settings, windows.get("compile"), anchored=anchors is not None)
         if anchors is not None and left:
             warn(f"{name}: span: at the left end there is none.")
-            left = False
-        settings = replace(settings, pad_output=bool(pad_output), span=(left, right), uniform_over=uniform_over)
-        settings = replace(settings, online=bool(online))
-        if fragmented:
-            unsupported: dict[str, object] = {
-                "anchors": anchors,
-                "online": online,
-                "uniform_over='anchors'": uniform_over == "anchors",
-            }
-            settings = _fragmented(name, settings, step_key, windows.get("compile"), unsupported)
+            settings = replace(settings, span=(False, right))
         if settings.slice_len is not None:
             settings.native(settings.slice_len, name)  # raises for a span that is too large
         self.cache_values = bool(cache_values)
@@ -334,7 +335,7 @@ class SliceSampler(WindowSampler):
         if self.anchors is not None or not self.online:
             return self._priorities.state_dict()
         clock, base = self._clock()
-        taken = torch.zeros(0, dtype=torch.int64, device="cpu") if self._taken is None else self._taken
+        taken = _NONE if self._taken is None else self._taken
         return {"clock": clock - base, "taken": torch.where(taken < 0, -1, taken - base)}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
@@ -344,7 +345,7 @@ class SliceSampler(WindowSampler):
         if self.anchors is not None or not self.online:
             return self._priorities.prepare_load(state_dict, capacity)
         if not state_dict:  # of a sampler without
-            return Change(self._go_on, 0, torch.zeros(0, dtype=torch.int64, device="cpu"))
+            return Change(self._go_on, 0, _NONE)
         where = type(self).__name__
         check_keys(state_dict, tuple(sorted(queue)), where)
         clock = integer(state_dict, "clock", 0, 1 << 62, where)
@@ -362,7 +363,7 @@ class SliceSampler(WindowSampler):
             self._bound = None
 
     def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
-        if not self.online:
+        if not self.online and not self.streaming:
             return None
         if self._taken is None or len(self._taken) != table.tracks:
             self._taken = torch.full((table.tracks,), -1, dtype=torch.int64, device="cpu")
@@ -386,15 +387,15 @@ class SliceSampler(WindowSampler):
         return cls(**config)
 
 
-def _check_window(name: str, settings: WindowSettings, given: dict[str, bool], *, anchored: bool) -> None:
+def _check_window(name: str, settings: WindowSettings, *, anchored: bool) -> None:
     """Raise for arguments that a :class:`WindowSpec` does not go with, or that need one."""
     window = settings.window
     if window is None:
-        if given["online"]:
+        if settings.online:
             raise TypeError(f"{name}: online=True: expected window=WindowSpec(…) beside it, which says what is queued.")
         return
-    for argument in ("span", "pad_output"):
-        if given[argument]:
+    for argument, given in {"span": any(settings.span), "pad_output": settings.pad_output}.items():
+        if given:
             raise TypeError(
                 f"{name}: expected one of window and {argument}, got both. Windows of a WindowSpec always have all their steps: "
                 'give it a padding, or pass strict_length=False, and look at "validity_mask".'
@@ -406,10 +407,8 @@ def _check_window(name: str, settings: WindowSettings, given: dict[str, bool], *
         )
 
 
-def _fragmented(
-    name: str, settings: WindowSettings, step_key: object, compiled: object, unsupported: dict[str, object]
-) -> WindowSettings:
-    """The settings of windows of interleaved trajectories. Raises for what does not go with them."""
+def _check_fragmented(name: str, settings: WindowSettings, compiled: object, *, anchored: bool) -> None:
+    """Raise for arguments that windows of interleaved trajectories do not go with."""
     for argument, given in {"span": any(settings.span), "compile": compiled}.items():
         if given:
             raise NotImplementedError(
@@ -420,17 +419,20 @@ def _fragmented(
             f"{name}: fragmented=True: expected traj_key and step_key, got {settings.static[0]}, which says nothing of steps that lie "
             "apart. Store a field of ids."
         )
-    for argument, given in unsupported.items():
+    by_anchor = settings.uniform_over == "anchors"
+    for argument, given in {
+        "anchors": anchored,
+        "online": settings.online,
+        "uniform_over='anchors'": by_anchor,
+    }.items():
         if given:
             raise ValueError(
                 f"{name}: fragmented=True: expected no {argument}: runs of steps that lie apart are drawn uniformly. Leave it out."
             )
-    key = as_path(step_key, f"{name}: step_key")
-    if key is None:
+    if settings.step_key is None:
         raise ValueError(
             f"{name}: fragmented=True: expected a step_key, the field with the number of a step in its trajectory, got None."
         )
-    return replace(settings, fragmented=True, step_key=key)
 
 
 def _as_span(who: str, span: object) -> tuple[bool | int, bool | int]:
@@ -528,7 +530,7 @@ class StreamingSliceSampler(SliceSampler):
             )
         return bound
 
-    def _taken_of(self, table: _native.Trajectories) -> Tensor:
+    def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
         """Of each track the place at which its next window begins, int64 ``[tracks]``. Draws write to it."""
         if self._loaded is not None:
             clock, positions, rows = self._loaded
@@ -536,9 +538,7 @@ class StreamingSliceSampler(SliceSampler):
             if len(positions) == table.tracks and clock <= now - base and rows in (None, self._stored_rows()):
                 self._taken = torch.from_numpy(table.places_of(positions))
             self._loaded = None
-        if self._taken is None or len(self._taken) != table.tracks:
-            self._taken = torch.full((table.tracks,), -1, dtype=torch.int64, device="cpu")
-        return self._taken
+        return super()._taken_of(table)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 

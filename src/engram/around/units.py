@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from engram.components import Noted
 from engram.errors import RowError
-from engram.field_paths import plain
 from engram.retries import Retries
 from engram.samplers import check_drawable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -71,7 +70,7 @@ def rows_of(rows: object) -> Tensor:
 Index: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
-class SampleUnit:
+class SampleUnit(Noted):
     """What a drawn row stands for: ``ReplayBuffer(sample_unit=…)`` reads, in place of each drawn row, the rows that a unit names.
 
     For one of your own, override :meth:`expand`. It runs for every batch, between the draw and the read. Rows that are written over
@@ -89,8 +88,6 @@ class SampleUnit:
     True
     """
 
-    #: Arguments of the constructor that a store notes: attributes of these names.
-    noted: ClassVar[tuple[str, ...]] = ()
     #: What a store's record may name.
     known: ClassVar[dict[str, type[SampleUnit]]] = {}
     #: Whether :meth:`config` says all: a unit of the user's own is not noted in a store.
@@ -148,31 +145,6 @@ class SampleUnit:
         >>> Transition().read_with(RandomSampler(), None)  # rows are read as they are drawn
         """
         return ExpandedReader(self, source, named)
-
-    def config(self) -> dict[str, object]:
-        """The constructor's arguments, as plain values: a store notes them to make the unit again.
-
-        >>> from engram import Sequence
-        >>> Sequence(4, burn_in=2).config()["burn_in"]
-        2
-        """
-        return {name: plain(getattr(self, name)) for name in self.noted}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Make the unit that a store noted.
-
-        >>> from engram import Sequence
-        >>> Sequence.from_config(Sequence(4).config())
-        Sequence(length=4)
-        """
-        return cls(**config)
-
-    def __repr__(self) -> str:
-        """Arguments that differ from their defaults."""
-        defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
-        given = [f"{name}={value!r}" for name, value in self.config().items() if value != defaults.get(name, self)]
-        return f"{type(self).__name__}({', '.join(given)})"
 
 
 class Transition(SampleUnit):
