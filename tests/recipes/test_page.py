@@ -43,10 +43,10 @@ HELD = {
 DIFFERS = {
     "importance weights |": "tests/samplers/test_normalize.py::test_one_row_near_0_does_not_hide_the_others",
     "goals of `HERReplayBuffer` by default": (
-        "tests/expanders/test_hindsight_goals.py::test_default_goals_are_those_that_actions_reached"
+        "tests/around/test_hindsight_goals.py::test_default_goals_are_those_that_actions_reached"
     ),
     "ends of rows that `HERReplayBuffer` relabels": (
-        "tests/expanders/test_hindsight_goals.py::test_ends_follow_from_the_new_goal"
+        "tests/around/test_hindsight_goals.py::test_ends_follow_from_the_new_goal"
     ),
     "windows of rows that have ids and end flags": (
         "tests/samplers/test_slice_boundaries.py::test_ends_and_ids_of_the_rows_given"
@@ -64,13 +64,13 @@ DIFFERS = {
     "`RayReplayBuffer`": "tests/cluster/test_ray.py::test_torchrl_spells_it_service_backend_and_its_collector_writes_into_it",
     "`RemoteTensorDictReplayBuffer`": "tests/buffer/test_remote_class.py::test_its_signature_is_that_of_torchrl",
     "goals of `HERReplayBuffer` in a full ring": (
-        "tests/expanders/test_hindsight.py::test_each_goal_that_may_be_comes_equally_often"
+        "tests/around/test_hindsight.py::test_each_goal_that_may_be_comes_equally_often"
     ),
-    "`HERReplayBuffer` with slices": "tests/expanders/test_hindsight.py::test_windows_have_one_goal_each",
-    "`end_key` of `HERReplayBuffer`": "tests/expanders/test_hindsight_end_key.py::test_an_end_key_that_was_named_must_be_stored",
-    "`reward_fn` of `HERReplayBuffer`": "tests/expanders/test_hindsight.py::test_transforms_run_after_it",
+    "`HERReplayBuffer` with slices": "tests/around/test_hindsight.py::test_windows_have_one_goal_each",
+    "`end_key` of `HERReplayBuffer`": "tests/around/test_hindsight_end_key.py::test_an_end_key_that_was_named_must_be_stored",
+    "`reward_fn` of `HERReplayBuffer`": "tests/around/test_hindsight.py::test_transforms_run_after_it",
     "several `done` flags in a row": "tests/samplers/test_several_flags.py::test_windows_end_where_the_flags_say",
-    "`Sequence` around the rows of a sampler": "tests/units/test_sequence.py::test_are_those_of_torchrl",
+    "`Sequence` around the rows of a sampler": "tests/around/test_sequence.py::test_are_those_of_torchrl",
     "`SliceSampler(fragmented=True)`": "tests/samplers/test_fragmented.py::test_runs_are_those_of_a_sort",
     "`PromptGroupSampler`, `LazyStackStorage`": "tests/samplers/test_prompt_groups_of_lists.py::test_a_list_without_a_bound_is_refused",
     "`StreamingSliceSampler` |": "tests/samplers/test_streaming.py::test_columns_have_windows_of_their_own",

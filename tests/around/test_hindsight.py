@@ -30,7 +30,7 @@ from engram import (
     replay_draws,
 )
 from tests import fresh
-from tests.expanders.hindsight import OWN, check, goals_of, reward, steps
+from tests.around.hindsight import OWN, check, goals_of, reward, steps
 from tests.ranks.jobs import checkpointer, done, job
 from tests.statistics_of import assert_proportional, assert_uniform
 
@@ -302,7 +302,7 @@ def test_a_process_beside_finds_goals_that_another_one_wrote(tmp_path):
         import torch
         from engram import HERReplayBuffer
         sys.path.insert(0, root)
-        from tests.expanders.hindsight import OWN, reward, steps
+        from tests.around.hindsight import OWN, reward, steps
         rb = HERReplayBuffer.open_or_create(folder, 60, reward_fn=reward, her_ratio=1.0, batch_size=64)
         rb.extend(steps([20, 30, 25], first=1))
         batch = rb.sample()

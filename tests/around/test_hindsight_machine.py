@@ -18,7 +18,7 @@ from engram import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from tests.expanders.hindsight import OWN, achieved_of, check, goals_of, reward
+from tests.around.hindsight import OWN, achieved_of, check, goals_of, reward
 from tests.samplers.machine import SETTINGS, StoreMachine, TrajectoryMachine
 
 

@@ -20,7 +20,7 @@ from engram import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from tests.expanders.test_next_from_following import steps
+from tests.around.test_next_from_following import steps
 
 INNER = {
     "uniform": RandomSampler,

@@ -75,7 +75,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, root)
-from tests.expanders.test_frames_on_disk import begun, checked, play
+from tests.around.test_frames_on_disk import begun, checked, play
 
 rb = begun(Path(folder))
 if len(rb):

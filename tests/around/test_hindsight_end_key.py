@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engram import HERReplayBuffer, LazyTensorStorage
-from tests.expanders.hindsight import reward, steps
+from tests.around.hindsight import reward, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample. Hindsight. goals are those that were achieved before")
 

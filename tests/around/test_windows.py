@@ -26,7 +26,7 @@ from engram import (
     TensorDictReplayBuffer,
     WriterStalled,
 )
-from tests.expanders.test_n_step import buffer, steps
+from tests.around.test_n_step import buffer, steps
 
 
 def chain(sampler):

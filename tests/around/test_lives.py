@@ -28,8 +28,8 @@ from engram import (
     replay_draws,
 )
 from tests import fresh
+from tests.around.model import UNIT, check, episodes
 from tests.serving.servers import serving
-from tests.units.model import UNIT, check, episodes
 
 
 class Pairs(SampleUnit):
@@ -116,7 +116,7 @@ class TestProcesses:
 
             sys.path.insert(0, root)
             from engram import TensorDictReplayBuffer
-            from tests.units.model import check, episodes
+            from tests.around.model import check, episodes
 
             rb = TensorDictReplayBuffer.open(folder)
             assert rb.batch_size == 8

@@ -23,7 +23,7 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from tests.units.model import rows_of, steps_of, window
+from tests.around.model import rows_of, steps_of, window
 
 FLAGS = st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=9)
 
