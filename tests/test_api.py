@@ -49,7 +49,6 @@ NAMES = [
     "DeviceReplay",
     "DoubleToFloat",
     "Draw",
-    "DrawReplay",
     "EngramError",
     "ExcludeTransform",
     "Extent",
@@ -89,7 +88,6 @@ NAMES = [
     "ObservationNorm",
     "OfflineToOnlineReplayBuffer",
     "ParameterScheduler",
-    "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -109,7 +107,6 @@ NAMES = [
     "RenameTransform",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
-    "ReplayedDraw",
     "RestoreReport",
     "RewardScaling",
     "RewardToGo",
@@ -121,7 +118,6 @@ NAMES = [
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SamplesPerInsert",
-    "SamplingLog",
     "SaveHandle",
     "SaveReport",
     "SchedulerList",
@@ -169,7 +165,6 @@ NAMES = [
     "plan",
     "prefill_replay_buffer",
     "r2d2_priority",
-    "replay_draws",
     "serve",
     "set_num_threads",
     "traj",
@@ -183,17 +178,13 @@ def test_the_list():
     assert dir(engram) == engram.__all__
 
 
-#: Names that stay for those who know them, and what is behind them.
-OTHER_NAMES = {"Plan": "WritePlan"}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_there_and_explained(name):
     value = getattr(engram, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         assert inspect.getdoc(value)
         assert value.__doc__, f"{name} has no docstring of its own"
-        assert value.__name__ == OTHER_NAMES.get(name, name)
+        assert value.__name__ == name
 
 
 def test_unknown_names():
