@@ -19,7 +19,7 @@ from engram import errors
 
 SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 #: Of an extra that wheels are tested without.
-OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers", "demo.nodes")} | {
+OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers")} | {
     f"engram.cluster.{name}" for name in ("lists", "shard", "placement", "saving")
 }
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
@@ -263,7 +263,7 @@ def test_numbers_of_threads(n, kind):
 def raised():
     """(file, line, class name) of everything the library raises by name; programs end as click wants it."""
     for path in SOURCES:
-        if path.parent.name in {"cli", "demo"}:
+        if path.parent.name == "cli":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and node.exc is not None:
