@@ -123,7 +123,7 @@ $(VENV)/.rivals: $(VENV)/.torch
 
 # Ray is for several nodes only: it is large.
 demo: $(VENV)/.engram-demo $(if $(findstring --nodes,$(ARGS)),$(VENV)/.ray)
-	@$(BIN)/engram demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+	@$(BIN)/python -m examples.$(if $(findstring --nodes,$(ARGS)),nodes,demo) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 # For the minutes between two edits. `make check` and `make test` come before a commit.
 quick: $(VENV)/.engram-dev

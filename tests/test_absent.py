@@ -37,6 +37,12 @@ def test_each_name_that_is_not_here_says_so():
         assert text.endswith("."), name
 
 
+@pytest.mark.parametrize("name", _absent._REMOVED)
+def test_a_name_that_was_removed_says_what_to_use(name):
+    assert name not in engram.__all__
+    assert ". It was removed. " in str(said_of(name))
+
+
 def test_the_table_has_no_other_names():
     beside = {
         name for (module, _), names in _absent._ELSEWHERE.items() if module not in NAMES for name in names.split()

@@ -16,10 +16,6 @@ from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTens
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
 from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
 from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
-from engram.buffer.replayed import DrawReplay as DrawReplay
-from engram.buffer.replayed import ReplayedDraw as ReplayedDraw
-from engram.buffer.replayed import replay_draws as replay_draws
-from engram.buffer.sampling_log import SamplingLog as SamplingLog
 from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
 from engram.checkpoint.checkpointer import RestoreReport as RestoreReport
 from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
@@ -130,7 +126,6 @@ from engram.transforms import VecNorm as VecNorm
 from engram.types import Changes as Changes
 from engram.types import Draw as Draw
 from engram.types import Extent as Extent
-from engram.types import Plan as Plan
 from engram.types import RowStorage as RowStorage
 from engram.types import Sampler as Sampler
 from engram.types import Traits as Traits

@@ -8,6 +8,15 @@ _INSTEAD = {
     "VecNormV2": "It is for environments: TorchRL's buffers do not take it, either. engram.VecNorm normalizes the rows of a buffer.",
 }
 
+#: Names that engram had, and what to use.
+_REMOVED = {
+    "Plan": "engram.WritePlan is its other name.",
+    **dict.fromkeys(
+        ("DrawReplay", "ReplayedDraw", "SamplingLog", "replay_draws"),
+        "sample(return_info=True) says which rows a batch has: examples/sampling_log.py writes them down and reads them again.",
+    ),
+}
+
 #: What programs go on importing from TorchRL, by where it is, and what buffers do with it.
 _ELSEWHERE = {
     ("torchrl.data", ""): """
@@ -67,7 +76,9 @@ _MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names
 
 
 def said_of(name: str) -> str:
-    """A sentence on a name of TorchRL's that is not here; empty for other names."""
+    """A sentence on a name that engram had, or a name of TorchRL's that is not here; empty for other names."""
+    if name in _REMOVED:
+        return f". It was removed. {_REMOVED[name]}"
     module, what = _MODULES.get(name, ("", ""))
     instead = f"Import it from {module}.{what}" if module else _INSTEAD.get(name)
     return "" if instead is None else f". It is a name of TorchRL's that engram does not have. {instead}"

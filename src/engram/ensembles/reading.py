@@ -93,9 +93,9 @@ class EnsembleReadPath(ReadPath):
         raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
         return self._finished(*raw, return_info=return_info)
 
-    def read(self, key: Key, n: int, shown: Shown = "beside", *, recorded: bool = False) -> _Raw:  # type: ignore[override] # parts in place of columns
+    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override] # parts in place of columns
         """As of a buffer; for batches ahead, which do not wait for the limits of members."""
-        del shown, recorded
+        del shown
         return self._drawn(key.value, n, 0.0)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
