@@ -84,15 +84,12 @@ class Memory(NamedTuple):
     schema: Schema
     place: str
     core: Limits
+    bare: Limits
+    """The same: a store's own looks up less."""
     directory: None = None
     is_native: bool = True
     closed: bool = False
     participant: int = 0
-
-    @property
-    def bare(self) -> Limits:
-        """As a store's."""
-        return self.core
 
 
 class Drawn(NamedTuple):
@@ -117,7 +114,7 @@ class ServedStorage(Storage):
         self._schema = schema
         self.structure = Structure.from_schema(schema)
         self.memory = cast(
-            "Store", Memory(schema, place, limits, participant=participant)
+            "Store", Memory(schema, place, limits, limits, participant=participant)
         )  # as far as readers look at it
         self.ndim = 1 + len(schema.columns)
 
