@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.ensembles.members import Member
     from engram.types import Entry, Extent, WritePlan
+
+Rows = TypeVar("Rows", bound="Tensor | TensorDict")
 
 
 class Routing:
@@ -286,7 +288,7 @@ class _Share(NamedTuple):
     rows: Tensor
     """Their numbers in the member."""
 
-    def of(self, values: Any) -> Any:
+    def of(self, values: Tensor | None) -> Tensor | None:
         """Its part of values, one for each row of the call; None stays."""
         return None if values is None else _at(values, self.at)
 
@@ -302,9 +304,9 @@ class _Share(NamedTuple):
                 raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
 
 
-def _at(values: Any, at: Tensor) -> Any:
-    """Some rows of a tensor or a TensorDict, wherever it lies."""
-    return values[at.to(values.device or "cpu")]
+def _at(values: Rows, at: Tensor) -> Rows:
+    """Some rows, wherever they lie."""
+    return cast("Rows", values[at.to(values.device or "cpu")])
 
 
 def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
