@@ -14,12 +14,11 @@ from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_priorities import by_window
-from engram.ensembles.refusing import naming
-from engram.ensembles.samplers import OnePerMember
-from engram.ensembles.storages import StorageEnsemble, check_ids, routed
 from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path, public
 from engram.fleet.plans import places_of
+from engram.members.samplers import OnePerMember
+from engram.members.storages import StorageEnsemble, check_ids, naming, routed
 from engram.nested import find, has_entries, map_leaves
 from engram.samplers._base import refuse_batch
 from engram.samplers.prioritized import rows_of
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram.buffer.wiring import Wiring
-    from engram.ensembles.members import Member
+    from engram.members.reading import Member
     from engram.types import Entry, Extent, WritePlan
 
 Rows = TypeVar("Rows", bound="Tensor | TensorDict")
