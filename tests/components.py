@@ -2,7 +2,7 @@
 
 import torch
 
-from engram import Draw, Plan
+from engram import Draw, WritePlan
 
 
 class Listener:
@@ -65,4 +65,4 @@ class Backwards:
         if written + n > extent.capacity:
             self.asked.pop()
             raise RuntimeError("no room left")
-        return Plan(rows=torch.arange(extent.capacity - 1 - written, extent.capacity - 1 - written - n, -1))
+        return WritePlan(rows=torch.arange(extent.capacity - 1 - written, extent.capacity - 1 - written - n, -1))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import engram
-import engram.around
-import engram.samplers
 from engram import LazyTensorStorage, ReplayBuffer, _absent
 
+ROOT = Path(engram.__file__).parent
 #: What TorchRL's modules have, in lines of words.
 FROZEN = json.loads(Path(__file__).with_name("torchrl_names.json").read_text())
 NAMES = {module: " ".join(lines).split() for module, lines in FROZEN.items()}
@@ -38,6 +37,12 @@ def test_each_name_that_is_not_here_says_so():
         text = str(said_of(name)).partition(". ")[2]
         assert text.startswith("It is a name of TorchRL's that engram does not have. "), name
         assert text.endswith("."), name
+
+
+@pytest.mark.parametrize("name", _absent._REMOVED)
+def test_a_name_that_was_removed_says_what_to_use(name):
+    assert name not in engram.__all__
+    assert ". It was removed. " in str(said_of(name))
 
 
 def test_the_table_has_no_other_names():
@@ -92,42 +97,52 @@ def test_other_names_are_no_names():
         assert not hasattr(rb, "ReplayBufferEnsemble")
 
 
-# ---- modules that have moved -------------------------------------------------------------------------------------------
-
-#: Paths that programs and pickles of earlier versions name, and a class that was there.
-OLD = {
-    "engram.expanders": "NStep",
-    "engram.expanders._base": "Expander",
-    "engram.expanders.cat_frames": "FrameStack",
-    "engram.expanders.hindsight": "HindsightStrategy",
-    "engram.expanders.next_from_following": "FinalObservations",
-    "engram.samplers": "SliceSampler",
-    "engram.samplers.prioritized_slices": "PrioritizedSliceSampler",
-    "engram.samplers.slices": "StreamingSliceSampler",
-    "engram.samplers.slices_epoch": "SliceSamplerWithoutReplacement",
-    "engram.samplers.trajectory_tables": "TrajectoryKeys",
-    "engram.samplers.window_spec": "WindowSpec",
-    "engram.trajectories": "find_start_stop_traj",
-    "engram.units": "Transition",
-    "engram.units.sequence": "Sequence",
-}
+# ---- modules that moved ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "name"), OLD.items())
-def test_a_module_is_found_by_the_path_that_it_had(module, name):
-    found = getattr(importlib.import_module(module), name)
-    assert found is getattr(engram.around, name)
-    assert pickle.loads(f"c{module}\n{name}\n.".encode()) is found
+@pytest.mark.parametrize("path", [f"engram.{name}" for name in _absent._MOVED])
+def test_modules_are_imported_by_the_paths_that_they_had(path):
+    was, there = importlib.import_module(path), importlib.import_module(_absent.moved_to(path))
+    names = {name for name in vars(there) if not name.startswith("__")}
+    assert names
+    assert all(getattr(was, name) is getattr(there, name) for name in names)
 
 
-def test_every_module_that_has_moved_is_tried():
-    assert {*_absent.MOVED, *_absent.MOVED_NAMES} <= OLD.keys()
-    for where, names in _absent.MOVED_NAMES.values():
-        assert all(hasattr(importlib.import_module(where), name) for name in names.split())
+def test_modules_inside_of_folders_that_moved():
+    from engram.ensembles import samplers
+    from engram.ensembles.replay_buffer import ReplayBufferEnsemble
+
+    assert ReplayBufferEnsemble is engram.ReplayBufferEnsemble
+    assert samplers.SamplerEnsemble is engram.SamplerEnsemble
+    with pytest.raises(ModuleNotFoundError, match=r"engram\.members\.nothing"):
+        importlib.import_module("engram.ensembles.nothing")
+    with pytest.raises(ModuleNotFoundError, match=r"engram\.nothing"):
+        importlib.import_module("engram.nothing")
 
 
-def test_what_never_was_is_not_found():
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'engram\.expander'"):
-        importlib.import_module("engram.expander")
-    with pytest.raises(AttributeError, match=r"module 'engram\.samplers' has no attribute 'Slices'"):
-        _ = engram.samplers.Slices
+def test_no_module_is_where_others_were():
+    there = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    assert not there & {name for old in _absent._MOVED for name in (old, f"{old}.__init__")}
+
+
+def test_names_that_a_module_had():
+    for module, (there, names) in _absent._MOVED_NAMES.items():
+        was, now = importlib.import_module(module), importlib.import_module(there)
+        assert all(getattr(was, name) is getattr(now, name) for name in names.split())
+        with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'Nothing'"):
+            _ = was.Nothing
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("engram.expanders.hindsight", "HindsightStrategy"),
+        ("engram.expanders.n_step", "NStep"),
+        ("engram.samplers", "SliceSampler"),
+        ("engram.samplers.slices", "StreamingSliceSampler"),
+        ("engram.samplers.window_spec", "WindowSpec"),
+        ("engram.units.sequence", "Sequence"),
+    ],
+)
+def test_pickles_name_classes_by_the_paths_that_they_had(module, name):
+    assert pickle.loads(f"c{module}\n{name}\n.".encode()) is getattr(engram, name)

@@ -19,7 +19,7 @@ from engram import errors
 
 SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 #: Of an extra that wheels are tested without.
-OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers", "demo.nodes")} | {
+OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers")} | {
     f"engram.cluster.{name}" for name in ("lists", "shard", "placement", "saving")
 }
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
@@ -49,7 +49,6 @@ NAMES = [
     "DeviceReplay",
     "DoubleToFloat",
     "Draw",
-    "DrawReplay",
     "EngramError",
     "ExcludeTransform",
     "Extent",
@@ -89,7 +88,6 @@ NAMES = [
     "ObservationNorm",
     "OfflineToOnlineReplayBuffer",
     "ParameterScheduler",
-    "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -109,7 +107,6 @@ NAMES = [
     "RenameTransform",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
-    "ReplayedDraw",
     "RestoreReport",
     "RewardScaling",
     "RewardToGo",
@@ -121,7 +118,6 @@ NAMES = [
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SamplesPerInsert",
-    "SamplingLog",
     "SaveHandle",
     "SaveReport",
     "SchedulerList",
@@ -169,7 +165,6 @@ NAMES = [
     "plan",
     "prefill_replay_buffer",
     "r2d2_priority",
-    "replay_draws",
     "serve",
     "set_num_threads",
     "traj",
@@ -183,17 +178,13 @@ def test_the_list():
     assert dir(engram) == engram.__all__
 
 
-#: Names that stay for those who know them, and what is behind them.
-OTHER_NAMES = {"Plan": "WritePlan"}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_there_and_explained(name):
     value = getattr(engram, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         assert inspect.getdoc(value)
         assert value.__doc__, f"{name} has no docstring of its own"
-        assert value.__name__ == OTHER_NAMES.get(name, name)
+        assert value.__name__ == name
 
 
 def test_unknown_names():
@@ -272,7 +263,7 @@ def test_numbers_of_threads(n, kind):
 def raised():
     """(file, line, class name) of everything the library raises by name; programs end as click wants it."""
     for path in SOURCES:
-        if path.parent.name in {"cli", "demo"}:
+        if path.parent.name == "cli":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and node.exc is not None:

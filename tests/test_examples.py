@@ -118,6 +118,10 @@ def check_gpu_learner(said):
     assert said.endswith(f"101 updates on {device}\n")
 
 
+def check_sampling_log(said):
+    assert said == ("10 of 10 batches come again\nfrom the checkpoint: 10\nwhen their rows were overwritten: 0\n")
+
+
 def check_returns(said):
     """An agent that learns tells the return of every episode."""
     assert re.fullmatch(r"(step \d+: return -?\d+\n)+", said)
@@ -137,6 +141,7 @@ CHECKS = {
     "resumable_training.py": check_resumable_training,
     "offline_to_online.py": check_offline_to_online,
     "own_storage.py": check_own_storage,
+    "sampling_log.py": check_sampling_log,
     "two_indexes.py": check_two_indexes,
 }
 #: Arguments of those that take longer to show all they can.

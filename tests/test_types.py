@@ -7,7 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram import Draw, Extent, ImmutableDatasetWriter, Plan, RandomSampler, RoundRobinWriter, Sampler, Write, Writer
+from engram import (
+    Draw,
+    Extent,
+    ImmutableDatasetWriter,
+    RandomSampler,
+    RoundRobinWriter,
+    Sampler,
+    Write,
+    WritePlan,
+    Writer,
+)
 from tests.components import Backwards, Listener, Newest
 
 
@@ -56,7 +66,7 @@ def test_tickets_of_a_write():
 
 
 @pytest.mark.parametrize(
-    "value", [Extent(3, (1,), (1,)), Plan(lane=0), Write(torch.zeros(1), 1), Draw(torch.zeros(1))], ids=repr
+    "value", [Extent(3, (1,), (1,)), WritePlan(lane=0), Write(torch.zeros(1), 1), Draw(torch.zeros(1))], ids=repr
 )
 def test_values_are_frozen(value):
     with pytest.raises(AttributeError):
@@ -64,7 +74,7 @@ def test_values_are_frozen(value):
 
 
 def test_defaults():
-    assert Plan() == (None, None, None)
+    assert WritePlan() == (None, None, None)
     assert Draw(torch.zeros(1)).tickets is None
     assert dict(Draw(torch.zeros(1)).info) == {}
     assert Extent(3, (1,), (1,)).holes is None

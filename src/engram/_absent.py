@@ -1,70 +1,63 @@
-"""Public names of TorchRL's data and transforms that engram does not have, and what to use."""
+"""Names that are not where a program looks for them: those of TorchRL's that engram does not have, and modules that moved."""
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.util import spec_from_loader
+import importlib
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-#: Where modules are that programs and pickles name by the paths that they had before, with all modules that were in them.
-MOVED = {
-    "engram.expanders": "engram.around",
-    "engram.samplers.prioritized_slices": "engram.around",
-    "engram.samplers.slices": "engram.around",
-    "engram.samplers.slices_epoch": "engram.around",
-    "engram.samplers.trajectory_tables": "engram.around",
-    "engram.samplers.window_spec": "engram.around",
-    "engram.trajectories": "engram.around",
-    "engram.units": "engram.around",
+#: Modules by the paths that they had in the package, which are imported until 1.0, and where they are. Those inside of a folder
+#: moved with it, unless they are named, too.
+_MOVED = {
+    "ensembles": "members",
+    "ensembles.members": "members.reading",
+    "ensembles.refusing": "members.storages",
+    "expanders": "around",
+    "expanders._base": "around.expander",
+    "expanders.cat_frames": "around.frames",
+    "expanders.expansion": "around.reading",
+    "expanders.n_step": "around.returns",
+    "expanders.next_from_following": "around.following",
+    "expanders.relabelling": "around.hindsight",
+    "expanders.reward_to_go": "around.returns",
+    "offline_to_online": "members.offline_to_online",
+    "samplers.prioritized_slices": "around.slices",
+    "samplers.slices": "around.slices",
+    "samplers.slices_epoch": "around.slices",
+    "samplers.trajectory_tables": "around.episodes",
+    "samplers.window_settings": "around.settings",
+    "samplers.window_spec": "around.settings",
+    "samplers.windows": "around.windows",
+    "trajectories": "around",
+    "units": "around",
+    "units._base": "around.units",
+    "units.anchor_priorities": "around.sequence",
 }
-#: Where the names are that a module had, which has others still.
-MOVED_NAMES = {
+#: Names that modules had, which are where they were, and where the names are.
+_MOVED_NAMES = {
     "engram.samplers": (
         "engram.around",
         "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec",
     )
 }
 
-
-class _Finder(MetaPathFinder, Loader):
-    """Finds modules by the paths that they had before."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - Python's
-        known = name in MOVED or name.rpartition(".")[0] in MOVED
-        return spec_from_loader(name, self, is_package=True) if known else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        vars(module)["__getattr__"] = partial(getattr, import_module(MOVED.get(name) or MOVED[name.rpartition(".")[0]]))
-
-
-sys.meta_path.insert(0, _Finder())  # before others: a folder without modules is a package, too
-
-
-def moved(module: str) -> Callable[[str], object]:
-    """The ``__getattr__`` of a module, for the names that it had before."""
-    where, names = MOVED_NAMES[module]
-
-    def found(name: str) -> object:
-        if name not in names.split():
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(import_module(where), name)
-
-    return found
-
-
 _INSTEAD = {
     "InPlaceSampler": "TorchRL has deprecated it.",
     "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",
     "VecNormV2": "It is for environments: TorchRL's buffers do not take it, either. engram.VecNorm normalizes the rows of a buffer.",
+}
+
+#: Names that engram had, and what to use.
+_REMOVED = {
+    "Plan": "engram.WritePlan is its other name.",
+    **dict.fromkeys(
+        ("DrawReplay", "ReplayedDraw", "SamplingLog", "replay_draws"),
+        "sample(return_info=True) says which rows a batch has: examples/sampling_log.py writes them down and reads them again.",
+    ),
 }
 
 #: What programs go on importing from TorchRL, by where it is, and what buffers do with it.
@@ -125,8 +118,50 @@ class StoreStorage:
 _MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names.split()}
 
 
+def moved_to(path: str) -> str | None:
+    """Where the module is that had this path; None: none had."""
+    package, _, name = path.partition(".")
+    if package != "engram" or not name:
+        return None
+    if name in _MOVED:
+        return f"engram.{_MOVED[name]}"
+    folder, _, inside = path.rpartition(".")
+    there = moved_to(folder)
+    return None if there is None else f"{there}.{inside}"
+
+
+class MovedModules:
+    """Imports modules by the paths that they had. Python asks it where nothing else finds one."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """As of ``sys.meta_path``."""
+        return None if moved_to(name) is None else ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As of any module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module the names of the one that has its place."""
+        there = vars(importlib.import_module(str(moved_to(module.__name__))))
+        vars(module).update({name: value for name, value in there.items() if name not in vars(module)})
+
+
+def moved_names(module: str) -> Callable[[str], object]:
+    """The ``__getattr__`` of a module that had other names, too."""
+    there, names = _MOVED_NAMES[module]
+
+    def found(name: str) -> object:
+        if name not in names.split():
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(there), name)
+
+    return found
+
+
 def said_of(name: str) -> str:
-    """A sentence on a name of TorchRL's that is not here; empty for other names."""
+    """A sentence on a name that engram had, or a name of TorchRL's that is not here; empty for other names."""
+    if name in _REMOVED:
+        return f". It was removed. {_REMOVED[name]}"
     module, what = _MODULES.get(name, ("", ""))
     instead = f"Import it from {module}.{what}" if module else _INSTEAD.get(name)
     return "" if instead is None else f". It is a name of TorchRL's that engram does not have. {instead}"

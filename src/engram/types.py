@@ -67,7 +67,6 @@ __all__ = [
     "Draw",
     "Extent",
     "Listener",
-    "Plan",
     "RowStorage",
     "SampledStorage",
     "Sampler",
@@ -241,10 +240,6 @@ class WritePlan(NamedTuple):
         rows = torch.full((n,), -1, device="cpu")
         rows[self.kept] = written
         return rows
-
-
-#: Another name of :class:`WritePlan`.
-Plan = WritePlan
 
 
 class Write(NamedTuple):

@@ -23,11 +23,9 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
     RewardToGo,
-    SamplingLog,
     SliceSampler,
     TensorDictReplayBuffer,
     WindowSpec,
-    replay_draws,
 )
 from tests import fresh
 from tests.around.hindsight import OWN, check, goals_of, reward, steps
@@ -360,17 +358,6 @@ def test_checkpoints_of_other_numbers_of_ranks(tmp_path):
         checked(rb, "future", batches=3)
         rows += len(rb)
     assert rows == 2 * (18 + 19 + 20)
-
-
-def test_a_log_is_replayed(tmp_path):
-    rb = her("future", 0.5, batch_size=32)
-    rb.extend(steps([20, 30, 50]))  # full
-    with SamplingLog(tmp_path / "log", rb):
-        batches = [rb.sample() for _ in range(3)]
-    again = list(replay_draws(tmp_path / "log", rb))
-    assert [drawn.state for drawn in again] == ["same"] * 3
-    for batch, drawn in zip(batches, again, strict=True):
-        assert (batch == drawn.batch).all()
 
 
 def test_beside_a_writer_goals_are_of_the_rows_episode():

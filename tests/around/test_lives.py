@@ -19,13 +19,10 @@ from engram import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     SampleUnit,
-    SamplingLog,
     Sequence,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
     Transition,
-    replay_draws,
 )
 from tests import fresh
 from tests.around.model import UNIT, check, episodes
@@ -268,16 +265,6 @@ class TestCheckpoints:
         check(other.sample())
         other.extend(episodes(500, 1, 7), lane=0)
         check(other.sample())
-
-
-def test_a_log_replays_them(tmp_path):
-    rb = buffer(writer=TensorDictRoundRobinWriter(track_generations=True))
-    rb.extend(episodes(0, 8, 7))
-    with SamplingLog(tmp_path / "draws.log", rb):
-        batches = [rb.sample() for _ in range(3)]
-    for drawn, batch in zip(replay_draws(tmp_path / "draws.log", rb), batches, strict=True):
-        assert drawn.state == "same"
-        assert bool((drawn.batch == batch).all())
 
 
 def test_batches_as_arrays():

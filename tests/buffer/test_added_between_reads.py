@@ -16,7 +16,6 @@ from engram import (
     RewardToGo,
     SamplerWithoutReplacement,
     SampleUnit,
-    SamplingLog,
     Sequence,
     SliceSampler,
     TensorStorage,
@@ -136,16 +135,6 @@ def test_prefetched_batches_and_those_of_a_loader(way, monkeypatch):
     with DeviceLoader(rb, "cpu") as loader:
         assert "t" in growing(lambda: next(iter(loader)))
     rb.close()
-
-
-def test_what_is_drawn_meanwhile_is_logged(monkeypatch, tmp_path):
-    rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=8, sampler=NStep(RandomSampler(), 3, 0.9))
-    rb.extend(rows(0))
-    growing = Growing(rb, monkeypatch)
-    with SamplingLog(tmp_path / "log", rb) as log:
-        for _ in range(3):
-            growing(rb.sample)
-        assert log.batches == 3
 
 
 def test_members_of_an_ensemble_get_a_field_one_after_another():

@@ -13,11 +13,11 @@ from engram import (
     LazyTensorStorage,
     ListStorage,
     NoSampleable,
-    Plan,
     ReplayBuffer,
     RoundRobinWriter,
     RowError,
     TensorDictReplayBuffer,
+    WritePlan,
     WriterStalled,
     _native,
 )
@@ -396,7 +396,7 @@ class TestWriters:
     def test_another_number_of_places(self, storage, rows):
         class Wrong(Backwards):
             def place(self, extent, n, lane, data):
-                return Plan(rows=torch.tensor(rows))
+                return WritePlan(rows=torch.tensor(rows))
 
         rb = ReplayBuffer(storage=storage(3), writer=Wrong())
         with pytest.raises(RuntimeError, match="2"):
@@ -407,7 +407,7 @@ class TestWriters:
     def test_places_outside(self, storage, row):
         class Wrong(Backwards):
             def place(self, extent, n, lane, data):
-                return Plan(rows=torch.tensor([0, row]))
+                return WritePlan(rows=torch.tensor([0, row]))
 
         rb = ReplayBuffer(storage=storage(3), writer=Wrong())
         with pytest.raises(RowError):
@@ -417,7 +417,7 @@ class TestWriters:
     def test_lanes(self, storage):
         class Alternating(Backwards):
             def place(self, extent, n, lane, data):
-                return Plan(lane=torch.arange(n) % 2)
+                return WritePlan(lane=torch.arange(n) % 2)
 
         rb = ReplayBuffer(storage=storage(6, lanes=2), writer=Alternating())
         assert rb.extend(torch.arange(4)).tolist() == [0, 3, 1, 4]
@@ -425,12 +425,12 @@ class TestWriters:
 
 
 def test_in_a_list():
-    rb = ReplayBuffer(3, writer=type("Ring", (), {"place": lambda *_: Plan(lane=0)}))
+    rb = ReplayBuffer(3, writer=type("Ring", (), {"place": lambda *_: WritePlan(lane=0)}))
     assert rb.extend(["a", "b"]).tolist() == [0, 1]
 
     class Overwrites:
         def place(self, extent, n, lane, data):
-            return Plan(rows=torch.arange(n))
+            return WritePlan(rows=torch.arange(n))
 
     rb.set_writer(Overwrites())
     assert rb.extend(["c", "d", "e"]).tolist() == [0, 1, 2]
@@ -438,7 +438,7 @@ def test_in_a_list():
 
     class TooFew:
         def place(self, extent, n, lane, data):
-            return Plan(rows=torch.arange(n - 1))
+            return WritePlan(rows=torch.arange(n - 1))
 
     rb.set_writer(TooFew())
     with pytest.raises(RuntimeError, match="2"):
@@ -452,7 +452,7 @@ def test_a_writer_may_refine_the_ring(storage):
 
     class EverySecond(RoundRobinWriter):
         def place(self, extent, n, lane, data):
-            return Plan(rows=2 * torch.arange(n))
+            return WritePlan(rows=2 * torch.arange(n))
 
     rb = ReplayBuffer(storage=LazyTensorStorage(9), writer=EverySecond())
     assert rb.add(torch.tensor(1)) == 0

@@ -20,7 +20,7 @@ from engram import (
 )
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.store import DeviceStore
-from engram.types import Plan
+from engram.types import WritePlan
 
 # ---- lanes that are not named --------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ def test_existing_data_fills_every_lane_of_a_device():
     store.tensors[0].copy_(data)
     store.core.fill()
     assert store.extent().filled == (4, 4)
-    assert store.write(Plan(lane=1), [torch.tensor([9])], 1).rows.tolist() == [4]
+    assert store.write(WritePlan(lane=1), [torch.tensor([9])], 1).rows.tolist() == [4]
 
 
 def test_refused_lanes_allocate_nothing():

@@ -3,9 +3,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from types import ModuleType
 
 import click.testing
 import pytest
@@ -22,7 +20,7 @@ def test_help_and_version_start_without_torch():
         "import sys\n"
         "from click.testing import CliRunner\n"
         "from engram.cli import main\n"
-        "for arguments in (['--help'], ['--version'], ['demo', '--help'], ['doctor', '--help']):\n"
+        "for arguments in (['--help'], ['--version'], ['plan', '--help'], ['doctor', '--help']):\n"
         "    result = CliRunner().invoke(main, arguments)\n"
         "    assert result.exit_code == 0, result.output\n"
         "print(sorted({'torch', 'tensordict', 'numpy'} & set(sys.modules)))\n"
@@ -40,50 +38,6 @@ def test_it_runs_as_a_module():
     assert done.stdout.strip() == f"engram, version {__version__}"
     wrong = subprocess.run([sys.executable, "-m", "engram", "inpsect"], capture_output=True, text=True, check=False)
     assert (wrong.returncode, "Usage: engram " in wrong.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("missing", ["gymnasium", "matplotlib"])
-def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, missing, None)
-    result = click.testing.CliRunner().invoke(main, ["demo"])
-    assert result.exit_code == 1
-    assert result.output.strip() == f'Error: engram demo needs {missing}: pip install "engram-replay[demo]"'
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("missing", ["ray", "pyarrow"])
-def test_the_demo_of_two_nodes_says_what_it_lacks(missing, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("ray", "pyarrow"):  # whether they are installed or not
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        sys.modules[name].__spec__ = ModuleSpec(name, None)
-    monkeypatch.setitem(sys.modules, missing, None)
-    result = click.testing.CliRunner().invoke(main, ["demo", "--nodes", "2"])
-    assert result.exit_code == 1
-    assert result.output.strip() == f'Error: engram demo needs {missing}: pip install "engram-replay[demo,ray]"'
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--steps", "0"],
-        ["--seed", "-1"],
-        ["--steps", "many"],
-        ["--actors", "0"],
-        ["--actors", "65"],
-        ["--sampler", "best"],
-        ["--nodes", "0"],
-        ["--nodes", "3"],
-        ["--nodes", "two"],
-    ],
-)
-def test_options_out_of_range(arguments):
-    result = click.testing.CliRunner().invoke(main, ["demo", *arguments])
-    assert result.exit_code == 2
-    assert arguments[0] in result.output
-    assert arguments[1] in result.output
 
 
 def test_doctor_names_what_it_finds():

@@ -1,4 +1,4 @@
-"""``engram demo`` as a user runs it."""
+"""``make demo`` as a user runs it."""
 
 import contextlib
 import os
@@ -8,32 +8,42 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click.testing
 import pytest
 import torch
 
-from engram import ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
-from engram.cli import main
-from engram.demo import run as demo
+from engram import ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from examples.demo import run
 from tests import waiting
 from tests.processes import running
 from tests.waiting import until
 
-COMMAND = [sys.executable, "-c", "from engram.cli import main; main()"]
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "examples.demo"]
 
 
-def test_numbered_folders(tmp_path):
-    assert demo.new_folder(tmp_path) == tmp_path / "run-001"
-    (tmp_path / "run-001").mkdir()
-    assert demo.new_folder(tmp_path) == tmp_path / "run-002"
+def test_numbered_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "run", lambda options: 0)
+    for number in ("001", "002"):
+        with pytest.raises(SystemExit) as ended:
+            run.main([])
+        assert ended.value.code == 0
+        assert (tmp_path / "engram-demo" / f"run-{number}").is_dir()
 
 
-def test_a_folder_with_files_is_refused(tmp_path):
+def test_a_folder_with_files_is_refused(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
-    result = click.testing.CliRunner().invoke(main, ["demo", "--dir", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "expected a new or empty folder" in result.output.replace("\n", " ")
+    with pytest.raises(SystemExit):
+        run.main(["--dir", str(tmp_path)])
+    assert "expected a new or empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "many"], ["--actors", "0"], ["--actors", "65"]])
+def test_options_out_of_range(arguments, capsys):
+    with pytest.raises(SystemExit):
+        run.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
 
 
 def assert_all_ended(out):
@@ -48,20 +58,19 @@ def assert_all_ended(out):
 # ---- the whole demo ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["prioritized", "uniform"])
-def finished(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "run"
-    options = ["--steps", "900", "--dir", folder, "--seed", "5", "--sampler", request.param, "--actors", "2"]
-    done = subprocess.run([*COMMAND, "demo", *options], capture_output=True, text=True, check=False)
-    return folder, request.param, done
+    options = ["--steps", "900", "--dir", folder, "--seed", "5", "--actors", "2"]
+    return folder, subprocess.run([*COMMAND, *options], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_an_actor_and_the_learner_are_killed_and_replaced(finished):
-    folder, sampler, done = finished
+    folder, done = finished
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     out = done.stdout
-    assert f"({sampler} sampling, seed 5)" in out
+    assert "(seed 5)" in out
     first, second = re.findall(r"Learner (\d+); actors \d+, \d+, one lane each", out)
     (actor,) = re.findall(r"kill -9 (\d+) \(an actor\)", out)
     assert re.search(rf"Actor {actor} is dead\. All \d+ rows it wrote are intact\.", out)
@@ -79,9 +88,9 @@ def test_an_actor_and_the_learner_are_killed_and_replaced(finished):
 
 
 def test_the_store_of_the_demo_opens(finished):
-    folder, sampler, _ = finished
+    folder, _ = finished
     rb = ReplayBuffer.open(folder / "replay")
-    assert type(rb) is (TensorDictPrioritizedReplayBuffer if sampler == "prioritized" else TensorDictReplayBuffer)
+    assert type(rb) is TensorDictPrioritizedReplayBuffer
     assert rb.storage.store.repair is None  # closed in order
     assert rb.lanes == 2
     assert rb.write_count == 900
@@ -93,14 +102,13 @@ def test_the_store_of_the_demo_opens(finished):
     assert int((~ended[:-1] & ~follows).sum()) <= 5, "an episode breaks off where a lane ends or an actor does"
     batch = rb.sample()
     assert len(batch) == 128
-    if sampler == "prioritized":
-        assert len(batch["priority_weight"].unique()) > 50
+    assert len(batch["priority_weight"].unique()) > 50
     rb.close()
 
 
 def test_the_checkpoints_of_the_demo_are_whole(finished):
-    folder, _, _ = finished
-    command = [*COMMAND, "verify", folder / "checkpoints"]
+    folder, _ = finished
+    command = [sys.executable, "-m", "engram", "verify", folder / "checkpoints"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -108,8 +116,8 @@ def test_the_checkpoints_of_the_demo_are_whole(finished):
 
 
 def started(folder):
-    command = [*COMMAND, "demo", "--dir", str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command, pipe = [*COMMAND, "--dir", str(folder)], subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def output_of(process):

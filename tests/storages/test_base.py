@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram import LazyTensorStorage, ListStorage, ReplayBuffer, RowError, Storage, TensorStorage
-from engram.types import Plan
+from engram.types import WritePlan
 
 
 def storage(n=5, capacity=8, lanes=1):
@@ -230,7 +230,7 @@ def test_attached_buffers_hear_of_writes_and_are_not_kept_alive():
     made.attach(one)
     made.attach(one)
     made.attach(two)
-    write = made.write(Plan(lane=0), ["a", "b"], 2)
+    write = made.write(WritePlan(lane=0), ["a", "b"], 2)
     made.notify(write, ["a", "b"])
     made.notify(None, None)
     assert one.heard == two.heard == [([0, 1], ["a", "b"]), (None, None)]
@@ -280,17 +280,17 @@ def test_plans_are_checked():
     prepared, n = made.prepare(torch.arange(2), "extend", batched=True)
     before = (made[:].tolist(), made.extent(), made.store.core.next_ticket)
     for plan, error in (
-        (Plan(lane=1), RowError),
-        (Plan(lane=-1), RowError),
-        (Plan(lane=torch.tensor([0, 1])), RowError),
-        (Plan(lane=torch.tensor([0])), RuntimeError),
-        (Plan(rows=torch.tensor([0])), RuntimeError),
-        (Plan(rows=torch.tensor([0, 8])), RowError),
-        (Plan(rows=torch.tensor([0, -1])), RowError),
-        (Plan(rows=torch.tensor([0]), kept=torch.tensor([2])), RowError),
-        (Plan(rows=torch.tensor([0]), kept=torch.tensor([-1])), RowError),
-        (Plan(rows=torch.tensor([8]), kept=torch.tensor([1])), RowError),
-        (Plan(rows=torch.tensor([0, 1]), kept=torch.tensor([1])), RuntimeError),
+        (WritePlan(lane=1), RowError),
+        (WritePlan(lane=-1), RowError),
+        (WritePlan(lane=torch.tensor([0, 1])), RowError),
+        (WritePlan(lane=torch.tensor([0])), RuntimeError),
+        (WritePlan(rows=torch.tensor([0])), RuntimeError),
+        (WritePlan(rows=torch.tensor([0, 8])), RowError),
+        (WritePlan(rows=torch.tensor([0, -1])), RowError),
+        (WritePlan(rows=torch.tensor([0]), kept=torch.tensor([2])), RowError),
+        (WritePlan(rows=torch.tensor([0]), kept=torch.tensor([-1])), RowError),
+        (WritePlan(rows=torch.tensor([8]), kept=torch.tensor([1])), RowError),
+        (WritePlan(rows=torch.tensor([0, 1]), kept=torch.tensor([1])), RuntimeError),
     ):
         with pytest.raises(error):
             made.write(plan, prepared, n)
@@ -303,12 +303,12 @@ def test_a_plan_may_keep_some_rows(kind):
     made.set(range(4), torch.arange(4) * 10)
     prepared, n = made.prepare(torch.arange(5), "extend", batched=True)
     first = made.settled()
-    write = made.write(Plan(rows=torch.tensor([3, 0, 3]), kept=torch.tensor([0, 2, 4])), prepared, n)
+    write = made.write(WritePlan(rows=torch.tensor([3, 0, 3]), kept=torch.tensor([0, 2, 4])), prepared, n)
     assert (write.rows.tolist(), write.first) == ([3, -1, 0, -1, 3], first)
     assert [int(made[i]) for i in range(4)] == [2, 10, 20, 4]
     assert made.tickets_of(torch.tensor([0, 3])).tolist() == [first + 1, first + 2]
     none = torch.tensor([], dtype=torch.int64)
-    assert made.write(Plan(rows=none, kept=none), prepared, n).rows.tolist() == [-1] * 5
+    assert made.write(WritePlan(rows=none, kept=none), prepared, n).rows.tolist() == [-1] * 5
     assert (made.settled(), made.write_count) == (first + 3, 7)
 
 

@@ -28,7 +28,7 @@ from engram import (
 )
 from engram.format.schema import Field, Node, Schema
 from engram.store import DeviceStore, Key, Store
-from engram.types import Plan
+from engram.types import WritePlan
 from tests import stress
 
 FIELDS = (Field(key=("a",), dtype="float32", shape=(3,)), Field(key=("b",), dtype="int64", shape=()))
@@ -81,21 +81,21 @@ def test_random_operations(length, lanes, operations):
         payloads = torch.arange(payload, payload + n)
         payload += n
         if name == "append":
-            plan = Plan(lane=int(integers(lanes, ())))
+            plan = WritePlan(lane=int(integers(lanes, ())))
             written = [store.write(plan, columns(payloads), n) for store in both]
             assert torch.equal(written[0].rows, written[1].rows)
             assert torch.equal(written[0].tickets, written[1].tickets)
         elif name == "lanes":
-            plan = Plan(lane=integers(lanes, (n,)))
+            plan = WritePlan(lane=integers(lanes, (n,)))
             written = [store.write(plan, columns(payloads), n) for store in both]
             assert torch.equal(written[0].rows, written[1].rows)
         elif name == "scatter":
-            plan = Plan(rows=integers(capacity, (n,)))
+            plan = WritePlan(rows=integers(capacity, (n,)))
             for store in both:
                 store.write(plan, columns(payloads), n)
         elif name == "kept":
             kept = (integers(2, (n,)) == 1).nonzero().flatten()
-            plan = Plan(rows=integers(capacity, (len(kept),)), kept=kept)
+            plan = WritePlan(rows=integers(capacity, (len(kept),)), kept=kept)
             written = [store.write(plan, columns(payloads), n) for store in both]
             assert torch.equal(written[0].rows, written[1].rows)
             assert written[0].first == written[1].first
@@ -144,12 +144,12 @@ def test_rows_outside():
     store = DeviceStore.on(schema(4, 1), torch.device("cpu"))
     with pytest.raises(NoSampleable):
         store.sample_uniform(key_of(1), 2, with_rows=False)
-    store.write(Plan(lane=0), columns(torch.arange(2)), 2)
+    store.write(WritePlan(lane=0), columns(torch.arange(2)), 2)
     for rows in (torch.tensor([4]), torch.tensor([-1])):
         with pytest.raises(RowError):
             store.read(rows)
         with pytest.raises(RowError):
-            store.write(Plan(rows=rows), columns(torch.tensor([9])), 1)
+            store.write(WritePlan(rows=rows), columns(torch.tensor([9])), 1)
     with pytest.raises(RowError):
         store.edit(torch.tensor([3]), [0, 1], columns(torch.tensor([9])))
     assert store.core.write_count == 2

@@ -21,7 +21,7 @@ from engram.format import files
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
 from engram.store import create_store, erase
-from engram.types import Plan
+from engram.types import WritePlan
 from tests.fresh import run
 from tests.store.stores import PARTS, buffer, rows, snapshot
 
@@ -297,7 +297,7 @@ def test_closed_stores_are_neither_read_nor_written(folder):
     rb.close()
     before = snapshot(folder)
     for use in (
-        lambda: store.write(Plan(lane=0), store.tensors, 1),
+        lambda: store.write(WritePlan(lane=0), store.tensors, 1),
         lambda: store.edit(torch.tensor([0]), range(2), store.tensors),
         lambda: store.empty(keep_write_count=False),
         lambda: store.read(torch.tensor([0])),

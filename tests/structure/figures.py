@@ -306,7 +306,6 @@ def measured():
     test = max((len(path.read_text().splitlines()), path.relative_to(ROOT).as_posix()) for path in tests())
     return {
         "code lines of the package": (sum(len(source.lines) for source in sources), ""),
-        "code lines of the demo": (sum(len(s.lines) for s in sources if "/demo/" in s.name), ""),
         "code lines of the largest module": (module[0], module[1]),
         "code lines of the largest class": (largest[0], f"{largest[1]}, {largest[2]}"),
         "code lines of the longest function": (function[0], f"{function[1]}, {function[2]}"),

@@ -19,6 +19,7 @@ from engram import (
     Ranks,
     ReplayBuffer,
     TensorDictReplayBuffer,
+    serve,
 )
 from engram.format import disk
 from engram.persist import rows
@@ -90,6 +91,12 @@ rb.extend(rows(0, 256).update({"desired_goal": goals, "next": {"achieved_goal": 
 found["sample, hindsight"] = steady(rb.sample)
 rb = buffer(cls=ReplayBuffer)
 found["extend"] = steady(lambda: rb.extend(flat))
+shared = buffer(prioritized()).share()
+shared.extend(rows(0, 256))
+with serve(shared) as address:
+    rb = ReplayBuffer.connect(address)
+    found["sample, over a connection"] = steady(rb.sample)
+    rb.close()
 
 with tempfile.TemporaryDirectory() as folder:
     root = Path(folder) / "one"

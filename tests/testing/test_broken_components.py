@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from engram import DeviceCastTransform, Draw, LazyTensorStorage, ListStorage, Plan, RandomSampler
+from engram import DeviceCastTransform, Draw, LazyTensorStorage, ListStorage, RandomSampler, WritePlan
 from engram.testing import Contract, SamplerContract, StorageContract, TransformContract, WriterContract
 
 
@@ -155,7 +155,7 @@ def test_broken_samplers(sampler, test, said):
 
 class GoodWriter:
     def place(self, extent, n, lane, data):
-        return Plan(rows=data["step"] % extent.capacity)
+        return WritePlan(rows=data["step"] % extent.capacity)
 
 
 class CountsWhenAsked:
@@ -166,12 +166,12 @@ class CountsWhenAsked:
 
     def place(self, extent, n, lane, data):
         self.at += n
-        return Plan(rows=(self.at + torch.arange(n)) % extent.capacity)
+        return WritePlan(rows=(self.at + torch.arange(n)) % extent.capacity)
 
 
 class Outside(GoodWriter):
     def place(self, extent, n, lane, data):
-        return Plan(rows=data["step"])
+        return WritePlan(rows=data["step"])
 
 
 class ChangesData(GoodWriter):

@@ -3,7 +3,13 @@
 import copy
 import pickle
 
-from engram import ImmutableDatasetWriter, Plan, RoundRobinWriter, TensorDictMaxValueWriter, TensorDictRoundRobinWriter
+from engram import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    WritePlan,
+)
 from engram.testing import WriterContract
 
 
@@ -48,7 +54,7 @@ class FromTheEnd:
     """A writer of one method: rows by their number of writes, from the last one down."""
 
     def place(self, extent, n, lane, data):
-        return Plan(rows=(extent.capacity - 1 - data["step"]) % extent.capacity)
+        return WritePlan(rows=(extent.capacity - 1 - data["step"]) % extent.capacity)
 
 
 class TestOneMethod(Contract):

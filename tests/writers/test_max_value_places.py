@@ -14,13 +14,13 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
-    Plan,
     PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     Write,
+    WritePlan,
     _native,
 )
 from tests.components import Listener
@@ -98,7 +98,7 @@ def test_an_edit_between_placing_and_writing_is_seen(monkeypatch):
 def test_another_plan_that_was_written_is_not_taken_for_the_last_one():
     rb = best(2, ranks=[1, 2])
     rb.writer.place(rb.storage.extent(), 1, 0, rows([9]))
-    other = Plan(rows=torch.tensor([1]))
+    other = WritePlan(rows=torch.tensor([1]))
     rb.writer.written(other, rb.storage.write(other, rb.storage.prepare(rows([5]), "extend", batched=True)[0], 1))
     assert rb.extend(rows([3, 4])).tolist() == [-1, 0]
 

@@ -7,12 +7,12 @@ from tensordict import TensorDict
 from engram import (
     LazyTensorStorage,
     ListStorage,
-    Plan,
     ReplayBuffer,
     RoundRobinWriter,
     RowError,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
+    WritePlan,
 )
 
 STORAGES = [LazyTensorStorage, ListStorage]
@@ -29,7 +29,7 @@ def test_placing_has_no_side_effect():
     rb = tracking(rows=4)
     before = rb.storage.extent()
     for _ in range(3):
-        assert rb.writer.place(before, 5, 0, None) == Plan(lane=0)
+        assert rb.writer.place(before, 5, 0, None) == WritePlan(lane=0)
     assert rb.storage.extent() == before
     assert rb.write_count == 4
 

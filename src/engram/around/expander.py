@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Traits, Write
+    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -424,21 +424,6 @@ class Expander(DeclaredSampler):
         if goals is not None:
             goals.apply(storage, columns, info, expansion.computed)
         return columns, rows, info
-
-    def reach(self, storage: SampledStorage) -> int:
-        """How many steps of its trajectory after a row change what is read with it."""
-        return 0 if storage.memory is None else self._expansion_of(storage.memory).reach
-
-    def read_drawn(self, storage: SampledStorage, draw: Draw) -> tuple[list[Tensor], Info, list[int]]:
-        """Read rows that were drawn earlier, with what is around them now: columns, what is computed, and places whose rows have
-        another ticket, or moved. Goals are those that are stored. Raises as :meth:`sample_natively`.
-        """
-        assert storage.memory is not None  # it was drawn from
-        expansion = self._expansion_of(storage.memory)
-        info: Info = {}
-        tensors, moved, _ = expansion.read(draw)
-        expansion.stack(tensors)
-        return expansion.fields(tensors[:-1], info), info, moved
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 

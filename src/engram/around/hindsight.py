@@ -96,8 +96,7 @@ class Hindsight(Expander):
         RuntimeError: when drawing: ``reward_fn`` or ``end_fn`` returns another shape.
 
     A store cannot note a function: ``ReplayBuffer.open`` of a directory needs ``sampler=Hindsight(…)`` again, and :func:`serve`, whose
-    program opens the store by itself, refuses the buffer. A
-    :class:`SamplingLog` writes down the values of every row, since later steps change what they could be.
+    program opens the store by itself, refuses the buffer.
 
     Cost: a plain draw, a look-up in the table of trajectories per relabelled row, which is logarithmic in their number, a read of
     one field there, and ``reward_fn``.

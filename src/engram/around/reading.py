@@ -213,15 +213,11 @@ class Expansion:
             public(name): plain and column.is_number and not reading.fields[column.field].shape
             for name, column in zip(names, columns[len(reading.fields) :], strict=False)
         }
-        #: Steps of a trajectory after a row that change what is read with it.
-        self.reach = max(column.ahead + column.following for column in columns)
         #: Whether the columns are those of the rows alone.
         self.plain = all(column.kind == "row" and not (column.ahead or column.following) for column in columns)
         self._following = reading.following
         #: Puts goals into what was read; None: rows keep their own.
         self.relabelling = reading.relabelling
-        if self.relabelling is not None:
-            self.reach = TO_THE_END
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
 

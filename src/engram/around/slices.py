@@ -179,8 +179,6 @@ class SliceSampler(WindowSampler):
             raise ValueError(
                 f"{name}: pad_output: expected strict_length=False: with it there are no short windows to pad."
             )
-        if uniform_over not in ("trajectories", "anchors"):
-            raise ValueError(f"{name}: uniform_over: expected 'trajectories' or 'anchors', got {uniform_over!r}.")
         if anchors is not None and not isinstance(anchors, PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
         left, right = _as_span(name, span)
@@ -207,9 +205,9 @@ class SliceSampler(WindowSampler):
         self.anchors = anchors
         if anchors is not None:
             anchors.on_device = False  # windows are drawn on the host
-        if anchors is not None and not self.traits.prioritized:
-            self.traits = self.traits._replace(prioritized=True, takes_priorities=True)
-        if online and anchors is None:
+            if not self.traits.prioritized:
+                self.traits = self.traits._replace(prioritized=True, takes_priorities=True)
+        elif online:
             self.traits = self.traits._replace(can_rewind=True)
         super().__init__(settings)
 
@@ -388,7 +386,9 @@ class SliceSampler(WindowSampler):
 
 
 def _check_window(name: str, settings: WindowSettings, *, anchored: bool) -> None:
-    """Raise for arguments that a :class:`WindowSpec` does not go with, or that need one."""
+    """Raise for an unknown way to draw windows, and for arguments that a :class:`WindowSpec` does not go with, or that need one."""
+    if settings.uniform_over not in ("trajectories", "anchors"):
+        raise ValueError(f"{name}: uniform_over: expected 'trajectories' or 'anchors', got {settings.uniform_over!r}.")
     window = settings.window
     if window is None:
         if settings.online:

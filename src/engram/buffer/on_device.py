@@ -69,7 +69,6 @@ class OnDevice:
             "a transform": wiring.transform.reads,
             "collate_fn": wiring.collate_fn is not None,
             "sample_unit": wiring.unit is not None,
-            "a sampling log": wiring.recorder is not None,
             "computed fields": bool(wiring.source.computed_keys),
             "hooks of a component of yours": storage.gets,
             f"output={settings.output!r}": settings.output != "torch",
@@ -96,7 +95,7 @@ class OnDevice:
             return None
         core = store.core
         core.find_fields()
-        parts = (store, wiring.source, wiring.transform.reads, wiring.recorder, wiring.storage.gets, wiring.numbers)
+        parts = (store, wiring.source, wiring.transform.reads, wiring.storage.gets, wiring.numbers)
         counted = (len(store.schema.fields), core.limited, core.hears_samples, core.asked_usage)
         return (*parts, *counted, torch.are_deterministic_algorithms_enabled())
 

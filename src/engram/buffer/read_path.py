@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engram import _words, collate, samplers, storages
 from engram._tensordict import add_fields, is_lazy_stack
-from engram.buffer.drawn import TICKETS
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
@@ -126,17 +125,12 @@ class ReadPath:
             memory.core.count_wait(start)
         return batch
 
-    def read(
-        self, key: Key, n: int, shown: Shown = "beside", *, recorded: bool = False
-    ) -> tuple[Any, Tensor | None, dict[Any, object]]:
+    def read(self, key: Key, n: int, shown: Shown = "beside") -> tuple[Any, Tensor | None, dict[Any, object]]:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``.
 
-        With ``shown="nothing"`` the rows may be None, and the info need only have what are fields of the batch. ``recorded``: the recorder
-        asks, which hears of other calls first.
+        With ``shown="nothing"`` the rows may be None, and the info need only have what are fields of the batch.
         """
         wiring = self._wiring
-        if wiring.recorder is not None and not recorded:
-            return wiring.recorder.read(self.read, key, n)
         storage, tracks = wiring.storage, wiring.numbers
         if wiring.unit_reader is not None:
             return wiring.unit_reader.sample(storage, key, n, numbered=tracks, shown=shown)
@@ -251,8 +245,7 @@ class ReadPath:
         info = dict(draw.info)
         if tracks:
             assert draw.tickets is not None  # they were asked for above
-            number = "index_generation" if wiring.of_writer.tracks_tickets else TICKETS
-            info[number] = storage.writes_of(draw.rows, draw.tickets)
+            info["index_generation"] = storage.writes_of(draw.rows, draw.tickets)
         if storage.memory is not None:
             storage.memory.count_sampled(draw.rows)
         if len(shape) > 1 and storage.traits.has_fields:

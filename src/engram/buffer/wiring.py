@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,30 +29,14 @@ if TYPE_CHECKING:
     from engram.storages import Storage
     from engram.store import Key
     from engram.transforms import Compose
-    from engram.types import Info, Shown
     from engram.writers._base import NativeWriter
 
 
 #: Attributes of a wiring that a copy makes again.
 _DERIVED = (
-    " source of_sampler placer of_writer generator recorder unit_reader own_sampler draws_uniformly draws_natively numbers "
+    " source of_sampler placer of_writer generator unit_reader own_sampler draws_uniformly draws_natively numbers "
     "sample_natively refills places_each hooked appends appends_natively write_of collates "
 )
-
-
-class ReadsBatch(Protocol):
-    """Draws with a key, and reads: :meth:`~engram.buffer.read_path.ReadPath.read`."""
-
-    def __call__(
-        self, key: Key, n: int, shown: Shown = ..., *, recorded: bool = ...
-    ) -> tuple[list[Tensor], Tensor | None, Info]: ...
-
-
-class Recorder(Protocol):
-    """Hears of each batch that is drawn."""
-
-    def read(self, read: ReadsBatch, key: Key, n: int) -> tuple[list[Tensor], Tensor, Info]:
-        """Draw and read a batch by ``read``. Returns what that would without a recorder."""
 
 
 class Wiring:
@@ -61,8 +45,6 @@ class Wiring:
     Traits are read when a component is taken. :meth:`choose_paths` turns them into the paths that reading and writing take.
     """
 
-    #: Hears of batches; None: nothing does. Copies have none.
-    recorder: Recorder | None = None
     #: Whether this is a copy from another process, which still runs.
     is_apart = False
 
@@ -197,12 +179,11 @@ class Wiring:
     def choose_paths(self) -> None:
         """Uniform draws and plain appends need nothing between them and the store: one native call each."""
         fields = self.storage.traits.has_fields
-        recorded = self.recorder is not None
         #: Whether the store draws by itself, and whether nothing else needs to hear of it.
         self.draws_uniformly = fields and self.of_sampler.draws_uniformly and self.unit_reader is None
-        self.draws_natively = self.draws_uniformly and not recorded and not self.storage.gets
+        self.draws_natively = self.draws_uniformly and not self.storage.gets
         #: Whether what is read says its tickets.
-        self.numbers = self.of_writer.tracks_tickets or recorded
+        self.numbers = self.of_writer.tracks_tickets
         #: What draws and reads in one native call; None: nothing does.
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
         writer = type(self.writer)

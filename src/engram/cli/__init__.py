@@ -1,4 +1,4 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
+"""The command line: ``engram doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
 ``health``, ``stats``, ``top``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
@@ -16,7 +16,6 @@ import click
 from engram._version import __version__
 from engram._words import said_number
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
-from engram.demo import MOST_ACTORS, SAMPLERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,48 +47,11 @@ class _Resharding(TypedDict):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="engram")
 def main() -> None:
-    """Experience replay that survives a crash: show and check stores and checkpoints, and run a demo.
+    """Experience replay that survives a crash: show and check stores and checkpoints.
 
     Every command exits with 0 if all is well, 1 if it found damage or cannot do what was asked, 2 if an argument is wrong, 130 after
     Ctrl-C, and 141 if the reader of its output has gone.
     """
-
-
-@main.command()
-@click.option("--steps", type=click.IntRange(min=1), default=100_000, help="Maximum number of environment steps.")
-@click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="Folder of the run. Default: engram-demo/run-…"
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of networks, environments and exploration.")
-@click.option("--sampler", type=click.Choice(SAMPLERS), default=SAMPLERS[0], help="Sampler of the replay buffer.")
-@click.option(
-    "--actors",
-    type=click.IntRange(1, MOST_ACTORS),
-    default=2,
-    help="Number of processes that play while another one learns.",
-)
-@click.option(
-    "--nodes",
-    type=click.IntRange(1, 2),
-    default=1,
-    help="2: on two nodes of a Ray cluster, which are processes of this machine.",
-)
-def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int, nodes: int) -> None:
-    """Train DQN on CartPole-v1 from a replay buffer on disk, while its processes are killed.
-
-    Half-way, the demo saves a checkpoint, kills one actor with SIGKILL, and then the learner. A new learner opens the store and
-    continues with all rows.
-
-    With --nodes 2, actors play on one node of a Ray cluster; the rows, their server and the learner are on the other. Half-way, the
-    demo kills the server, and then the second node. Both come back, and all acknowledged rows are there. Needs engram-replay[demo,ray].
-
-    Training ends when the mean return of the last 20 episodes passes 195. After Ctrl-C, the store can be opened again.
-    """
-    with refusing("demo" if nodes == 1 else "demo,ray", oserror=Refusal):
-        from engram.demo import run
-
-        code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler, actors=actors, nodes=nodes)
-    sys.exit(code)
 
 
 @main.command()

@@ -29,7 +29,7 @@ _NETWORK = re.compile(
 )
 #: What an optional dependency is for.
 _EXTRAS = {
-    "gym": ("gymnasium", "recording of environments, the demo"),
+    "gym": ("gymnasium", "recording of environments"),
     "plot": ("matplotlib", "figures, reports"),
     "serve": ("pyarrow", "serving a store to other machines"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),

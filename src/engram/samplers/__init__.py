@@ -1,6 +1,6 @@
 """Samplers say which rows to read."""
 
-from engram._absent import moved
+from engram._absent import moved_names
 from engram.samplers._base import check_drawable, declared
 from engram.samplers.consuming import ConsumingSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
@@ -19,7 +19,7 @@ OF_ROWS = (
     StalenessAwareSampler,
 )
 
-__getattr__ = moved(__name__)
+__getattr__ = moved_names(__name__)
 
 __all__ = [
     "KNOWN",

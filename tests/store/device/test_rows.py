@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
 from engram.priorities import DeviceIndex, PriorityConfig
 from engram.store import DeviceStore, Key
-from engram.types import Plan
+from engram.types import WritePlan
 from tests.store.device.test_priorities import There, steps_of
 from tests.store.test_device import columns, schema
 from tests.waiting import until
@@ -141,7 +141,7 @@ def test_rows_that_exist():
 
 def written():
     store = DeviceStore.on(schema(16, 1), torch.device("cpu"))
-    store.write(Plan(lane=0), columns(torch.arange(8)), 8)
+    store.write(WritePlan(lane=0), columns(torch.arange(8)), 8)
     index = DeviceIndex.of_device_store(store, "main", CONFIG)[0]
     return store, index
 
@@ -152,7 +152,7 @@ def numbers_of(store):
 
 #: What reads or writes memory of the device.
 CALLS = {
-    "write": lambda store, _: store.write(Plan(lane=0), columns(torch.arange(2)), 2),
+    "write": lambda store, _: store.write(WritePlan(lane=0), columns(torch.arange(2)), 2),
     "read": lambda store, _: store.read(torch.arange(4)),
     "read some fields": lambda store, _: store.read(torch.arange(4), which=[1]),
     "sample": lambda store, _: store.sample_uniform(Key.of(1), 4, with_rows=True),

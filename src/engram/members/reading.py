@@ -1,0 +1,574 @@
+"""The buffers that an ensemble consists of, and how a batch is made of theirs: choose, draw, put together, collate, transform, pin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from engram import collate, storages
+from engram._tensordict import add_fields, is_tensor_collection, put, wrap
+from engram.around.episodes import END_KEYS
+from engram.around.windows import WindowSampler
+from engram.buffer.read_path import ReadPath
+from engram.buffer.window_marks import attach
+from engram.errors import NoSampleable
+from engram.field_paths import WINDOW_ENDS, FieldPath, checked_path, public
+from engram.fleet import plans
+from engram.limits import WAIT_S, Room
+from engram.members.storages import naming
+from engram.samplers._base import check_drawable
+from engram.types import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from tensordict import TensorDict
+
+    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.saving import Saving
+    from engram.buffer.wiring import Wiring
+    from engram.format.schema import Schema
+    from engram.members.samplers import SamplerEnsemble
+    from engram.store import Key, Store
+    from engram.types import Entry, Shown
+
+#: What stands in a batch's info where a member says nothing.
+MISSING = {"priority_weight": 1.0, "index_generation": -1}
+
+
+class Drawn(NamedTuple):
+    """Rows that a member has drawn, before they are put together."""
+
+    columns: list[Tensor]
+    rows: Tensor
+    info: dict[Entry, Tensor]
+
+
+class _MemberReadPath(ReadPath):
+    """Draws batches of a member as it would itself, and leaves them as they were read."""
+
+    def drawn(self, key: int, rows: int, timeout: float) -> Drawn:
+        """So many rows, or fewer. Raises ``RuntimeError``: none, or more."""
+        wiring, own = self._wiring, self._key
+        own.set(key)
+        memory = wiring.storage.memory
+        if memory is not None and wiring.draws_natively:  # sample_with, without its calls
+            tracks = wiring.of_writer.tracks_tickets
+            columns = memory.sample_unlimited(own, rows, True, tracks)
+            if columns is not None:
+                info: dict[Entry, Tensor] = {"index_generation": columns.pop()} if tracks else {}
+                return Drawn(columns, columns.pop(), info)
+        drawn: Drawn = self.sample_with(own, rows, True, timeout)  # type: ignore[assignment] # what finish returns
+        if drawn.rows.ndim == 1 and not 0 < drawn.rows.shape[0] <= rows:
+            raise RuntimeError(
+                f"sample: expected {rows} rows of {self._wiring.sampler!r}, or fewer, and one at least, got {len(drawn.rows)}."
+            )
+        return drawn
+
+    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:
+        del return_info
+        assert rows is not None  # info is asked for
+        entries = {
+            key: value for key, value in info.items() if isinstance(value, Tensor) and value.shape[:1] == rows.shape[:1]
+        }
+        return Drawn(columns, rows, entries)  # type: ignore[arg-type] # keys of entries
+
+
+class Member:
+    """A buffer of an ensemble.
+
+    Args:
+        number: its place.
+        buffer: which the ensemble reads past its ``prefetch``.
+    """
+
+    def __init__(self, number: int, buffer: ReplayBuffer) -> None:
+        self.number, self.buffer = number, buffer
+        self.wiring: Wiring = buffer._wiring  # noqa: SLF001 - of the facade
+        self._raw, self._reading = _MemberReadPath(self.wiring), ReadPath(self.wiring)
+
+    @property
+    def saving(self) -> Saving:
+        """What saves it."""
+        saving: Saving = self.buffer._saving  # noqa: SLF001 - of the facade
+        return saving
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Entries of what is written that it drops."""
+        ignored: tuple[str, ...] = self.buffer._settings.ignored  # noqa: SLF001 - of the facade
+        return ignored
+
+    def checking(self) -> AbstractContextManager[None]:
+        """Errors of checks say which member they are of."""
+        return naming(self.number, "Nothing was changed.")
+
+    def check_editable(self, call: str) -> None:
+        """Raise ``RuntimeError``: its rows must not be changed."""
+        with self.checking():
+            self.wiring.check_editable(call)
+
+    def check_priorities(self, rows: TensorDict) -> None:
+        """Raise for priorities that come along with rows and that its sampler would refuse."""
+        key = self.buffer._settings.priority_key  # noqa: SLF001 - of the facade
+        if key is not None and self.wiring.of_sampler.prioritized and (priority := rows.get(key, None)) is not None:
+            self.wiring.bound_sampler().check_priority(priority, len(rows))
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def draws_rows(self) -> bool:
+        """Whether each row is drawn by itself, so that several parts of a batch can be drawn together."""
+        traits = self.wiring.of_sampler
+        return not (traits.has_epochs or traits.consumes or traits.draws_windows)
+
+    def check_left(self, rows: int) -> None:
+        """Raise ``NoSampleable``, before any row is drawn, where those that are left cannot be so many rows of a batch.
+
+        Of a buffer with limits that is not known: more rows may be written while it waits for them.
+        """
+        wiring, memory = self.wiring, self.memory
+        if not wiring.of_sampler.consumes or memory is None or Room.of(memory, rows) is not None:
+            return
+        source = wiring.bound_sampler()
+        if source.draws_of_a_row is None:
+            return
+        left = source.drawable(wiring.storage) * source.draws_of_a_row
+        if left < rows:
+            with naming(self.number):
+                check_drawable(len(wiring.storage))
+                raise NoSampleable(
+                    f"sample: expected {rows} rows for a batch, got {left} that are left to draw. Add data before sampling, or draw fewer."
+                )
+
+    def draw(self, key: int, rows: int, timeout: float) -> Drawn:
+        """So many rows. Where its sampler comes to the end of an epoch it goes on with the next one.
+
+        Raises:
+            RuntimeError: it gives other rows than were asked for, as windows that are cut are. What drawing raises, with its number.
+        """
+        try:
+            if not self.wiring.gate.samples:
+                self.wiring.gate.check_open("sample")
+            drawn = self._raw.drawn(key, rows, timeout)
+            if self.wiring.draws_uniformly:  # never fewer
+                return drawn
+            parts, missing = [drawn], rows - self._rows_of(drawn)
+            if missing and self.wiring.of_sampler.draws_windows and not self.wiring.of_sampler.has_epochs:
+                self._refuse(rows, rows - missing)
+            while missing:
+                key = (key + 0x9E3779B97F4A7C15) & ((1 << 63) - 1)
+                parts.append(self._raw.drawn(key, missing, timeout))
+                missing -= self._rows_of(parts[-1])
+                if missing < 0:
+                    self._refuse(rows, rows - missing)
+        except Exception as error:
+            error.add_note(f"Raised by member {self.number} of the ensemble.")
+            raise
+        return drawn if len(parts) == 1 else self._together(parts)
+
+    def _rows_of(self, drawn: Drawn) -> int:
+        """How many rows of a batch size a draw is."""
+        if drawn.rows.ndim == 1:
+            return drawn.rows.shape[0]
+        return drawn.rows.shape[0] * (self.wiring.source.rows_together()[1] or 1)
+
+    def _refuse(self, rows: int, got: int) -> NoReturn:
+        raise RuntimeError(
+            f"sample: expected {rows} rows of {self.wiring.sampler!r}, as parts of a batch have one size, got {got}. Draw windows of one "
+            "length: strict_length=True or pad_output=True."
+        )
+
+    def _together(self, parts: Sequence[Drawn]) -> Drawn:
+        storage, first = self.wiring.storage, parts[0]
+        info = {key: torch.cat([part.info[key] for part in parts]) for key in first.info}
+        rows = torch.cat([part.rows for part in parts])
+        if not storage.traits.has_fields:
+            return Drawn([item for part in parts for item in part.columns], rows, info)
+        # A field may have been added between two parts.
+        columns = [torch.cat(column) for column in zip(*(part.columns for part in parts), strict=False)]
+        return Drawn(columns, rows, info)
+
+    def cut(self, drawn: Drawn, parts: int) -> list[Drawn]:
+        """Parts of one size of what was drawn."""
+        if parts == 1:
+            return [drawn]
+        n = drawn.rows.shape[0] // parts
+        storage = self.wiring.storage
+        return [
+            Drawn(
+                storage.some(drawn.columns, slice(begin, begin + n)),
+                drawn.rows[begin : begin + n],
+                {key: value[begin : begin + n] for key, value in drawn.info.items()},
+            )
+            for begin in range(0, parts * n, n)
+        ]
+
+    def finished(self, drawn: Drawn) -> object:
+        """A part of a batch as the member itself hands out a batch: collated, and through its transforms."""
+        with naming(self.number):
+            return self._reading.finish(drawn.columns, drawn.rows, dict(drawn.info.items()), False)
+
+    # ---- what it is like -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its batches are just what was read."""
+        wiring = self.wiring
+        return not (wiring.transform.reads or wiring.collates or wiring.storage.gets or wiring.pinning is not None)
+
+    @property
+    def memory(self) -> Store | None:
+        """Where its fields are; None: of a list, or before the first write."""
+        memory: Store | None = self.wiring.storage.memory
+        return memory
+
+
+def check_alike(members: Sequence[Member]) -> None:
+    """Raise ``KeyError`` or ``RuntimeError``: two have other fields, or rows of another form, dtype or shape.
+
+    Fields that were added to some of them only are no part of their batches.
+    """
+    first = members[0]
+    assert first.memory is not None  # its rows were drawn
+    own = first.memory.schema
+    for other in members[1:]:
+        assert other.memory is not None
+        theirs = other.memory.schema
+        shared = max(min(len(own.fields), len(theirs.fields)), own.first_fields, theirs.first_fields)
+        before, then = own.until(shared), theirs.until(shared)
+        if (before.fields, before.structure) == (then.fields, then.structure):
+            continue
+        names = f"of member {first.number}", f"of member {other.number}"
+        some = [one.finished(_none_of(one)) for one in (first, other)]
+        collate.join(some, names, lambda batches: batches[0])
+        shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
+        others = [f"{field.name} {list(field.shape)}" for field in theirs.fields]
+        raise RuntimeError(
+            f"sample: expected members with the same rows, got {shapes} in a {own.structure.kind} {names[0]} and {others} in a "
+            f"{theirs.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
+        )
+
+
+def _none_of(member: Member) -> Drawn:
+    rows = torch.empty(0, dtype=torch.int64, device="cpu")
+    return Drawn(member.wiring.storage.read(rows)[0], rows, {})
+
+
+#: What a batch is said to be, beside which rows it has.
+_INDEX, _IDS = ("index", "index"), ("index", "buffer_ids")
+
+
+class _Part(NamedTuple):
+    """What a member has drawn, and of which parts of the batch it is, in order."""
+
+    member: Member
+    places: list[int]
+    drawn: Drawn
+
+
+class _Parts(NamedTuple):
+    """The parts of a batch, those of one member together."""
+
+    parts: list[_Part]
+    total: int
+    shape: tuple[int, ...]
+    """Of the rows of one of them."""
+    order: Tensor | None
+    """Which of them, one behind the other, comes at each place; None: they are in order."""
+
+    @classmethod
+    def of(cls, parts: list[_Part], places: list[int]) -> _Parts:
+        """``places``: of each, one behind the other. Raises ``RuntimeError``: they have several shapes."""
+        shapes = [(part.drawn.rows.shape[0] // len(part.places), *part.drawn.rows.shape[1:]) for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            got = [f"{list(shape)} of member {part.member.number}" for part, shape in zip(parts, shapes, strict=True)]
+            raise RuntimeError(
+                f"sample: expected parts of one shape, got {', '.join(dict.fromkeys(got))}. Give the members samplers that draw the same."
+            )
+        order = sorted(range(len(places)), key=places.__getitem__)
+        in_order = places == sorted(places)
+        return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Tensors of each part, ``[parts, rows, ...]``."""
+        joined = values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type] # any sequence
+        joined = joined.view(self.total, joined.shape[0] // self.total, *joined.shape[1:])
+        return joined if self.order is None else joined.index_select(0, self.order)
+
+
+#: Parts of a batch, their members ``[parts]``, and what the batch is said to be.
+_Raw: TypeAlias = "tuple[_Parts, Tensor, dict[Entry, Tensor]]"
+
+
+class EnsembleReadPath(ReadPath):
+    """Draws batches of several members. It keeps which of them were found to have the same fields."""
+
+    def __init__(self, wiring: Wiring, members: Sequence[Member]) -> None:
+        super().__init__(wiring)
+        self._members = members
+        #: Schemas of rows that are of one form.
+        self._alike: tuple[Schema | None, ...] = ()
+
+    def gathers_pinned(self) -> bool:
+        return False  # parts are put together first
+
+    def sample_with(self, key: Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
+        raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
+        return self._finished(*raw, return_info=return_info)
+
+    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override] # parts in place of columns
+        """As of a buffer; for batches ahead, which do not wait for the limits of members."""
+        del shown
+        return self._drawn(key.value, n, 0.0)
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def _drawn(self, key: int, n: int, timeout: float) -> _Raw:
+        """What members have drawn, the member of each part ``[parts]``, and what the batch is said to be."""
+        sampler: SamplerEnsemble = self._wiring.sampler
+        rows = sampler.choice.rows_of_part(n)
+        ids = sampler.choice.chosen(
+            key, rows, [(member.wiring.source, member.wiring.storage) for member in self._members]
+        )
+        for number in dict.fromkeys(ids):
+            self._members[number].check_left(rows * ids.count(number))
+        parts, order = [], []
+        for number in sorted(set(ids)):
+            member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]
+            order += places
+            if len(places) == 1 or member.draws_rows:
+                drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
+                parts.append(_Part(member, places, drawn))
+            else:
+                parts += [
+                    _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
+                ]
+        batch = _Parts.of(parts, order)
+        return batch, torch.tensor(ids, device="cpu"), self._said(batch)
+
+    def _said(self, batch: _Parts) -> dict[Entry, Tensor]:
+        """The entries of a batch's info, ``[parts, rows, ...]``: those that all members have, and :data:`MISSING` ones."""
+        parts = batch.parts
+        index = [part.member.wiring.user_index(part.drawn.rows) for part in parts]
+        if any(one.ndim != index[0].ndim for one in index):
+            raise RuntimeError(
+                "sample: expected members with the same ndim, got several. Sample from each of them by itself."
+            )
+        said: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
+        for key in dict.fromkeys([key for part in parts for key in part.drawn.info]):
+            found = [(part, part.drawn.info.get(key)) for part in parts]
+            values = [value for _, value in found if value is not None]
+            if len(values) < len(found) and key in MISSING:
+                like = values[0]
+                values = [
+                    like.new_full((len(part.drawn.rows), *like.shape[1:]), MISSING[str(key)])
+                    if value is None
+                    else value
+                    for part, value in found
+                ]
+            if len(values) == len(found):
+                said[key] = batch.joined(values)
+        return said
+
+    # ---- putting together ----------------------------------------------------------------------------------------------
+
+    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> object:
+        """``columns``: the parts. ``rows``: their members."""
+        return self._finished(*cast("_Raw", (columns, rows, info)), return_info=return_info)
+
+    def _finished(self, batch: _Parts, rows: Tensor, info: dict[Entry, Tensor], *, return_info: bool) -> object:
+        wiring, parts = self._wiring, batch.parts
+        computed = parts[0].member.wiring.source.computed_keys
+        data: object
+        if wiring.collate_fn is None and self._are_alike(parts):
+            data = self._gathered(batch)
+            if computed:
+                add_fields(data, {key: info[key].squeeze(-1) if flat else info[key] for key, flat in computed.items()})
+        else:
+            data = self._collated(parts, rows)
+            computed = {key: flat for part in parts for key, flat in part.member.wiring.source.computed_keys.items()}
+        if wiring.transform.reads:
+            shape = tuple(_lead(info[_INDEX], self._members))
+            data = self.transformed(data, parts[0].member.wiring, shape, info)
+        info.pop(WINDOW_ENDS, None)
+        if is_tensor_collection(data):
+            data = self._attached(data, {key: value for key, value in info.items() if key not in computed}, rows)
+        sample = (data, self._info(rows, info)) if return_info else data
+        return sample if wiring.pinning is None else wiring.pinning(sample, None)
+
+    def _are_alike(self, parts: Sequence[_Part]) -> bool:
+        """Whether rows of members can be gathered into one block: raises as :func:`check_alike` if they have other fields."""
+        keys = parts[0].member.wiring.source.computed_keys
+        for part in parts:
+            member = part.member
+            if not member.is_plain or member.wiring.source.computed_keys != keys:
+                return False
+        schemas = tuple([None if member.memory is None else member.memory.schema for member in self._members])
+        if schemas != self._alike:
+            check_alike([member for member in self._members if member.is_plain and member.memory is not None])
+            self._alike = schemas
+        return True
+
+    def _gathered(self, batch: _Parts) -> object:
+        # A field may have been added between two parts.
+        fields = zip(*[part.drawn.columns for part in batch.parts], strict=False)
+        columns = [batch.joined(field) for field in fields]
+        return batch.parts[0].member.wiring.storage.batch(columns, (batch.total, *batch.shape))
+
+    def _collated(self, parts: Sequence[_Part], ids: Tensor) -> object:
+        made: dict[int, object] = {}
+        for part in parts:
+            for place, drawn in zip(part.places, part.member.cut(part.drawn, len(part.places)), strict=True):
+                made[place] = part.member.finished(drawn)
+        chunks = [made[place] for place in range(len(ids))]
+        how = self._wiring.collate_fn
+        return collated(chunks, ids.tolist()) if how is None else how(chunks)
+
+    def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
+        index = info.pop(_INDEX)
+        lead = _lead(index, self._members)
+        named = ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
+        if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
+            data = data.exclude("index")
+        attach(data, tuple(lead), {_INDEX: index, _IDS: named, **info})
+        return data
+
+    def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:
+        """A TensorDict ``[parts, rows]``."""
+        made: object = self._info(*cast("tuple[Tensor, dict[Entry, Tensor]]", (rows, info)))
+        return cast("dict[object, object]", made)
+
+    def _info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:
+        index = info[_INDEX]
+        lead = _lead(index, self._members)
+        named = rows.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
+        both = wrap({"index": index, "buffer_ids": named}, torch.Size(lead), None)
+        made = wrap({"index": both}, torch.Size(lead), None)
+        put(made, {key: value for key, value in info.items() if key != _INDEX})
+        return made
+
+
+def collated(chunks: Sequence[object], ids: Sequence[int]) -> object:
+    """Parts of a batch on top of each other: ``[parts, ...]``. Of TensorDicts whose shapes differ a lazy stack.
+
+    Raises:
+        KeyError: other fields. RuntimeError: other dtypes, or other shapes of tensors. TypeError: they are no tensors.
+    """
+    owners = [f"of member {member}" for member in ids]
+    if all(map(is_tensor_collection, chunks)):
+        collate.join(chunks, owners, lambda leaves: leaves[0])  # checks them
+        return collate.stack(list(chunks))
+    return collate.join(chunks, owners, _stack)
+
+
+def _stack(leaves: list[Tensor]) -> Tensor:
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError(
+            f"sample: expected parts of tensors, got {type(leaves[0]).__name__}. Pass collate_fn= to the ensemble."
+        )
+    return torch.stack(leaves)
+
+
+def _lead(index: Tensor, members: Sequence[Member]) -> torch.Size:
+    """The batch dimensions of an index: with ``ndim > 1`` it has coordinates behind them."""
+    return index.shape[:-1] if members[0].wiring.storage.ndim > 1 else index.shape
+
+
+CALL = "end_streams"
+
+
+class Keys(NamedTuple):
+    """The fields that say how a trajectory ends."""
+
+    end: FieldPath
+    terminated: FieldPath | None
+    truncated: FieldPath | None
+
+    @classmethod
+    def checked(cls, end: object, terminated: object, truncated: object) -> Keys:
+        """Raises ``TypeError``: one is no key. ``ValueError``: two are the same."""
+        named = {"end_key": end, "terminated_key": terminated, "truncated_key": truncated}
+        paths = {
+            name: None if key is None and name != "end_key" else checked_path(key, f"{CALL}: {name}")
+            for name, key in named.items()
+        }
+        known = [path for path in paths.values() if path is not None]
+        if len(set(known)) < len(known):
+            raise ValueError(f"{CALL}: expected keys that differ, got {', '.join(map(str, known))}.")
+        return cls(paths["end_key"] or (), paths["terminated_key"], paths["truncated_key"])
+
+
+class _Patch(NamedTuple):
+    member: Member
+    row: Tensor
+    number: Tensor
+    entries: dict[FieldPath, object]
+
+
+def end_streams(members: Sequence[Member], keys: Keys) -> None:
+    """Make the newest row of each member an end: what ``ReplayBufferEnsemble.end_streams`` does."""
+    patches = [patch for member in members if (patch := _patch_of(member, keys)) is not None]
+    for member, row, number, entries in patches:
+        member.buffer.update_if_present(index=row, generation=number, patch=entries)
+
+
+def _patch_of(member: Member, keys: Keys) -> _Patch | None:
+    """What is to be written to a member's newest row; None: nothing was ever written, or it is an end already."""
+    wiring = member.wiring
+    storage, sampler = wiring.storage, wiring.sampler
+    who = f"{CALL}: member {member.number}"
+    if not isinstance(storage, storages.TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
+        raise RuntimeError(f"{who}: expected a tensor storage with ndim=1 and one lane, got {storage!r}.")
+    if not (wiring.of_writer.appends and wiring.of_writer.tracks_tickets):
+        raise RuntimeError(f"{who}: expected a round-robin writer with track_generations=True, got {wiring.writer!r}.")
+    if not isinstance(sampler, WindowSampler):
+        raise RuntimeError(f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}.")
+    if keys.end not in _ends_of(sampler):
+        raise RuntimeError(
+            f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}. Give it end_key={public(keys.end)!r}."
+        )
+    newest = _newest(storage.extent(), storage)
+    if newest is None:
+        return None
+    structure = storage.written()
+    row = torch.tensor([newest], device="cpu")
+    number = storage.writes_of(row, storage.tickets_of(row))
+    fields = {field.key: at for at, field in enumerate(structure.fields)}
+    if keys.end not in fields:
+        raise RuntimeError(
+            f"{who}: expected the stored field {public(keys.end)!r}, got {sorted(map(public, fields), key=str)}."
+        )
+    columns = dict(zip(fields, storage.read(row)[0], strict=True))
+    done = columns[keys.end]
+    if done.dtype is not torch.bool:
+        raise TypeError(f"{who}: {public(keys.end)!r}: expected a field of bools, got {done.dtype}.")
+    entries: dict[FieldPath, object] = {keys.end: torch.ones_like(done)}
+    truncated = columns.get(keys.truncated) if keys.truncated is not None else None
+    if truncated is not None and keys.truncated is not None:
+        over = done.any()
+        terminated = columns.get(keys.terminated) if keys.terminated is not None else None
+        if terminated is not None:
+            over = over | (terminated != 0).any()
+        entries[keys.truncated] = truncated | ~over
+    return _Patch(member, row, number, entries)
+
+
+def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
+    """The end flags that a sampler was told to read, or reads by default."""
+    rules = sampler.rules
+    if rules is None:  # boundaries that are no fields
+        return ()
+    return (*END_KEYS, *(key[1:] for key in END_KEYS)) if rules.end_keys is None else rules.end_keys
+
+
+def _newest(extent: Extent, storage: storages.TensorStorage) -> int | None:
+    """The newest row that holds something; None: there is none."""
+    for back in range(1, extent.filled[0] + 1):
+        row = (extent.seam[0] - back) % extent.capacity
+        if int(storage.tickets_of(torch.tensor([row], device="cpu"))[0]) >= 0:
+            return row
+    return None

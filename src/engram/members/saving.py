@@ -1,0 +1,241 @@
+"""The state of an ensemble: that of its members, and what is its own."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from engram._checks import check_count, check_path
+from engram.buffer.prefetching import prepare_batches
+from engram.buffer.saving import RngLoad, most_bytes, saved_rng
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import disk
+from engram.format.checkpoints import Checkpoint
+from engram.format.dumps import replacing, standing
+from engram.format.parts import PartReader
+from engram.members.storages import naming
+from engram.persist.components import check_kind, read_state, write_part
+from engram.persist.foreign import foreign_ensemble_state, foreign_format
+from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.buffer.prefetching import Prefetching
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.members.reading import Member
+    from engram.persist.foreign import ForeignEnsemble
+    from engram.types import Commit
+
+State = dict[str, object]
+
+#: Entries of a member's state that are in the ensemble's under the same names, by the number of the member.
+_COMPONENTS = ("_storage", "_sampler", "_writer")
+_OWN = ("_transforms", "_batch_size", "_iterating", "_rng", "_default_rng", "_prefetch_state")
+_PART = "ensemble"
+
+
+class EnsembleSaving:
+    """Saves an ensemble and loads it. It owns no state.
+
+    Args:
+        kind: the class of the ensemble.
+        members: its buffers.
+        wiring: its components.
+        settings: batch size and iteration.
+        prefetching: the prefetched batches; None: there are none.
+    """
+
+    def __init__(
+        self, kind: str, members: Sequence[Member], wiring: Wiring, settings: Settings, prefetching: Prefetching | None
+    ) -> None:
+        self._kind, self._members, self._wiring = kind, members, wiring
+        self._settings, self._prefetching = settings, prefetching
+
+    # ---- as a dict -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As ``ReplayBufferEnsemble.state_dict``."""
+        own = self._own_state()
+        states = []
+        for member in self._members:
+            with naming(member.number):
+                states.append(member.buffer.state_dict())
+        components = {
+            name: {str(number): state.pop(name) for number, state in enumerate(states)} for name in _COMPONENTS
+        }
+        return {**components, "_members": {str(number): state for number, state in enumerate(states)}, **own}
+
+    def prepare_state(self, state: State, *, default_rng: bool) -> Commit:
+        """Check a :meth:`state_dict`. Raises as ``ReplayBuffer.load_state_dict``; nothing is changed."""
+        kind = self._kind
+        foreign = foreign_ensemble_state(state, [member.wiring.storage.ndim for member in self._members])
+        if foreign is not None:
+            return self._prepare_foreign(foreign)
+        check_keys(state, (*_COMPONENTS, "_members", *_OWN), kind)
+        numbers = tuple(str(member.number) for member in self._members)
+        for name in (*_COMPONENTS, "_members"):
+            check_keys(typed(state, name, dict, kind), numbers, f"{kind}: {name}")
+        loads: list[Commit] = []
+        for number, member in zip(numbers, self._members, strict=True):
+            of_member = {name: typed(state, name, dict, kind)[number] for name in _COMPONENTS}
+            rest = typed(typed(state, "_members", dict, kind), number, dict, f"{kind}: _members")
+            with member.checking():
+                loads.append(member.saving.prepare_state({**rest, **of_member}, default_rng=False))
+        return self._loads(loads, self._prepare_own(state, default_rng=default_rng))
+
+    def _loads(self, of_members: Sequence[Commit], own: Commit) -> Commit:
+        """Drops prefetched batches first: threads would draw for them from what was loaded."""
+        of_members = [_MemberLoad(number, load) for number, load in enumerate(of_members)]
+        if self._prefetching is None:
+            return Loads([*of_members, own])
+        return Loads([Change(self._prefetching.discard, "load", keys=False), *of_members, own])
+
+    def _own_state(self) -> State:
+        return self._state_and_places(drop_prefetched=False)[0]
+
+    def _state_and_places(self, *, drop_prefetched: bool) -> tuple[State, State]:
+        """What is the ensemble's own; and by the number of a member the state that its sampler had before it drew batches that are
+        left out.
+        """
+        wiring, batches, before = self._wiring, None, None
+        if self._prefetching is not None:
+            batches, before = self._prefetching.saved(drop=drop_prefetched)
+        own: State = {
+            "_transforms": wiring.transform.state_dict(),
+            "_batch_size": self._settings.batch_size,
+            "_iterating": self._settings.iterating,
+            **saved_rng(wiring),
+            "_prefetch_state": batches,
+        }
+        return own, before or {}
+
+    def _prepare_own(self, state: State, *, default_rng: bool) -> Commit:
+        kind = self._kind
+        batch_size = typed(state, "_batch_size", (int, type(None)), kind)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        elif self._settings.prefetch:
+            raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
+        own = _OwnLoad(self._wiring, self._settings)
+        own.batch_size, own.iterating = batch_size, typed(state, "_iterating", bool, kind)
+        own.rng = RngLoad.checked(state, kind, default_rng=default_rng)
+        transforms = prepare_load(self._wiring.transform, state["_transforms"], f"{kind}: _transforms")
+        batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
+        return Loads([own, transforms, batches])
+
+    # ---- as a folder ---------------------------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+        """As ``ReplayBufferEnsemble.dumps``: a dump per member, in ``members/<number>``, beside what is the ensemble's own."""
+        check_path("dumps: path", path)
+        if self._prefetching is not None:
+            self._prefetching.materialize()  # members do not wait for it
+        begun = [member.saving.prepare_dump(prefetch) for member in self._members]
+        with replacing(Path(path)) as folder, disk.batched_fsync():
+            for one in begun:
+                one.prepare()
+            with ExitStack() as paused:
+                for one in begun:
+                    paused.enter_context(one.paused)
+                own, places = self._state_and_places(
+                    drop_prefetched=prefetch == "drop"
+                )  # first: it draws what was asked for
+                dumps = [one.take() for one in begun]
+            for member, place in places.items():
+                dumps[int(member)].parts.states["sampler"] = cast("State", place)
+            for number, dump in enumerate(dumps):
+                below = _folder_of(folder, number)
+                disk.make_folders(str(below))
+                dump.save(below)
+            disk.sync_folder(below.parent)
+            state = {name.removeprefix("_"): value for name, value in own.items()}
+            write_part(folder, _PART, self._kind, {"members": len(dumps), **state})
+
+    def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
+        """As ``ReplayBufferEnsemble.loads``."""
+        check_path("loads: path", path)
+        folder = standing(Path(path))
+        if (foreign := foreign_format(folder)) is not None:
+            if convert:
+                raise IncompatibleCheckpoint(
+                    f"{path}: a dump of {foreign.library}'s cannot be converted. Load it into an ensemble of buffers of its sizes."
+                )
+            ndims = [member.wiring.storage.ndim for member in self._members]
+            self._prepare_foreign(foreign.read_ensemble(folder, ndims, max_bytes=most_bytes())).commit()
+            return
+        with ExitStack() as opened:
+            reader = opened.enter_context(PartReader.open(folder))
+            check_kind(reader, _PART, self._kind)
+            state = read_state(reader)
+            with read_from(str(folder)):
+                check_keys(state, ("members", *(name.removeprefix("_") for name in _OWN)), self._kind)
+                saved = integer(state, "members", 1, 1 << 31, self._kind)
+                if saved != len(self._members):
+                    raise IncompatibleCheckpoint(
+                        f"{path}: expected an ensemble of {len(self._members)} members, as here, got one of {saved}."
+                    )
+                own = self._prepare_own({name: state[name.removeprefix("_")] for name in _OWN}, default_rng=default_rng)
+            loads: list[Commit] = []
+            for member in self._members:
+                with member.checking():
+                    checkpoint = opened.enter_context(Checkpoint(_folder_of(folder, member.number)))
+                    loads.append(
+                        member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
+                    )
+            self._loads(loads, own).commit()
+
+    def _prepare_foreign(self, dump: ForeignEnsemble) -> Commit:
+        """Check a dump of another library's. What it does not say stays as it is here."""
+        loads: list[Commit] = []
+        for member, found in zip(self._members, dump.members, strict=True):
+            try:
+                loads.append(member.saving.prepare_foreign(found))
+            except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+                error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was loaded.")
+                raise
+        state = self._own_state()
+        state["_batch_size"] = self._settings.batch_size or dump.batch_size
+        if dump.rng_state is not None and self._wiring.generator is not None:
+            state["_rng"] = [dump.rng_state, "cpu"]
+        state["_prefetch_state"] = None
+        return self._loads(loads, self._prepare_own(state, default_rng=False))
+
+
+def _folder_of(folder: Path, member: int) -> Path:
+    return folder / "members" / str(member)
+
+
+class _MemberLoad(NamedTuple):
+    """What was checked of a member's state."""
+
+    number: int
+    load: Commit
+
+    def commit(self) -> None:
+        try:
+            self.load.commit()
+        except Exception as error:
+            error.add_note(
+                f"Raised by member {self.number} of the ensemble. Members before it are loaded, those behind it are as they were. Load "
+                "the ensemble again."
+            )
+            raise
+
+
+class _OwnLoad:
+    """What was checked of an ensemble's own state."""
+
+    batch_size: int | None = None
+    iterating = False
+    rng: RngLoad
+
+    def __init__(self, wiring: Wiring, settings: Settings) -> None:
+        self._wiring, self._settings = wiring, settings
+
+    def commit(self) -> None:
+        self._settings.batch_size, self._settings.iterating = self.batch_size, self.iterating
+        self.rng.commit(self._wiring)
