@@ -1,7 +1,7 @@
 """The steps around a row: what ends a trajectory, windows, returns, stacks, goals in hindsight, sequences."""
 
 from engram import samplers
-from engram.around.episodes import TrajectoryKeys, find_start_stop_traj
+from engram.around.episodes import find_start_stop_traj
 from engram.around.expander import Expander
 from engram.around.following import FinalObservations, NextFromFollowing, finals_of
 from engram.around.frames import CatFrames, FrameStack
@@ -54,7 +54,6 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StreamingSliceSampler",
-    "TrajectoryKeys",
     "Transition",
     "WindowSpec",
     "finals_of",
