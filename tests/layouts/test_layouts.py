@@ -14,9 +14,6 @@ from engram import (
     CorruptCheckpoint,
     Flat2TED,
     FlatStorageCheckpointer,
-    H5Combine,
-    H5Split,
-    H5StorageCheckpointer,
     IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -32,12 +29,10 @@ from engram import (
 )
 from tests.layouts.steps import episodes, in_columns, same
 
-KINDS = ["Flat", "Nested", "H5"]
+KINDS = ["Flat", "Nested"]
 
 
 def checkpointer(kind, **arguments):
-    if kind == "H5":
-        pytest.importorskip("h5py")
     return getattr(engram, f"{kind}StorageCheckpointer")(**arguments)
 
 
@@ -156,7 +151,7 @@ def test_the_command_verifies_layouts(tmp_path, kind):
     rb.extend(episodes([4, 3]))
     rb.dumps(tmp_path / "dump")
     assert verify(tmp_path / "dump").problems == []
-    victim = tmp_path / "dump" / "storage" / ("checkpoint.h5" if kind == "H5" else "action.memmap")
+    victim = tmp_path / "dump" / "storage" / "action.memmap"
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
     victim.chmod(0o600)
@@ -196,14 +191,12 @@ def test_other_names_of_the_end_and_of_what_is_noted(tmp_path):
     flags = ("over", "terminated", "truncated")
     hooked = TensorStorageCheckpointer()
     hooked.register_save_hook(TED2Flat(("next", "over"), done_keys=flags, **own))
-    h5 = checkpointer("H5", done_key=("next", "over"), done_keys=flags, **own)
-    for number, it in enumerate((hooked, h5)):
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), checkpointer=it)
-        rb.extend(over(episodes([4, 3])))
-        rb.dumps(tmp_path / f"{number}")
-        other = buffer()
-        other.loads(tmp_path / f"{number}")
-        assert same(other[:], rb[:])
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), checkpointer=hooked)
+    rb.extend(over(episodes([4, 3])))
+    rb.dumps(tmp_path / "dump")
+    other = buffer()
+    other.loads(tmp_path / "dump")
+    assert same(other[:], rb[:])
 
 
 # ---- what cannot be saved ----------------------------------------------------------------------------------------------------
@@ -253,7 +246,7 @@ NAMES = ["shape", "device", "_type", ("nested", "shape"), ("meta.json", "a"), ("
 def test_a_field_is_saved_or_refused_whatever_its_name(tmp_path, kind, key):
     rb, other = buffer(10, kind), buffer(10)
     rb.extend(episodes([4, 3]).set(key, torch.arange(7)))
-    kept = key == "plain" or (kind == "H5" and key != ("shift", "a")) or (kind, key) == ("Flat", "observation.shape")
+    kept = key == "plain" or (kind, key) == ("Flat", "observation.shape")
     if kept:
         rb.dumps(tmp_path / "dump")
         other.loads(tmp_path / "dump")
@@ -305,7 +298,7 @@ def test_damaged_files_are_refused(tmp_path, kind, change):
     rb.extend(episodes([4, 3]))
     rb.storage.dumps(tmp_path / "storage")
     without_engram(tmp_path / "storage")
-    victim = tmp_path / "storage" / ("checkpoint.h5" if kind == "H5" else "done.memmap")
+    victim = tmp_path / "storage" / "done.memmap"
     raw = victim.read_bytes()
     victim.unlink()
     new = {"truncated": raw[: len(raw) // 2], "empty": b"", "noise": b"\x07" * len(raw)}
@@ -317,53 +310,11 @@ def test_damaged_files_are_refused(tmp_path, kind, change):
     assert same(rb[:], before)
 
 
-def test_links_out_of_a_file_are_not_followed(tmp_path):
-    h5py = pytest.importorskip("h5py")
-    rb = buffer(10, "H5")
-    rb.extend(episodes([4, 3]))
-    H5StorageCheckpointer().dumps(rb.storage, tmp_path / "a.h5")
-    (tmp_path / "a.h5").chmod(0o600)
-    with h5py.File(tmp_path / "secret.h5", "w") as file:
-        file["action"] = torch.ones(4, 2, dtype=torch.float64).numpy()
-    with h5py.File(tmp_path / "a.h5", "a") as file:
-        del file["traj_0/action"]
-        file["traj_0/action"] = h5py.ExternalLink("secret.h5", "/action")
-    with pytest.raises(CorruptCheckpoint, match="in this file"):
-        H5StorageCheckpointer().loads(LazyTensorStorage(10), tmp_path / "a.h5")
-
-
 def test_a_folder_without_a_layout(tmp_path):
     (tmp_path / "empty").mkdir()
     for one in (FlatStorageCheckpointer(), TensorStorageCheckpointer()):
         with pytest.raises(IncompatibleCheckpoint, match="expected a storage"):
             one.loads(LazyTensorStorage(10), tmp_path / "empty")
-
-
-# ---- one HDF5 file -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_alone_is_replaced_in_one_step(tmp_path):
-    pytest.importorskip("h5py")
-    one = H5StorageCheckpointer(h5_kwargs={"compression": "gzip"})
-    rb = buffer(10)
-    rb.extend(episodes([4, 3, 2, 5]))
-    for _ in range(2):
-        one.dumps(rb.storage, tmp_path / "a.h5")
-    target = LazyTensorStorage(10)
-    one.loads(target, tmp_path / "a.h5")
-    assert same(TensorDictReplayBuffer(storage=target)[:], rb[:])
-    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
-    with pytest.raises(FileNotFoundError):
-        one.loads(target, tmp_path / "b.h5")
-
-
-def test_without_h5py_the_message_says_how_to_install_it(tmp_path, monkeypatch):
-    rb = buffer(10)
-    rb.extend(episodes([4]))
-    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    with pytest.raises(ImportError, match=r"pip install 'engram-replay\[hdf5\]'"):
-        H5StorageCheckpointer().dumps(rb.storage, tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- hooks ---------------------------------------------------------------------------------------------------------------------
@@ -403,10 +354,6 @@ def test_hooks_called_by_hand(tmp_path, columns, shift, full, nested):
     out = torch.zeros_like(ring)
     load(save(ring), out=out)
     assert same(out[:live], ring[:live])
-    if nested:
-        split = H5Split()(save(ring))
-        assert sum(name.startswith("traj_") for name in split.keys()) == len(save(ring))
-        assert same(load(H5Combine()(split))[:live], ring[:live])
 
 
 def test_a_hook_needs_the_moment():

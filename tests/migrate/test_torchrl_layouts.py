@@ -14,11 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what TorchRL d
 LENGTHS = [(3, 2, 2), (5, 4, 5), (12,), (1, 1, 1)]
 
 
-@pytest.fixture(params=["Flat", "Nested", "H5"])
+@pytest.fixture(params=["Flat", "Nested"])
 def kinds(request, torchrl):
     """Both checkpointers of a layout."""
-    if request.param == "H5":
-        pytest.importorskip("h5py")
     from torchrl.data.replay_buffers import checkpointers
 
     name = f"{request.param}StorageCheckpointer"

@@ -1,4 +1,4 @@
-"""States of TorchRL's lists and ensembles are loaded."""
+"""States of TorchRL's lists are loaded; those of its compressed lists and ensembles say what to do."""
 
 import warnings
 from collections import OrderedDict
@@ -9,7 +9,6 @@ from tensordict import TensorDict, tensorclass
 
 from engram import (
     CompressedListStorage,
-    CorruptCheckpoint,
     IncompatibleCheckpoint,
     LazyStackStorage,
     LazyTensorStorage,
@@ -21,7 +20,7 @@ from engram import (
 from tests.migrate.make_golden import TENSORS, rows
 from tests.migrate.test_torchrl_compressed import large, small
 
-KINDS = ["ListStorage", "LazyStackStorage", "CompressedListStorage"]
+KINDS = ["ListStorage", "LazyStackStorage"]
 
 
 @tensorclass
@@ -72,16 +71,15 @@ def test_items_and_cursor_go_on(torchrl, kind, here, written):
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_no_tensordict(torchrl, tmp_path):
     there = [torch.arange(3), "text", 7, {"a": torch.ones(2), "n": [1, {"b": torch.zeros(1)}]}, [torch.ones(1), 2]]
-    for kind in ("ListStorage", "CompressedListStorage"):
-        theirs = torchrl.ReplayBuffer(storage=getattr(torchrl, kind)(5), collate_fn=list)
-        for one in there:
-            theirs.add(one)
-        with ReplayBuffer(storage=ListStorage(5), collate_fn=list) as ours:
-            quietly(ours, theirs.state_dict())
-            assert str(ours[:]) == str(there)
-            ours[0][0].fill_(9)
-            ours[3]["a"].fill_(9)
-            assert str(theirs._storage[0]) == str(torch.arange(3)), "tensors are the buffer's own"
+    theirs = torchrl.ReplayBuffer(storage=torchrl.ListStorage(5), collate_fn=list)
+    for one in there:
+        theirs.add(one)
+    with ReplayBuffer(storage=ListStorage(5), collate_fn=list) as ours:
+        quietly(ours, theirs.state_dict())
+        assert str(ours[:]) == str(there)
+        ours[0][0].fill_(9)
+        ours[3]["a"].fill_(9)
+        assert str(theirs._storage[0]) == str(torch.arange(3)), "tensors are the buffer's own"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -133,76 +131,24 @@ def test_what_the_state_does_not_have_is_named(torchrl):
         assert said in str(caught[0].message)
 
 
-# ---- ensembles -------------------------------------------------------------------------------------------------------------
-
-
-def members(third=ListStorage, sizes=(5, 4, 4, 2)):
-    return [
-        TensorDictReplayBuffer(storage=LazyTensorStorage(sizes[0])),
-        TensorDictReplayBuffer(storage=LazyTensorStorage(sizes[1])),
-        ReplayBuffer(storage=third(sizes[2]), collate_fn=list),
-        ReplayBuffer(storage=ListStorage(sizes[3]), collate_fn=list),
-    ]
-
-
-def check(rb):
-    ring, nothing, items, streams = (rb[i] for i in range(4))
-    assert ring[:]["number"].tolist() == [5, 6, 2, 3, 4]
-    assert torch.equal(ring[:]["next", "obs"], ring[:]["obs"] + 1)
-    assert len(nothing) == 0
-    assert all(map(torch.equal, [items.storage[i] for i in range(3)], TENSORS))
-    same(items.storage[3], item(2))
-    assert all(map(torch.equal, [streams.storage[i] for i in range(2)], [TENSORS[2], TENSORS[1]]))
-    assert [rb[i].write_count for i in range(4)] == [7, 0, 4, 3]
-    assert rb.batch_size == 8
-    ring.extend(rows(7, 1))
-    assert ring[:]["number"].tolist() == [5, 6, 7, 3, 4]
-    streams.add("next")
-    assert streams.storage[1] == "next"
+def of_member(golden, number):
+    """The state of a buffer: of a ring, of one that holds nothing, of a list, or of a list of streams."""
+    state = torch.load(golden / "states" / "ensemble.pt")
+    return {name: state[name][number] for name in ("_storage", "_sampler", "_writer")}
 
 
 def test_what_is_committed(golden):
-    """An ensemble of a ring, of a buffer that holds nothing, and of two lists."""
-    state = torch.load(golden / "states" / "ensemble.pt")
-    generator = torch.Generator()
-    rb = ReplayBufferEnsemble(*members(), collate_fn=list, generator=generator)
-    rb[0].extend(rows(50, 2))
-    rb[1].extend(rows(50, 2))
-    quietly(rb, state)
-    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
-    check(rb)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchrl_returns_what_is_committed(torchrl, golden):
-    from tests.migrate.make_golden import ensemble_state
-
-    def said(state):
-        if isinstance(state, dict):
-            return {key: said(value) for key, value in state.items()}
-        return [said(one) for one in state] if isinstance(state, list | tuple) else type(state).__name__
-
-    assert said(ensemble_state(torchrl)) == said(torch.load(golden / "states" / "ensemble.pt"))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_storages_of_an_ensemble(torchrl):
-    from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter, SamplerEnsemble, WriterEnsemble
-
-    theirs = torchrl.ReplayBufferEnsemble(
-        storages=torchrl.StorageEnsemble(torchrl.LazyTensorStorage(4), torchrl.ListStorage(4)),
-        samplers=SamplerEnsemble(RandomSampler(), RandomSampler()),
-        writers=WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()),
-        collate_fns=[None, list],
-        collate_fn=list,
-        batch_size=2,
-    )
-    rb = ReplayBufferEnsemble(
-        ReplayBuffer(storage=LazyTensorStorage(4)), ReplayBuffer(storage=ListStorage(4)), collate_fn=list
-    )
-    rb[0].extend(torch.ones(3))
-    quietly(rb, theirs.state_dict())
-    assert [len(rb[0]), len(rb[1])] == [0, 0]
+    with ReplayBuffer(storage=ListStorage(4), collate_fn=list) as items:
+        quietly(items, of_member(golden, "2"))
+        assert all(map(torch.equal, [items.storage[i] for i in range(3)], TENSORS))
+        same(items.storage[3], item(2))
+        assert items.write_count == 4
+    with TensorDictReplayBuffer(storage=LazyTensorStorage(5)) as ring:
+        quietly(ring, of_member(golden, "0"))
+        assert ring[:]["number"].tolist() == [5, 6, 2, 3, 4]
+        assert torch.equal(ring[:]["next", "obs"], ring[:]["obs"] + 1)
+        ring.extend(rows(7, 1))
+        assert ring[:]["number"].tolist() == [5, 6, 7, 3, 4]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------
@@ -220,65 +166,49 @@ def put(state, *path, value):
     return made if isinstance(state, OrderedDict) else dict(made)
 
 
-LISTS, STREAMS = ("_storage", "2", "_storage"), ("_storage", "3", "_storage")
-SAID = ("_storage", "3", "_metadata")
 LINEAR = torch.nn.Linear(1, 1).state_dict()
 
 
 @pytest.mark.parametrize(
     ("path", "value", "error", "match"),
     [
-        ((*LISTS, 1), LINEAR, IncompatibleCheckpoint, "member 2: item 1: .*that of another object"),
-        ((*LISTS, 1), {"__batch_size": [], "a": 1}, IncompatibleCheckpoint, "item 1: .*an older one"),
-        ((*LISTS, 3, "a"), "x", IncompatibleCheckpoint, "item 3: a: expected a tensor, got a str"),
-        (("_writer", "2", "_cursor"), 5, ValueError, "member 2: _cursor"),
-        (("_writer", "2"), {"_cursor": 1}, KeyError, "_write_count"),
-        (("_writer", "3", "_cursor"), None, TypeError, "member 3: _cursor"),
-        (SAID, [], ValueError, "member 3: _metadata: expected 2 descriptions"),
-        ((*SAID, 1), None, IncompatibleCheckpoint, "item 1: expected an item and its description"),
-        ((*SAID, 1, "type"), "pickle", IncompatibleCheckpoint, "item 1: a 'pickle' cannot be read"),
-        ((*SAID, 1, "dtype"), torch.qint8, IncompatibleCheckpoint, "item 1: expected a dtype"),
-        ((*SAID, 1, "shape"), [2, 3], TypeError, "item 1: shape"),
-        ((*SAID, 1, "shape"), torch.Size([2, 4]), CorruptCheckpoint, "item 1: expected a stream of 32 bytes"),
-        ((*SAID, 1, "shape"), torch.Size([1 << 20, 1 << 40]), CorruptCheckpoint, "item 1: expected a stream"),
-        ((*STREAMS, 1), b"x", IncompatibleCheckpoint, "item 1: expected a compressed tensor, got a bytes"),
-        ((*STREAMS, 1), torch.ones(3, dtype=torch.uint8), IncompatibleCheckpoint, "item 1: .*compression_fn of your own"),
-        (("_storage", "0"), {"0": {"_storage": []}}, IncompatibleCheckpoint, "member 0: .*ensemble in an ensemble"),
-        (("_storage", "4"), {"_storage": []}, IncompatibleCheckpoint, "of 4 members, as here, got one of 5"),
-        (("_storage",), {"_storage": []}, IncompatibleCheckpoint, r"that of one buffer.*ensemble\[i\].load_state_dict"),
+        (("_storage", "_storage", 1), LINEAR, IncompatibleCheckpoint, "item 1: .*that of another object"),
+        (("_storage", "_storage", 1), {"__batch_size": [], "a": 1}, IncompatibleCheckpoint, "item 1: .*an older one"),
+        (("_storage", "_storage", 3, "a"), "x", IncompatibleCheckpoint, "item 3: a: expected a tensor, got a str"),
+        (("_writer", "_cursor"), 5, ValueError, "_cursor"),
+        (("_writer", "_cursor"), None, TypeError, "_cursor"),
+        (("_writer",), {"_cursor": 1}, KeyError, "_write_count"),
         (("_rng",), 3, TypeError, "_rng"),
     ],
-)  # fmt: skip
+)
 def test_states_that_are_none(golden, path, value, error, match):
-    """Nothing has changed, not even of the members before."""
-    state = torch.load(golden / "states" / "ensemble.pt")
-    rb = ReplayBufferEnsemble(*members(), collate_fn=list)
-    rb[0].extend(rows(50, 2))
-    rb[2].add("kept")
+    rb = ReplayBuffer(storage=ListStorage(4), collate_fn=list)
+    rb.add("kept")
     with pytest.raises(error, match=match):
-        rb.load_state_dict(put(state, *path, value=value))
-    assert rb[0][:]["number"].tolist() == [50, 51]
-    assert rb[2].storage[0] == "kept"
+        rb.load_state_dict(put(of_member(golden, "2"), *path, value=value))
+    assert rb.storage[0] == "kept"
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("member", "storage", "match"),
     [
-        ({"sizes": (6, 4, 4, 2)}, "capacity"),
-        ({"sizes": (5, 4, 3, 2)}, "at most 3 items"),
-        ({"sizes": (5, 4, 4, 3)}, "a full one of 2"),
-        ({"third": LazyTensorStorage}, "got the items of a list"),
+        ("2", lambda: ListStorage(3), "at most 3 items"),
+        ("2", lambda: LazyTensorStorage(4), "got the items of a list"),
+        ("0", lambda: LazyTensorStorage(6), "capacity"),
+        ("1", lambda: LazyTensorStorage(4), "expected rows, got none"),
+        ("3", lambda: ListStorage(2), r"those of a CompressedListStorage\. Save it with TorchRL's dumps\(path\)"),
     ],
 )
-def test_members_of_another_kind(golden, given, match):
-    rb = ReplayBufferEnsemble(*members(**given), collate_fn=list)
-    rb[0].extend(rows(50, 2))
-    with pytest.raises(IncompatibleCheckpoint, match=match) as caught:
-        rb.load_state_dict(torch.load(golden / "states" / "ensemble.pt"))
-    assert "member" in caught.value.__notes__[0]
-    assert len(rb[0]) == 2
+def test_storages_of_another_kind(golden, member, storage, match):
+    with pytest.raises(IncompatibleCheckpoint, match=match):
+        ReplayBuffer(storage=storage(), collate_fn=list).load_state_dict(of_member(golden, member))
 
 
-def test_a_buffer_takes_no_ensemble(golden):
-    with pytest.raises(IncompatibleCheckpoint, match="that of an ensemble.*ReplayBufferEnsemble of as many"):
-        ReplayBuffer(storage=ListStorage(4)).load_state_dict(torch.load(golden / "states" / "ensemble.pt"))
+def test_states_of_ensembles_say_what_to_do(golden):
+    state = torch.load(golden / "states" / "ensemble.pt")
+    ensemble = ReplayBufferEnsemble(*(ReplayBuffer(storage=ListStorage(4)) for _ in range(4)), collate_fn=list)
+    for rb in (ReplayBuffer(storage=ListStorage(4)), ensemble):
+        with pytest.raises(IncompatibleCheckpoint, match=r"that of an ensemble\. Save it with TorchRL's dumps"):
+            rb.load_state_dict(state)
+    with pytest.raises(IncompatibleCheckpoint, match="expected the state of an ensemble, got that of one buffer"):
+        ensemble.load_state_dict(of_member(golden, "2"))

@@ -11,6 +11,7 @@ from engram.buffer.wiring import Wiring, component, consuming_sampler, first_sto
 from engram.device.pinning import pinning_for
 from engram.expanders import Expander
 from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
+from engram.layouts.hdf5 import accepted
 from engram.removers import FifoRemover
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
@@ -105,7 +106,7 @@ class Arguments(NamedTuple):
         )
         if self.checkpointer:
             storage.checkpointer = component(
-                self.checkpointer, StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
+                accepted(self.checkpointer), StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
             )
         wiring.unit = self.sample_unit
         wiring.connect(sampler, component(self._writer(), Writer, "writer", self.default_writer), self.batch_size)

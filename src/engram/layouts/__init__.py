@@ -3,14 +3,14 @@
 from engram.layouts.checkpointers import (
     CompressedListStorageCheckpointer,
     FlatStorageCheckpointer,
-    H5StorageCheckpointer,
     ListStorageCheckpointer,
     NestedStorageCheckpointer,
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
-from engram.layouts.hooks import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
+from engram.layouts.hdf5 import H5Combine, H5Split, H5StorageCheckpointer
+from engram.layouts.hooks import Flat2TED, Nested2TED, TED2Flat, TED2Nested
 
 __all__ = [
     "CompressedListStorageCheckpointer",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 import os
-import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, NamedTuple
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
@@ -14,13 +13,13 @@ from engram.format.dumps import replacing, standing
 from engram.format.part_reader import is_part
 from engram.format.parts import PartReader
 from engram.layouts.hooked import HookedSnapshot, check_hook, is_hooked, prepare_hooked
-from engram.layouts.hooks import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
-from engram.layouts.parts import Layout, LayoutSnapshot, fields_of, is_layout, prepare_layout, ring_of, written_store
-from engram.layouts.reading import Keys, RowsWriter
+from engram.layouts.hooks import Flat2TED, Nested2TED, TED2Flat, TED2Nested
+from engram.layouts.parts import Layout, LayoutSnapshot, is_layout, prepare_layout, written_store
+from engram.layouts.reading import Keys
 from engram.persist.components import Dumpable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from engram.layouts.hooked import LoadHook, SaveHook
     from engram.layouts.parts import LaidOut
@@ -29,15 +28,7 @@ if TYPE_CHECKING:
     from engram.types import StorageLoad
 
 
-class _Named(TypedDict, total=False):
-    """What an HDF5 file may call its entries."""
-
-    done_key: str | tuple[str, ...]
-    shift_key: str
-    is_full_key: str
-
-
-def _check(storage: object, call: str) -> None:
+def check_storage(storage: object, call: str) -> None:
     if not isinstance(storage, Dumpable):
         raise TypeError(f"{call}: expected a storage of engram's, got a {type(storage).__name__}.")
 
@@ -223,14 +214,11 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     10
     """
 
-    #: The layout that it saves whatever its hooks are; None: they say.
-    _layout: Layout | None = None
-
     @property
     def layout(self) -> Layout | None:
         """The layout that it saves, piece by piece; None: engram's own form, or what hooks return."""
-        if self._layout is not None or len(self._save_hooks) != 1:
-            return self._layout
+        if len(self._save_hooks) != 1:
+            return None
         hook = self._save_hooks[0]
         for kind, known in (("flat", TED2Flat), ("nested", TED2Nested)):
             if isinstance(hook, known) and type(hook).__call__ is known.__call__:
@@ -239,7 +227,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     @property
     def is_plain(self) -> bool:
-        return not self._save_hooks and not self._load_hooks and self._layout is None
+        return not self._save_hooks and not self._load_hooks
 
     def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot | HookedSnapshot:
         """What is saved, once writers wait. Raises as :meth:`dumps`.
@@ -271,7 +259,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> FlatStorageCheckpointer().preparation(LazyTensorStorage(10), ()) is None
         False
         """
-        return LayoutPreparation(self, storage, without) if self._save_hooks or self._layout else None
+        return LayoutPreparation(self, storage, without) if self._save_hooks else None
 
     def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
         """Save the rows of a storage as a folder, which in one step replaces one that was saved there.
@@ -299,9 +287,9 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> len(rb)
         3
         """
-        _check(storage, f"{type(self).__name__}: dumps")
+        check_storage(storage, f"{type(self).__name__}: dumps")
         written_store(storage, type(self).__name__)
-        if not self._save_hooks and self._layout is None:
+        if not self._save_hooks:
             Dumpable.dumps(storage, Path(path))
             return
         with replacing(Path(path)) as folder, disk.batched_fsync(), storage.paused:
@@ -327,7 +315,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> other[:].tolist()
         [0, 1, 2]
         """
-        _check(storage, f"{type(self).__name__}: loads")
+        check_storage(storage, f"{type(self).__name__}: loads")
         folder = standing(Path(path))
         if is_part(folder):
             with PartReader.open(folder) as reader:
@@ -351,8 +339,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     def _loading(self) -> Layout | None:
         """The layout whose keys say how a folder is read; None: hooks say it."""
-        if self._layout is not None or not self._load_hooks:
-            return self._layout or Layout("flat", Keys(), type(self).__name__)
+        if not self._load_hooks:
+            return Layout("flat", Keys(), type(self).__name__)
         hook = self._load_hooks[0]
         for known in (Nested2TED, Flat2TED):
             if len(self._load_hooks) == 1 and isinstance(hook, known) and type(hook).__call__ is known.__call__:
@@ -406,7 +394,7 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
         >>> [len(other[row]) for row in range(2)]
         [2, 3]
         """
-        _check(storage, f"{type(self).__name__}: dumps")
+        check_storage(storage, f"{type(self).__name__}: dumps")
         if not len(storage):
             raise RuntimeError(f"{type(self).__name__}: dumps: expected items, got a storage that was never written.")
         if self._save_hooks:
@@ -477,112 +465,3 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
     """
 
     _kind = "nested"
-
-
-class H5StorageCheckpointer(TensorStorageCheckpointer):
-    """As :class:`FlatStorageCheckpointer`, in one HDF5 file with a group per trajectory. Needs h5py: ``engram-replay[hdf5]``.
-
-    Args:
-        checkpoint_file: name of the file. A path that ends with ``.h5`` is the file itself, without engram's state beside it.
-        done_keys: flags. reward_keys: rewards.
-        h5_kwargs: for ``h5py.Group.create_dataset``, such as ``{"compression": "gzip"}``.
-        **kwargs: ``done_key``, ``shift_key`` and ``is_full_key`` of :class:`TED2Nested`.
-
-    dtypes that NumPy does not know, such as bfloat16, cannot be saved. A data set per trajectory and field is slow where trajectories are
-    short: about 0.1 ms each.
-
-    >>> from engram import H5StorageCheckpointer
-    >>> H5StorageCheckpointer(h5_kwargs={"compression": "gzip"}).layout.kind
-    'hdf5'
-    """
-
-    def __init__(
-        self,
-        *,
-        checkpoint_file: str = "checkpoint.h5",
-        done_keys: Iterable[object] | None = None,
-        reward_keys: Iterable[object] | None = None,
-        h5_kwargs: Mapping[str, object] | Iterable[tuple[str, object]] | None = None,
-        **kwargs: Unpack[_Named],
-    ) -> None:
-        super().__init__()
-        if not isinstance(checkpoint_file, str):
-            raise TypeError(
-                f"H5StorageCheckpointer: checkpoint_file: expected the name of a file, got a {type(checkpoint_file).__name__}."
-            )
-        if "/" in checkpoint_file or not checkpoint_file.endswith(".h5"):
-            raise ValueError(
-                f"H5StorageCheckpointer: checkpoint_file: expected the name of a file *.h5, got {checkpoint_file!r}."
-            )
-        try:
-            options = dict(h5_kwargs or {})
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"H5StorageCheckpointer: h5_kwargs: expected keywords of create_dataset, got {h5_kwargs!r:.80}."
-            ) from error
-        keys = Keys.of("H5StorageCheckpointer", done_keys, reward_keys)
-        nested = TED2Nested(done_keys=keys.flags, reward_keys=keys.rewards, **kwargs)
-        kwargs.pop("done_key", None)
-        self._save_hooks += [nested, H5Split()]
-        self._load_hooks += [H5Combine(), Nested2TED(done_keys=keys.flags, reward_keys=keys.rewards, **kwargs)]
-        self._layout = Layout("hdf5", nested.keys, type(self).__name__, checkpoint_file, options)
-
-    def register_save_hook(self, hook: SaveHook) -> None:
-        """Raises ``TypeError``: the file has its own form.
-
-        >>> from engram import H5StorageCheckpointer
-        >>> H5StorageCheckpointer().register_save_hook(len)
-        Traceback (most recent call last):
-        TypeError: H5StorageCheckpointer: register_save_hook: expected no hooks, as the file has its own form, got <built-in function len>.
-        """
-        raise TypeError(
-            f"H5StorageCheckpointer: register_save_hook: expected no hooks, as the file has its own form, got {hook!r:.80}."
-        )
-
-    def register_load_hook(self, hook: LoadHook) -> None:
-        """Raises ``TypeError``: the file has its own form.
-
-        >>> from engram import H5StorageCheckpointer
-        >>> H5StorageCheckpointer().register_load_hook(len)
-        Traceback (most recent call last):
-        TypeError: H5StorageCheckpointer: register_load_hook: expected no hooks, as the file has its own form, got <built-in function len>.
-        """
-        raise TypeError(
-            f"H5StorageCheckpointer: register_load_hook: expected no hooks, as the file has its own form, got {hook!r:.80}."
-        )
-
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        target = Path(path)
-        if target.suffix != ".h5":
-            super().dumps(storage, path)
-            return
-        layout = self._laid()
-        _check(storage, f"{layout.who}: dumps")
-        if target.is_dir():
-            raise FileExistsError(
-                f"{layout.who}: dumps: expected a free name or a file to replace, got the folder {target}."
-            )
-        aside = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
-        try:
-            with storage.paused:
-                store = written_store(storage, layout.who)
-                ring = ring_of(store, layout.who)
-                writer = RowsWriter(fields_of(store, ring), ring, layout.keys, f"{layout.who}: dumps")
-                layout.write_file(aside, writer, ring.live * ring.width)
-            os.replace(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        disk.sync_folder(target.parent)
-
-    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
-        if Path(path).suffix != ".h5":
-            super().loads(storage, path)
-            return
-        _check(storage, f"{self._laid().who}: loads")
-        prepare_dump(storage, self._laid().open_file(Path(path))).commit()
-        storage.notify(None, None)
-
-    def _laid(self) -> Layout:
-        assert self._layout is not None
-        return self._layout

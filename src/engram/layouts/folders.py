@@ -235,9 +235,6 @@ class FolderLeaves:
                     f"trajectories, got {nbytes}."
                 )
 
-    def verify(self) -> None:
-        """Sizes have said all."""
-
     def _noted(self, name: str, kind: object) -> tuple[object, object, str]:
         parts = (*self._parts, layout.encode_key(name), "meta.json")
         meta = self._folder.json(parts)

@@ -216,6 +216,21 @@ def prepare_hooked(
     data = tensordict_type().load_memmap(folder)
     for hook in hooks:
         data = loaded_by(hook, data, str(folder))
+    return prepare_rows_of(storage, data, length, str(folder), state, without)
+
+
+def prepare_rows_of(
+    storage: LaidOut,
+    data: TensorDict,
+    length: int,
+    where: str,
+    state: dict[str, object] | None = None,
+    without: Sequence[str] = (),
+) -> StorageLoad:
+    """Check slots ``[T, *columns]`` for a storage, of which ``length`` rows are live. Without a state the oldest are the first ones.
+
+    Raises ``IncompatibleCheckpoint``: other fields than in the storage.
+    """
     slots = tuple(data.batch_size)
     fields = {
         (key,) if isinstance(key, str) else key: value.flatten(0, len(slots) - 1)
@@ -223,23 +238,23 @@ def prepare_hooked(
     }
     if not slots or not fields or length > min(map(len, fields.values())):
         raise IncompatibleCheckpoint(
-            f"{folder}: expected at least {length} rows from the hooks, got the batch size {list(slots)}."
+            f"{where}: expected at least {length} rows from the hooks, got the batch size {list(slots)}."
         )
     if state is None:
         like = None if storage.memory is None else storage.memory.schema
-        schema = like or _schema({**fields, **_others(data)}, slots, str(folder))
+        schema = like or _schema({**fields, **_others(data)}, slots, where)
         state = rows_state(schema, length, length, length)
     else:
-        schema = schemas.decode(typed(state, "schema", str, str(folder)).encode(), str(folder))
+        schema = schemas.decode(typed(state, "schema", str, where).encode(), where)
         state["priorities"] = {
-            name: it for name, it in typed(state, "priorities", dict, str(folder)).items() if name not in without
+            name: it for name, it in typed(state, "priorities", dict, where).items() if name not in without
         }
     for field in schema.fields:
         found = fields.get(field.key)
         if found is None or DTYPE_NAMES.get(found.dtype) != field.dtype or tuple(found.shape[1:]) != field.shape:
             got = "none" if found is None else f"{found.dtype} of shape {list(found.shape[1:])}"
             raise IncompatibleCheckpoint(
-                f"{folder}: expected the field {field.key} {field.dtype} of shape {list(field.shape)} from the hooks, got {got}."
+                f"{where}: expected the field {field.key} {field.dtype} of shape {list(field.shape)} from the hooks, got {got}."
             )
     return storage.prepare_rows(state, _HookedRows([fields[field.key] for field in schema.fields], length))
 

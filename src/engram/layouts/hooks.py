@@ -194,55 +194,6 @@ class Nested2TED(Flat2TED):
         return super().__call__(flat, out=out)
 
 
-class H5Split(TED2Flat):
-    """A save hook: the trajectories of what :class:`TED2Nested` made become entries ``traj_0``, ``traj_1`` …
-
-    >>> from engram import H5Split
-    >>> H5Split().is_full is None
-    True
-    """
-
-    def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:  # noqa: ARG002 - as TorchRL calls it
-        _check(data, type(self).__name__)
-        n = data.batch_size[0]
-        digits = math.ceil(math.log10(n))
-        split = tensordict_type()()
-        for key, value in data.items(True, True):
-            parts = (key,) if isinstance(key, str) else key
-            for number, one in enumerate(value.unbind(0)):
-                split.set((f"traj_{number:0{digits}d}", *parts), one)
-        return split.update(dict(data.non_tensor_items()))
-
-
-class H5Combine:
-    """A load hook: entries ``traj_0``, ``traj_1`` … become nested tensors, as :class:`Nested2TED` takes them.
-
-    >>> from engram import H5Combine
-    >>> callable(H5Combine())
-    True
-    """
-
-    def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:  # noqa: ARG002 - as TorchRL calls it
-        _check(data, type(self).__name__)
-        names = sorted(name for name in data.keys() if name.startswith("traj"))  # noqa: SIM118 - a TensorDict iterates over rows
-        if not names:
-            raise CorruptCheckpoint(
-                f"H5Combine: expected entries traj_0, traj_1 …, got {sorted(map(str, data.keys()))}."
-            )
-        made = tensordict_type()()
-        for key in data.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-            if not key.startswith("traj"):
-                made.set_non_tensor(key, data[key])
-        made.memmap_()
-        for key in data.get(names[0]).keys(True, True):
-            parts = (key,) if isinstance(key, str) else key
-            values = [torch.as_tensor(data.get((name, *parts))) for name in names]
-            whole = torch.cat(values)
-            shape = torch.tensor([list(value.shape) for value in values])
-            made.make_memmap_from_storage(parts, whole.untyped_storage(), dtype=whole.dtype, shape=shape)
-        return made
-
-
 def _check(data: object, who: str) -> None:
     if not is_tensor_collection(data):
         raise TypeError(f"{who}: expected a TensorDict, got a {type(data).__name__}.")
@@ -321,6 +272,3 @@ class _TensorDictLeaves:
                     f"{self.name}: {key}: expected {steps.observations} values, as the ends of trajectories say, got "
                     f"{len(self._values[key])}."
                 )
-
-    def verify(self) -> None:
-        """They are in memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -10,14 +9,13 @@ import msgspec
 import torch
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
-from engram.format import beside, disk, files, layout
+from engram.format import beside, disk, layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.folder import Folder, convert
 from engram.format.parts import NO_SCHEMA, PartWriter
 from engram.format.problems import corrupt
 from engram.layouts.folders import FolderLeaves, FolderSink
-from engram.layouts.hdf5 import HDF5Leaves, HDF5Sink
 from engram.layouts.reading import Keys, LayoutDump, Ring, RowsWriter
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
@@ -56,14 +54,10 @@ class Layout(NamedTuple):
     """Which files rows are saved in."""
 
     kind: str
-    """``flat``, ``nested`` or ``hdf5``."""
+    """``flat`` or ``nested``."""
     keys: Keys
     who: str
     """What messages begin with."""
-    file: str = "checkpoint.h5"
-    """Name of the HDF5 file."""
-    options: Mapping[str, object] = {}
-    """Of its data sets."""
 
     @property
     def part(self) -> str:
@@ -73,68 +67,50 @@ class Layout(NamedTuple):
     def write(self, folder: Path, fields: Mapping[Key, Tensor], ring: Ring) -> list[str]:
         """Write rows into a folder that exists. Returns the names of the files. Raises as :class:`RowsWriter`; ``OSError``."""
         writer = RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
-        length = ring.live * ring.width
-        if self.kind == "hdf5":
-            self.write_file(folder / self.file, writer, length)
-            return [self.file]
         sink = FolderSink(folder, f"{self.who}: dumps", nested=self.kind == "nested")
         writer.write(sink)
-        sink.finish(length)
+        sink.finish(ring.live * ring.width)
         return sink.files
-
-    def write_file(self, path: Path, writer: RowsWriter, length: int) -> None:
-        """Write an HDF5 file, where nothing is yet."""
-        with HDF5Sink(path, self.options, self.who) as sink:
-            writer.write(sink)
-            sink.finish(length)
-        disk.finish(files.Descriptor.open(path, os.O_RDWR))
 
     def open(self, folder: Path) -> LayoutDump:
         """Describe and check the layout in a folder. Raises as :func:`open_layout`."""
-        found = open_layout(Folder(folder), (), self.keys, self.who, self.file)
+        found = open_layout(Folder(folder), (), self.keys)
         if found is None:
             raise IncompatibleCheckpoint(
-                f"{self.who}: loads: {folder}: expected a storage saved flat, nested or as an HDF5 file, found none."
+                f"{self.who}: loads: {folder}: expected a storage saved flat or nested, found none."
             )
         return found
 
-    def open_file(self, path: Path) -> LayoutDump:
-        """As :meth:`open`, of an HDF5 file."""
-        return LayoutDump(HDF5Leaves(path, self.who, _done(self.keys), (self.keys.full, self.keys.shift)), self.keys)
 
-
-_PART_OF = {"flat": "FlatLayout", "nested": "NestedLayout", "hdf5": "HDF5Layout"}
+_PART_OF = {"flat": "FlatLayout", "nested": "NestedLayout"}
 _KIND_OF = {part: kind for kind, part in _PART_OF.items()}
+#: What a part calls itself that an earlier version has saved as an HDF5 file.
+_OF_HDF5 = "HDF5Layout"
 
 
-def open_layout(
-    folder: Folder, parts: tuple[str, ...], keys: Keys, who: str, file: str | None = None
-) -> LayoutDump | None:
+def open_layout(folder: Folder, parts: tuple[str, ...], keys: Keys) -> LayoutDump | None:
     """Describe and check the layout that lies in a folder, whichever it is; None: there is none.
 
     Args:
         folder: what lies around it.
         parts: names of the folders that it lies in, below that.
         keys: which entries are flags and rewards.
-        who: what messages begin with.
-        file: name of an HDF5 file; None: the only one there.
 
     Raises:
-        CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps. ImportError: an HDF5 file, and no h5py.
+        CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps, or an HDF5 file.
     """
-    names = keys.full, keys.shift
     if FolderLeaves.recognised(folder, parts):
-        return LayoutDump(FolderLeaves(folder, parts, names), keys)
-    found = [name for name in folder.names(parts) if name.endswith(".h5")]
-    name = file if file in found else found[0] if len(found) == 1 else None
-    if name is None:
-        return None
-    folder.open((*parts, name)).close()  # a file, and no link to another
-    return LayoutDump(HDF5Leaves(folder.name((*parts, name)), who, _done(keys), names), keys)
+        return LayoutDump(FolderLeaves(folder, parts, (keys.full, keys.shift)), keys)
+    if any(name.endswith(".h5") for name in folder.names(parts)):
+        raise _hdf5(folder.name(parts))
+    return None
 
 
-def _done(keys: Keys) -> Key:
-    return keys.done[1:] if keys.done[0] == "next" else keys.done
+def _hdf5(folder: str) -> IncompatibleCheckpoint:
+    return IncompatibleCheckpoint(
+        f"{folder}: expected a storage saved flat or nested, got an HDF5 file. TorchRL's checkpointer loads its rows, where TorchRL is "
+        f"installed: H5StorageCheckpointer().loads(rb.storage, {folder!r})."
+    )
 
 
 def ring_of(store: Store, who: str) -> Ring:
@@ -207,7 +183,7 @@ class LayoutSnapshot:
         written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
         if self._now() != self._moment:
             raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
-        noted = {"file": laid.file, "keys": _noted(laid.keys), **summed(folder, written)}
+        noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
         info = part.finish(described_state(part, {**self.state, beside.ENTRY: noted}, "storage"))
         for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
@@ -252,7 +228,7 @@ def written_store(storage: LaidOut, who: str) -> Store:
 
 def is_layout(reader: PartReader) -> bool:
     """Whether a part holds a storage in a layout."""
-    return reader.part == "storage" and reader.type in _KIND_OF
+    return reader.part == "storage" and reader.type in (*_KIND_OF, _OF_HDF5)
 
 
 def is_laid_out(reader: PartReader) -> bool:
@@ -271,6 +247,8 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
     Raises:
         CorruptCheckpoint: damaged; names the file. IncompatibleCheckpoint: another schema. Nothing is changed.
     """
+    if reader.type == _OF_HDF5:
+        raise _hdf5(str(reader.folder))
     state = read_state(reader)
     noted = state.pop(beside.ENTRY, None)
     root = str(reader.folder)
@@ -279,7 +257,7 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
         raise CorruptCheckpoint(f"{root}: expected what the layout notes, found nothing.")
     check_sums(reader.folder, noted)
     keys = _keys_of(noted, root)
-    dump = Layout(_KIND_OF[reader.type], keys, "loads", convert(noted.get("file"), str, root)).open(reader.folder)
+    dump = Layout(_KIND_OF[reader.type], keys, "loads").open(reader.folder)
     try:
         schema = schemas.decode(text.encode(), root)
     except (ValueError, CorruptStore, IncompatibleStore) as error:

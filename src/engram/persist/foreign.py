@@ -99,16 +99,9 @@ def foreign_format(path: Path) -> ForeignFormat | None:
 
 
 def foreign_state(state: object, ndim: int) -> ForeignDump | None:
-    """A state that another library's buffer returned; None: it is none of those. Raises as its ``read_state``."""
+    """A state that another library's buffer returned; None: it is none of those. Raises as its ``read_state``, which refuses ensembles."""
     module = _module_of(state)
     found: ForeignDump | None = None if module is None else module.read_state(state, ndim=ndim)
-    return found
-
-
-def foreign_ensemble_state(state: object, ndims: Sequence[int]) -> ForeignEnsemble | None:
-    """As :func:`foreign_state`, of several buffers."""
-    module = _module_of(state)
-    found: ForeignEnsemble | None = None if module is None else module.read_ensemble_state(state, ndims=ndims)
     return found
 
 

@@ -21,6 +21,7 @@ from engram.format.dumps import standing
 from engram.format.parts import PartReader
 from engram.groups import StoredGroups
 from engram.layouts.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, prepare_dumped
+from engram.layouts.hdf5 import accepted
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
@@ -935,9 +936,10 @@ class Storage(Declared, Dumpable, Port):
 
     @checkpointer.setter
     def checkpointer(self, given: StorageCheckpointerBase | None) -> None:
-        if not isinstance(given, StorageCheckpointerBase | None):
+        taken = accepted(given)
+        if not isinstance(taken, StorageCheckpointerBase | None):
             raise TypeError(f"checkpointer: expected a storage checkpointer, got {type(given).__name__}.")
-        self._checkpointer = given
+        self._checkpointer = taken
 
     def register_save_hook(self, hook: SaveHook) -> None:
         """Call ``hook(data, path=folder)`` with the rows before they are saved, after earlier hooks; its result is saved.

@@ -17,8 +17,7 @@ from engram._words import warn
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, put_leaf
-from engram.migrate.torchrl.dump import EmptyMember, TorchRLEnsemble
-from engram.migrate.torchrl.items import TorchRLItems, whole_of
+from engram.migrate.torchrl.items import TorchRLItems
 from engram.migrate.torchrl.rows import TorchRLDump
 from engram.nested import map_with_paths
 from engram.persist.foreign import DumpedPriorities
@@ -154,6 +153,7 @@ def _put(holder: TensorDict, name: str, value: Tensor | TensorDict, where: str) 
 _PATH = Path("TorchRL's state")
 #: What messages call it.
 _WHERE = "load_state_dict: TorchRL's state"
+_DUMP_IT = "Save it with TorchRL's dumps(path), and read that with loads(path)."
 
 
 _OLD = "__batch_size"
@@ -206,90 +206,6 @@ class ListedItems:
         return made_of(cast("dict[str, object]", item), said, without, where)
 
 
-class ListedStreams:
-    """Items of a ``CompressedListStorage``, whose tensors are streams.
-
-    Args:
-        items, descriptions: as the state has them.
-        where: for messages.
-
-    Raises:
-        TypeError, ValueError, KeyError: descriptions that are none. IncompatibleCheckpoint: a row without an item, or a dtype that
-            cannot be stored.
-    """
-
-    left_out: Sequence[str] = ()
-
-    def __init__(self, items: Sequence[object], descriptions: object, where: str) -> None:
-        if not isinstance(descriptions, list) or len(descriptions) != len(items):
-            got = len(descriptions) if isinstance(descriptions, list) else type(descriptions).__name__
-            raise ValueError(f"{where}: _metadata: expected {len(items)} descriptions, one for each item, got {got}.")
-        self._items, self._descriptions, self._where = items, descriptions, where
-        for number, (item, said) in enumerate(zip(items, descriptions, strict=True)):
-            _check(item, said, f"{where}: item {number}")
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:
-        """As of :class:`ListedItems`. Raises ``CorruptCheckpoint``, too: a damaged stream."""
-        del whole
-        for number, (item, said) in enumerate(zip(self._items, self._descriptions, strict=True)):
-            yield _whole(item, said, decompress, without, f"{self._where}: item {number}")
-
-
-def _check(item: object, said: object, where: str) -> None:
-    if not isinstance(said, dict):
-        raise IncompatibleCheckpoint(f"{where}: expected an item and its description, got {type(said).__name__}.")
-    kind = typed(said, "type", str, where)
-    if kind == "tensordict":
-        fields = typed(said, "fields", dict, where)
-        if not isinstance(item, dict) or item.keys() != fields.keys():
-            raise ValueError(f"{where}: expected the entries {sorted(fields)}, as its description says, got others.")
-        for key, one in fields.items():
-            if not isinstance(one, dict):
-                raise TypeError(f"{where}: {key}: expected a description, got a {type(one).__name__}.")
-            if typed(one, "type", str, f"{where}: {key}") != "non_tensor":
-                _check_stream(item[key], one, f"{where}: {key}")
-    elif kind == "tensor":
-        _check_stream(item, said, where)
-    elif kind != "other":
-        raise IncompatibleCheckpoint(f"{where}: a {kind!r:.80} cannot be read.")
-
-
-def _check_stream(data: object, said: dict[str, object], where: str) -> None:
-    dtype, _ = typed(said, "dtype", torch.dtype, where), typed(said, "shape", torch.Size, where)
-    if dtype not in DTYPE_NAMES:
-        raise IncompatibleCheckpoint(f"{where}: expected a dtype that can be stored, got {dtype}.")
-    if not isinstance(data, Tensor):
-        raise IncompatibleCheckpoint(f"{where}: expected a compressed tensor, got a {type(data).__name__}.")
-
-
-def _whole(
-    item: object, said: dict[str, object], decompress: Decompress | None, without: Collection[str], where: str
-) -> object:
-    if said["type"] == "tensor":
-        return _stream(item, said, decompress, where)
-    if said["type"] == "other":
-        return map_with_paths(said["value"], _copied, keep=True)
-    made = tensordict_type()(batch_size=[])
-    for key, one in cast("dict[str, dict[str, object]]", said["fields"]).items():
-        if key in without:
-            continue
-        if one["type"] != "non_tensor":
-            made.set(key, _stream(cast("dict[str, object]", item)[key], one, decompress, f"{where}: {key}"))
-        elif is_tensor_collection(one["value"]):
-            made.set(key, one["value"].clone())
-        else:
-            made.set_non_tensor(key, one["value"])
-    return made
-
-
-def _stream(data: object, said: dict[str, object], decompress: Decompress | None, where: str) -> Tensor:
-    stream = cast("Tensor", data).detach().to("cpu")
-    return whole_of(stream, cast("torch.Size", said["shape"]), cast("torch.dtype", said["dtype"]), decompress, where)
-
-
 def _copied(leaf: object, _: object) -> object:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
@@ -313,7 +229,7 @@ class TorchRLState(TorchRLDump):
 
 
 def is_torchrl_state(state: object) -> bool:
-    """Whether a state looks like one that a buffer of TorchRL's returned, or an ensemble of such."""
+    """Whether a state looks like one that a buffer of TorchRL's returned, or an ensemble of such, which is refused by name."""
     return isinstance(state, dict) and (_is_storage(state.get("_storage")) or _is_ensemble(state))
 
 
@@ -340,52 +256,15 @@ def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState | Torc
         KeyError, TypeError, ValueError: an entry that is missing, of another type or out of range.
     """
     if not _is_storage(state["_storage"]):
-        raise IncompatibleCheckpoint(
-            f"{_WHERE}: expected that of one buffer, got that of an ensemble. Load it into a ReplayBufferEnsemble of as many buffers."
-        )
+        raise IncompatibleCheckpoint(f"{_WHERE}: expected that of one buffer, got that of an ensemble. {_DUMP_IT}")
     batch_size, rng_state, left_out = _of_the_buffer(state)
-    found = _read_buffer(state, ndim, _WHERE, left_out)
-    if isinstance(found, EmptyMember):
-        raise IncompatibleCheckpoint(f"{_WHERE}: expected rows, got none: nothing was ever written.")
-    _tell(left_out)
+    found = _read_buffer(state, ndim, left_out)
+    if left_out:
+        warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
     out = tuple(left_out)
     if isinstance(found, TorchRLItems):
         return found._replace(batch_size=batch_size, rng_state=rng_state, left_out=out)
     return replace(found, batch_size=batch_size, rng_state=rng_state, left_out=out)
-
-
-def read_ensemble_state(state: Mapping[str, object], *, ndims: Sequence[int]) -> TorchRLEnsemble:
-    """As :func:`read_state`, of a ``ReplayBufferEnsemble``.
-
-    Args:
-        state: what its ``state_dict()`` returned.
-        ndims: of the storage of each buffer.
-
-    Raises: as :func:`read_state`. IncompatibleCheckpoint, too: of one buffer, or of another number of them.
-    """
-    if _is_storage(state["_storage"]):
-        raise IncompatibleCheckpoint(
-            f"{_WHERE}: expected that of an ensemble, got that of one buffer. Load it into a ReplayBuffer, such as one of the buffers "
-            "here: ensemble[i].load_state_dict(state)."
-        )
-    parts = {name: _part(state, name, _WHERE) for name in ("_storage", "_sampler", "_writer")}
-    count = len(parts["_storage"])
-    if count != len(ndims):
-        raise IncompatibleCheckpoint(
-            f"{_WHERE}: expected an ensemble of {len(ndims)} members, as here, got one of {count}."
-        )
-    batch_size, rng_state, left_out = _of_the_buffer(state)
-    members = []
-    for number, ndim in enumerate(ndims):
-        where = f"{_WHERE}: member {number}"
-        of_member = {name: _part(part, str(number), f"{_WHERE}: {name}") for name, part in parts.items()}
-        if not _is_storage(of_member["_storage"]):
-            raise IncompatibleCheckpoint(
-                f"{where}: expected the rows of one buffer, got those of an ensemble in an ensemble. Save that by itself."
-            )
-        members.append(_read_buffer(of_member, ndim, where, left_out))
-    _tell(left_out)
-    return TorchRLEnsemble(_PATH, batch_size, rng_state, tuple(members), tuple(left_out))
 
 
 def _of_the_buffer(state: Mapping[str, object]) -> tuple[int | None, Tensor | None, list[str]]:
@@ -408,20 +287,12 @@ def _of_the_buffer(state: Mapping[str, object]) -> tuple[int | None, Tensor | No
     return batch_size if isinstance(batch_size, int) and batch_size > 0 else None, rng_state, left_out
 
 
-def _tell(left_out: Sequence[str]) -> None:
-    if left_out:
-        warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
-
-
-def _read_buffer(
-    state: Mapping[str, object], ndim: int, where: str, left_out: list[str]
-) -> TorchRLState | TorchRLItems | EmptyMember:
-    """One buffer, or one of an ensemble. Notes what is left out."""
+def _read_buffer(state: Mapping[str, object], ndim: int, left_out: list[str]) -> TorchRLState | TorchRLItems:
+    """Rows or items, writer and sampler. Notes what is left out."""
+    where = _WHERE
     storage, writer, sampler = (_part(state, name, where) for name in ("_storage", "_writer", "_sampler"))
     if sampler and "_sum_tree" not in sampler and "drop_last" not in sampler:
-        left_out.append(
-            f"the state of the sampler{where.removeprefix(_WHERE).replace(':', ' of')} ({', '.join(sampler)})"
-        )
+        left_out.append(f"the state of the sampler ({', '.join(sampler)})")
     rows = storage["_storage"]
     if isinstance(rows, list):
         return _read_items(storage, rows, writer, sampler, where, left_out)
@@ -430,7 +301,7 @@ def _read_buffer(
             f"{where}: expected a storage with ndim of 1, got {ndim}. Extend the buffer with its rows."
         )
     if isinstance(rows, dict) and not rows:
-        return EmptyMember(_PATH, _priorities(sampler, 0, where))
+        raise IncompatibleCheckpoint(f"{where}: expected rows, got none: nothing was ever written.")
     said = said_in(rows, where)
     tensors = _leaves(rows, said, where)
     if said is not None:
@@ -468,7 +339,9 @@ def _read_items(
     where: str,
     left_out: list[str],
 ) -> TorchRLItems:
-    made = ListedStreams(items, storage["_metadata"], where) if "_metadata" in storage else ListedItems(items, where)
+    if "_metadata" in storage:
+        raise IncompatibleCheckpoint(f"{where}: expected items, got those of a CompressedListStorage. {_DUMP_IT}")
+    made = ListedItems(items, where)
     left_out += made.left_out
     cursor, writes = _written(writer, len(items), len(items), where)
     return TorchRLItems(

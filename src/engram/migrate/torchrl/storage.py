@@ -60,7 +60,7 @@ class Storage:
         return self.lead[1:]
 
     def read(self) -> None:
-        self.layout = open_layout(self.folder, self.parts, Keys(), "loads")
+        self.layout = open_layout(self.folder, self.parts, Keys())
         if self.layout is not None:
             self._take(self.layout)
             return
