@@ -36,11 +36,12 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
 	@echo "                      on two nodes of a Ray cluster                  ARGS='--nodes 2'"
+	@echo "make quick            lint, types, and a case of each test that starts no processes: in a minute"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers   NATIVE=tsan"
 	@echo "make test-asan        Python tests beside other processes, under the address sanitizer         ASAN_TESTS=..."
@@ -123,6 +124,11 @@ $(VENV)/.rivals: $(VENV)/.torch
 # Ray is for several nodes only: it is large.
 demo: $(VENV)/.engram-demo $(if $(findstring --nodes,$(ARGS)),$(VENV)/.ray)
 	@$(BIN)/python -m examples.$(if $(findstring --nodes,$(ARGS)),nodes,demo) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+# For the minutes between two edits. `make check` and `make test` come before a commit.
+quick: $(VENV)/.engram-dev
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check . && $(BIN)/mypy --no-error-summary
+	@$(PYTEST) $(WORKING) --quick -q $(ARGS)
 
 test: $(VENV)/.engram-dev
 	@$(PYTEST) $(WORKING) $(ARGS)

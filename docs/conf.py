@@ -14,6 +14,7 @@ import engram
 
 ROOT = Path(__file__).resolve().parents[1]
 INVENTORIES = ROOT / "build" / "inventories"
+CLASS_PAGES = ROOT / "docs" / "reference" / "classes"
 
 project = "engram"
 version = release = engram.__version__
@@ -112,6 +113,75 @@ def entry(name: str) -> str:
     return f".. auto{'function' if callable(value) else 'data'}:: engram.{name}\n"
 
 
+def has_a_page(name: str) -> bool:
+    """Whether a public name is a class with a page of its own. Errors are short: they stand on one page."""
+    value = getattr(engram, name)
+    return inspect.isclass(value) and not issubclass(value, BaseException)
+
+
+def summary(value: object) -> str:
+    """The first sentence of a docstring."""
+    return first_sentence(inspect.getdoc(value) or "")[0].rstrip(":.") + "."
+
+
+def first_sentence(text: str) -> tuple[str, str]:
+    """The first sentence of a text's first paragraph, and the rest of the paragraph. A sentence does not end inside a literal."""
+    paragraph = text.split("\n\n", maxsplit=1)[0].replace("\n", " ")
+    for end in re.finditer(r"[.:](?:\s|$)", paragraph):
+        if paragraph.count("``", 0, end.end()) % 2 == 0:
+            return paragraph[: end.end()].rstrip(), paragraph[end.end() :]
+    return paragraph, ""
+
+
+def example_of(text: str) -> tuple[str, str]:
+    """A docstring's first example, and the docstring without it."""
+    found = re.search(r"(?:^>>> .*\n?)(?:^.+\n?)*", text, re.MULTILINE)
+    return (found[0].rstrip("\n"), text[: found.start()] + text[found.end() :]) if found else ("", text)
+
+
+def members(value: type) -> list[str]:
+    """Public methods and properties that the class defines, as they stand in its source."""
+    shown = (staticmethod, classmethod, property)
+    return [
+        name
+        for name, member in vars(value).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, shown))
+        and not left_out(None, "class", name, member, False, None)
+    ]
+
+
+def class_page(name: str) -> str:
+    """The page of a class: what it is, an example, a table of its methods, then everything that its docstrings say."""
+    value = getattr(engram, name)
+    example, _ = example_of(inspect.getdoc(value) or "")
+    parts = [f"{name}\n{'=' * len(name)}\n", ".. currentmodule:: engram\n", f"{summary(value)}\n"]
+    if example:
+        parts.append(f"{example}\n")
+    table = [(member, summary(getattr(value, member))) for member in members(value)]
+    if table:
+        lines = [f"   * - :py:obj:`{member} <engram.{name}.{member}>`\n     - {said}" for member, said in table]
+        parts.append(".. list-table::\n   :widths: auto\n\n" + "\n".join(lines) + "\n")
+    bases = [base.__name__ for base in value.__mro__[1:] if base.__name__ in MODULE_OF and has_a_page(base.__name__)]
+    if bases:
+        links = ", ".join(f":py:class:`~engram.{base}`" for base in bases)
+        parts.append(f"It has the methods of {links}, too.\n")
+    return "\n".join([*parts, entry(name)])
+
+
+def write_class_pages(*_: object) -> None:
+    """A page for each class, beside the pages of ``docs/reference``. Those that have not changed keep their time."""
+    CLASS_PAGES.mkdir(exist_ok=True)
+    pages = {f"{name}.rst": class_page(name) for name in MODULE_OF if has_a_page(name)}
+    for path in CLASS_PAGES.iterdir():
+        if path.name not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        path = CLASS_PAGES / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
 def entries(modules: str) -> str:
     """Entries of the public names that come from some modules, in their order; of ``*``, those that no page asks for.
 
@@ -126,8 +196,17 @@ def entries(modules: str) -> str:
     else:
         found = [(place(module, asked), depth(name), name) for name, module in MODULE_OF.items()]
         names = [name for at, _, name in sorted(one for one in found if one[0] is not None)]
-    body = "\n".join(entry(name) for name in names)
-    return f"```{{eval-rst}}\n{body}```" if names else ""
+    return shown(names) if names else ""
+
+
+def shown(names: list[str]) -> str:
+    """A table of the classes, whose pages it links; the other names with all that is said of them."""
+    classes = [name for name in names if has_a_page(name)]
+    others = "\n".join(entry(name) for name in names if name not in classes)
+    rows = "".join(f"   * - :py:class:`engram.{name}`\n     - {summary(getattr(engram, name))}\n" for name in classes)
+    pages = "".join(f"   classes/{name}\n" for name in classes)
+    table = f".. list-table::\n   :widths: auto\n\n{rows}\n.. toctree::\n   :hidden:\n\n{pages}\n" if classes else ""
+    return f"```{{eval-rst}}\n.. currentmodule:: engram\n\n{table}{others}\n```"
 
 
 def place(module: str, modules: list[str]) -> int | None:
@@ -144,6 +223,8 @@ def depth(name: str) -> int:
 
 def describe(app, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Lists of errors that say when they are raised become lists; the plain ones are napoleon's."""
+    if what == "class" and has_a_page(name.removeprefix("engram.")):
+        lines[:] = below_the_example(lines)
     described, listed = [], False
     for line in lines:
         line = re.sub(r"\bdocs/([\w-]+)\.md\b", r":doc:`/\1`", line)
@@ -161,6 +242,14 @@ def describe(app, what: str, name: str, value: object, options: object, lines: l
     if what == "attribute" and lines and re.match(r"\S+ \S+ .*:", lines[0]):
         described.insert(0, "")  # a sentence before the colon, where napoleon expects a type
     lines[:] = described
+
+
+def below_the_example(lines: list[str]) -> list[str]:
+    """What the page of a class has not shown above its table: all but its first sentence and its first example."""
+    _, text = example_of("\n".join(lines))
+    _, further = first_sentence(text)
+    _, _, others = text.partition("\n\n")
+    return f"{further}\n\n{others}".splitlines()
 
 
 def left_out(app, what: str, name: str, value: object, skip: bool, options: object) -> bool | None:
@@ -228,6 +317,7 @@ class Names(SphinxTransform):
 
 def setup(app) -> None:
     app.connect("config-inited", find_inventories, priority=100)  # before intersphinx
+    app.connect("config-inited", write_class_pages)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", describe, priority=400)  # before napoleon
     app.connect("autodoc-skip-member", left_out)

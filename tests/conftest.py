@@ -1,6 +1,7 @@
 import faulthandler
 import gc
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -29,6 +30,17 @@ if not Path("/dev/nvidiactl").exists():
 #: Folders whose tests restore onto other ranks, which may leave rows out. tests/reshard/test_reports.py asks for what is said then.
 LEAVING_OUT = ("checkpoint", "cli", "cluster", "features", "ranks", "reshard")
 LEFT_OUT = pytest.mark.filterwarnings("ignore:restore. .* were left out. [0-9]+ of:UserWarning")
+
+
+#: Words of test modules that start processes or threads, train agents, compile or draw millions of rows: `make quick` leaves them out.
+SLOW = re.compile(
+    r"\b(subprocess|multiprocessing|fork\w*|Popen|spawn\w*|processes|interpreter|fresh|hypothesis|stress|checkpoint\w*|served?|"
+    r"demo|fleet|Thread|threading|compile|million|timing|trainer\w*)\b"
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="a case of each test, of modules that start no processes")
 
 
 def pytest_configure(config):
@@ -101,6 +113,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.parent.name in LEAVING_OUT:
             item.add_marker(LEFT_OUT)
+    if config.option.quick:
+        deselect(config, items, {id(item) for item in items} - {id(item) for item in quick(items)})
+        return
     chosen = any("::" in argument for argument in config.args) or "stress" in config.option.markexpr
     if chosen or stress.SIZE != "small":
         return
@@ -112,6 +127,22 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for of in cases.values():
         left_out.update(id(item) for item in stress.others([item for item, _ in of], of[0][1]))
+    deselect(config, items, left_out)
+
+
+def quick(items):
+    """The middle case of each test of the modules that start no processes."""
+    texts, cases = {}, {}
+    for item in items:
+        if item.path not in texts:
+            texts[item.path] = item.path.read_text()
+        if not SLOW.search(texts[item.path]):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [of[len(of) // 2] for of in cases.values()]
+
+
+def deselect(config, items, left_out):
+    """Take the items with these ids out of the run."""
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
         items[:] = [item for item in items if id(item) not in left_out]

@@ -11,6 +11,7 @@ import pytest
 import engram
 from engram import LazyTensorStorage, ReplayBuffer, _absent
 
+ROOT = Path(engram.__file__).parent
 #: What TorchRL's modules have, in lines of words.
 FROZEN = json.loads(Path(__file__).with_name("torchrl_names.json").read_text())
 NAMES = {module: " ".join(lines).split() for module, lines in FROZEN.items()}
@@ -93,3 +94,31 @@ def test_other_names_are_no_names():
     assert str(said_of("Foo")) == "module 'engram' has no attribute 'Foo'"
     with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
         assert not hasattr(rb, "ReplayBufferEnsemble")
+
+
+# ---- modules that moved ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [f"engram.{name}" for name in _absent._MOVED])
+def test_modules_are_imported_by_the_paths_that_they_had(path):
+    was, there = importlib.import_module(path), importlib.import_module(_absent.moved_to(path))
+    names = {name for name in vars(there) if not name.startswith("__")}
+    assert names
+    assert all(getattr(was, name) is getattr(there, name) for name in names)
+
+
+def test_modules_inside_of_folders_that_moved():
+    from engram.ensembles import samplers
+    from engram.ensembles.replay_buffer import ReplayBufferEnsemble
+
+    assert ReplayBufferEnsemble is engram.ReplayBufferEnsemble
+    assert samplers.SamplerEnsemble is engram.SamplerEnsemble
+    with pytest.raises(ModuleNotFoundError, match=r"engram\.members\.nothing"):
+        importlib.import_module("engram.ensembles.nothing")
+    with pytest.raises(ModuleNotFoundError, match=r"engram\.nothing"):
+        importlib.import_module("engram.nothing")
+
+
+def test_no_module_is_where_others_were():
+    there = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    assert not there & {name for old in _absent._MOVED for name in (old, f"{old}.__init__")}

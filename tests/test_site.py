@@ -1,6 +1,7 @@
 """The site: its links, its lists, its quickstart, and code of other libraries."""
 
 import importlib.util
+import inspect
 import re
 import subprocess
 import warnings
@@ -95,15 +96,36 @@ def test_the_site_shows_every_page_and_program():
     assert shown == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_the_reference_has_every_public_name():
+def configuration():
+    """``docs/conf.py`` as a module."""
     pytest.importorskip("sphinx", reason="needs Sphinx, which make docs installs")
     spec = importlib.util.spec_from_file_location("conf", ROOT / "docs/conf.py")
     conf = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conf)
+    return conf
+
+
+def test_the_reference_has_every_public_name():
+    conf = configuration()
     pages = [path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md"))]
     asked = [found for page in pages for found in re.findall(r"^<!-- names of (.+) -->$", page, re.MULTILINE)]
-    named = re.findall(r"^\.\. auto\w+:: engram\.(\w+)$", "\n".join(map(conf.entries, asked)), re.MULTILINE)
+    text = "\n".join(map(conf.entries, asked))
+    named = re.findall(r"^(?:\.\. auto\w+:: |   \* - :py:class:`)engram\.(\w+)`?$", text, re.MULTILINE)
     assert sorted(named) == engram.__all__
+
+
+def test_the_page_of_a_class_begins_with_an_example_and_a_table():
+    conf = configuration()
+    for name in filter(conf.has_a_page, engram.__all__):
+        page = conf.class_page(name)
+        said, _, details = page.partition(f".. autoclass:: engram.{name}\n")
+        assert details, name
+        assert said.startswith(f"{name}\n===")
+        methods = conf.members(getattr(engram, name))
+        assert re.findall(rf"^   \* - :py:obj:`(\w+) <engram\.{name}\.", said, re.MULTILINE) == methods
+        if ">>> " in (inspect.getdoc(getattr(engram, name)) or ""):
+            assert said.index("\n>>> ") < (said.index(".. list-table") if methods else len(said))
+            assert said[: said.index(">>> ")].endswith("\n\n")
 
 
 def rows(text):

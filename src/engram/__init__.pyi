@@ -24,10 +24,6 @@ from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
-from engram.ensembles.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
-from engram.ensembles.routing import WriterEnsemble as WriterEnsemble
-from engram.ensembles.samplers import SamplerEnsemble as SamplerEnsemble
-from engram.ensembles.storages import StorageEnsemble as StorageEnsemble
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
 from engram.errors import EngramError as EngramError
@@ -68,8 +64,12 @@ from engram.layouts.hooks import TED2Nested as TED2Nested
 from engram.limits import MaxInFlight as MaxInFlight
 from engram.limits import MinSize as MinSize
 from engram.limits import SamplesPerInsert as SamplesPerInsert
-from engram.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
-from engram.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
+from engram.members.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
+from engram.members.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
+from engram.members.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
+from engram.members.routing import WriterEnsemble as WriterEnsemble
+from engram.members.samplers import SamplerEnsemble as SamplerEnsemble
+from engram.members.storages import StorageEnsemble as StorageEnsemble
 from engram.query.buffers import filter_trajectories as filter_trajectories
 from engram.query.buffers import iter_trajectories as iter_trajectories
 from engram.query.predicates import TrajectoryPredicate as TrajectoryPredicate

@@ -1,6 +1,22 @@
-"""Public names of TorchRL's data and transforms that engram does not have, and what to use."""
+"""Names that are not where a program looks for them: those of TorchRL's that engram does not have, and modules that moved."""
 
 from __future__ import annotations
+
+import importlib
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+#: Modules by the paths that they had in the package, which are imported until 1.0, and where they are. Those inside of a folder
+#: moved with it, unless they are named, too.
+_MOVED = {
+    "ensembles": "members",
+    "ensembles.members": "members.reading",
+    "ensembles.refusing": "members.storages",
+    "offline_to_online": "members.offline_to_online",
+}
 
 _INSTEAD = {
     "InPlaceSampler": "TorchRL has deprecated it.",
@@ -73,6 +89,34 @@ class StoreStorage:
 
 
 _MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names.split()}
+
+
+def moved_to(path: str) -> str | None:
+    """Where the module is that had this path; None: none had."""
+    package, _, name = path.partition(".")
+    if package != "engram" or not name:
+        return None
+    if name in _MOVED:
+        return f"engram.{_MOVED[name]}"
+    folder, _, inside = path.rpartition(".")
+    there = moved_to(folder)
+    return None if there is None else f"{there}.{inside}"
+
+
+class MovedModules:
+    """Imports modules by the paths that they had. Python asks it where nothing else finds one."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """As of ``sys.meta_path``."""
+        return None if moved_to(name) is None else ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As of any module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module the names of the one that has its place."""
+        there = vars(importlib.import_module(str(moved_to(module.__name__))))
+        vars(module).update({name: value for name, value in there.items() if name not in vars(module)})
 
 
 def said_of(name: str) -> str:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engram.fleet.ledger import Counts, Ledger, room
+from engram.fleet.members import Members
 from engram.limits import Rules
 from engram.remote.commands import State
 
@@ -51,6 +52,7 @@ class Shards:
     """Stores, as a client knows them."""
 
     missing = "skip"
+    reaching, check_all_present = Members.reaching, Members.check_all_present
 
     def __init__(self, stores):
         self.shards = [Shard(k, store) for k, store in enumerate(stores)]

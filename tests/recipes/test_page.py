@@ -22,7 +22,7 @@ HELD = {
     "`Collector`": "tests/buffer/test_collectors.py::test_collectors_with_an_env_creator",
     "`DQNTrainer`": FAMILY,
     "`Trainer` with": "tests/buffer/test_trainers.py::test_a_trainer_is_saved_and_goes_on",
-    "`OfflineToOnlineTrainer`": "tests/test_offline_to_online.py::test_hooks_of_torchrls_trainer_save_and_anneal_the_share",
+    "`OfflineToOnlineTrainer`": "tests/members/test_offline_to_online.py::test_hooks_of_torchrls_trainer_save_and_anneal_the_share",
     "`MultiStepTransform`": TRANSFORMS,
     "`CatFrames`": TRANSFORMS,
     "`ActionChunkTransform`": TRANSFORMS,
@@ -60,7 +60,7 @@ DIFFERS = {
     ),
     "`TensorDictPrioritizedReplayBuffer(": FAMILY,
     "a late priority update": "tests/samplers/test_priority_updates.py::test_updates_of_rows_rewritten_since_are_dropped_and_counted",
-    "`ReplayBufferEnsemble`": "tests/ensembles/test_beside_torchrl.py::test_batches_have_the_same_form",
+    "`ReplayBufferEnsemble`": "tests/members/test_beside_torchrl.py::test_batches_have_the_same_form",
     "`RayReplayBuffer`": "tests/cluster/test_ray.py::test_torchrl_spells_it_service_backend_and_its_collector_writes_into_it",
     "`RemoteTensorDictReplayBuffer`": "tests/buffer/test_remote_class.py::test_its_signature_is_that_of_torchrl",
     "goals of `HERReplayBuffer` in a full ring": (
@@ -88,7 +88,7 @@ DIFFERS = {
     "`checkpointer=`, `TED2Flat` and the like": "tests/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
     "`trajectory_key` of `rb.query`": "tests/query/test_query.py::test_another_field_tells_trajectories_apart",
     "transforms of batches of windows": "tests/buffer/test_window_marks.py::test_of_every_sampler",
-    "`end_streams` where ids differ": "tests/ensembles/test_writing.py::test_streams_whose_rows_have_ids_are_ended_too",
+    "`end_streams` where ids differ": "tests/members/test_writing.py::test_streams_whose_rows_have_ids_are_ended_too",
     "`SamplerWithoutReplacement` beside writes": (
         "tests/samplers/test_epoch_beside_writes.py::test_an_epoch_ends_while_rows_arrive"
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, ReplayBuffer, TensorDictReplayBuffer
+from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, ReplayBuffer, TensorDictReplayBuffer, serve
 from engram.format import disk
 from engram.persist import rows
 
@@ -78,6 +78,12 @@ rb.extend(rows(0, 256))
 found["sample, prioritized TensorDict"] = steady(rb.sample)
 rb = buffer(cls=ReplayBuffer)
 found["extend"] = steady(lambda: rb.extend(flat))
+shared = buffer(prioritized()).share()
+shared.extend(rows(0, 256))
+with serve(shared) as address:
+    rb = ReplayBuffer.connect(address)
+    found["sample, over a connection"] = steady(rb.sample)
+    rb.close()
 
 with tempfile.TemporaryDirectory() as folder:
     root = Path(folder) / "one"

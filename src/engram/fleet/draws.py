@@ -182,12 +182,9 @@ class Draws:
             if not which or shard.lost:
                 continue
             moment = shard.losses, shard.changes
-            try:
+            with self._members.reaching(shard):
                 shard.storage.ask(self._command(shard, [message.batches[k] for k in which]))
-            except ConnectionError as error:
-                self._members.lose(shard, error)
-                continue
-            message.left.append((shard, moment, which))
+                message.left.append((shard, moment, which))
 
     @staticmethod
     def _count(batch: _Batch, shard: Shard) -> int:
@@ -337,10 +334,8 @@ class Draws:
         """Wait until all that was asked for is drawn."""
         with self._lock:
             for shard in self._members.present():
-                try:
+                with self._members.reaching(shard):
                     shard.storage.settle()
-                except ConnectionError as error:
-                    self._members.lose(shard, error)
 
     def forget_asked(self) -> None:
         """Drop what was asked for."""

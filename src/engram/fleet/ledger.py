@@ -209,10 +209,8 @@ class Ledger(Limits):
         """Of each store that is there, what it says."""
         found: dict[Shard, State] = {}
         for shard in self._members.present():
-            try:
+            with self._members.reaching(shard):
                 found[shard] = shard.storage.state()
-            except ConnectionError as error:
-                self._members.lose(shard, error)
         now = time.monotonic()
         for shard in self._members.shards:
             if shard in found:
@@ -255,20 +253,18 @@ class Ledger(Limits):
         live = sum(state.size for state in states.values())
         level = rules.ratio * min(live, rules.min_size) if rules.ratio else float(live)
         for shard in states:
-            try:
+            with self._members.reaching(shard):
                 shard.storage.limit_part(Limit(*rules, fleet, len(states), level))
-            except ConnectionError as error:
-                self._members.lose(shard, error)
+                level = 0.0  # the first one has all of it
+            if shard.lost:
                 self._set(rules, {other: state for other, state in states.items() if other is not shard})
                 return
-            level = 0.0  # the first one has all of it
 
     def set(self, rules: Rules) -> None:
         """Set limits, unless they are in force. Raises ``ConnectionError``: a store is gone. As :meth:`_look`."""
         with self._lock:
-            gone = [shard.storage for shard in self._members.shards if shard.lost]
-            if gone and self._members.missing == "wait":
-                raise ConnectionError(f"limit: expected all stores of the fleet, but {gone[0]!r} is gone.")
+            if self._members.missing == "wait":
+                self._members.check_all_present("limit")
             now = self._look()
             if now.rules != rules or now.unknown:
                 self._set(rules, self._asked())

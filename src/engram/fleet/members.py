@@ -7,6 +7,7 @@ import math
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -122,13 +123,30 @@ class Members:
 
     def ask(self, shard: Shard) -> State | None:
         """Numbers of a store; None: it is gone. Raises as :meth:`lose`."""
-        try:
+        state: State | None = None
+        with self.reaching(shard):
             state = shard.storage.state()
+            shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
+        return state
+
+    def ask_all(self) -> list[tuple[Shard, State]]:
+        """All stores that are there, with their numbers. Raises as :meth:`lose`."""
+        found = [(shard, self.ask(shard)) for shard in self.present()]
+        return [(shard, state) for shard, state in found if state is not None]
+
+    @contextmanager
+    def reaching(self, shard: Shard) -> Iterator[None]:
+        """Ask a store something. If it is gone, it is lost, and the rest of the block is passed over. Raises as :meth:`lose`."""
+        try:
+            yield
         except ConnectionError as error:
             self.lose(shard, error)
-            return None
-        shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
-        return state
+
+    def check_all_present(self, call: str, after: str = "") -> None:
+        """Raise ``ConnectionError``: a store of the fleet is gone."""
+        gone = [shard.storage for shard in self.shards if shard.lost]
+        if gone:
+            raise ConnectionError(f"{call}: expected all stores of the fleet, but {gone[0]!r} is gone.{after}")
 
     def lose(self, shard: Shard, error: ConnectionError) -> None:
         """Go on without a store, and look for it. Raises the error where stores are waited for. ``ConnectionError``: none is left."""

@@ -27,6 +27,11 @@ def number(rows: Tensor, store: int) -> Tensor:
     return rows if store == 0 else torch.where(rows < 0, rows, rows | store << SHIFT)
 
 
+def places_of(members: Tensor) -> dict[int, Tensor]:
+    """Where the rows of each member are, int64 ``[k]``, by its number. ``members``: of each row, int64 ``[n]`` on the CPU."""
+    return {number: (members == number).nonzero().flatten() for number in sorted(set(members.tolist()))}
+
+
 def key_of(key: int, store: int, attempt: int) -> int:
     """The key of a store's part of a batch: 63 bits, as of a local one, that follow from the batch's own."""
     mixed = (key + 0x9E3779B97F4A7C15 * (store * 0x10001 + attempt + 1)) & _WORD

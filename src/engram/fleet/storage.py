@@ -166,7 +166,7 @@ class FleetStorage(ServedStorage):
         return sum(shard.storage.nbytes for shard in self.members.shards)
 
     def state(self) -> State:
-        found = [state for shard in self.members.present() if (state := self.members.ask(shard)) is not None]
+        found = [state for _, state in self.members.ask_all()]
         names = dict.fromkeys(name for state in found for name in state.counters)
         counters: dict[str, int | float] = {}
         for name in names:
@@ -184,17 +184,11 @@ class FleetStorage(ServedStorage):
         return State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
 
     def gauges(self) -> dict[str, float]:
-        return combined(
-            [(state, gauges) for shard, state in self._asked() if (gauges := self._gauges_of(shard)) is not None]
-        )
-
-    def _gauges_of(self, shard: Shard) -> dict[str, float] | None:
-        """None: it is gone."""
-        try:
-            return shard.storage.gauges()
-        except ConnectionError as error:
-            self.members.lose(shard, error)
-            return None
+        found = []
+        for shard, state in self.members.ask_all():
+            with self.members.reaching(shard):
+                found.append((state, shard.storage.gauges()))
+        return combined(found)
 
     def consumer_version(self, at_least: int | None = None) -> int:
         """The largest of all stores, which those learn that are there now; and those that are gone, when they are back."""
@@ -208,13 +202,10 @@ class FleetStorage(ServedStorage):
     def _versions(self, at_least: int | None) -> Iterator[int]:
         """Of those that are there."""
         for shard in self.members.present():
-            try:
+            with self.members.reaching(shard):
                 yield shard.storage.consumer_version(at_least)
-            except ConnectionError as error:
-                self.members.lose(shard, error)
-                continue
-            if at_least is not None:
-                shard.change()
+                if at_least is not None:
+                    shard.change()
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -278,17 +269,12 @@ class FleetStorage(ServedStorage):
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
         for shard, ours in self._owners(rows):
-            n = int(ours.sum())
-            if shard.lost:
-                self._dropped += n
-                continue
-            try:
-                shard.storage.prioritize(
-                    rows[ours] & _ROW, priorities[ours], None if tickets is None else tickets[ours]
-                )
-            except ConnectionError as error:
-                self._dropped += n
-                self.members.lose(shard, error)
+            if not shard.lost:
+                with self.members.reaching(shard):
+                    own = None if tickets is None else tickets[ours]
+                    shard.storage.prioritize(rows[ours] & _ROW, priorities[ours], own)
+                    continue
+            self._dropped += len(ours)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -297,14 +283,11 @@ class FleetStorage(ServedStorage):
         with self._homes:
             if self._home is None or self._home.lost:
                 turn, stores = self._turn(), len(self.members.shards)
-                asked = [(state.writers, (shard.number - turn) % stores, shard) for shard, state in self._asked()]
+                asked = [
+                    (state.writers, (shard.number - turn) % stores, shard) for shard, state in self.members.ask_all()
+                ]
                 self._home = min(asked)[2]
             return self._home
-
-    def _asked(self) -> list[tuple[Shard, State]]:
-        """All that are there, with their numbers."""
-        found = [(shard, self.members.ask(shard)) for shard in self.members.present()]
-        return [(shard, state) for shard, state in found if state is not None]
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
         self.ledger.set(rules)
@@ -355,18 +338,12 @@ class FleetStorage(ServedStorage):
         return removed
 
     def _owners(self, rows: Tensor) -> list[tuple[Shard, Tensor]]:
-        """The stores of rows, and which of the rows each has: bool ``[n]``."""
-        stores = torch.where(rows < 0, -1, rows >> plans.SHIFT)
-        return [
-            (self.members.shards[number], stores == number) for number in torch.unique(stores).tolist() if number >= 0
-        ]
+        """The stores of rows, and which of the rows each has: int64 ``[k]``."""
+        places = plans.places_of(torch.where(rows < 0, -1, rows >> plans.SHIFT))
+        return [(self.members.shards[number], at) for number, at in places.items() if number >= 0]
 
     def empty(self, *, keep_write_count: bool) -> None:
-        gone = [shard.storage for shard in self.members.shards if shard.lost]
-        if gone:
-            raise ConnectionError(
-                f"empty: expected all stores of the fleet, but {gone[0]!r} is gone. Nothing is emptied."
-            )
+        self.members.check_all_present("empty", " Nothing is emptied.")
         for shard in self.members.shards:
             shard.storage.empty(keep_write_count=keep_write_count)
             shard.change()

@@ -152,7 +152,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return int(name) if name in self.integers else name
 
 
-class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Everything about a store that never changes."""
 
     capacity: int
@@ -170,7 +170,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the last fields, which were added to a store that held rows: what a row has whose writer leaves them out, its bytes in
     hexadecimal digits; those of one number, where all numbers of the row are equal."""
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
@@ -84,15 +84,12 @@ class Memory(NamedTuple):
     schema: Schema
     place: str
     core: Limits
+    bare: Limits
+    """The same: a store's own looks up less."""
     directory: None = None
     is_native: bool = True
     closed: bool = False
     participant: int = 0
-
-    @property
-    def bare(self) -> Limits:
-        """As a store's."""
-        return self.core
 
 
 class Drawn(NamedTuple):
@@ -107,7 +104,54 @@ class Drawn(NamedTuple):
     """Of the store, if it is a part of a batch."""
 
 
-class ServedStorage(Storage):
+class ServedRows(Protocol):
+    """What a buffer asks of rows that servers have, beside what it asks of every storage."""
+
+    @property
+    def served(self) -> Served:
+        """What a server says of the store."""
+
+    def state(self) -> State:
+        """Numbers of what is stored at this moment."""
+
+    def gauges(self) -> dict[str, float]:
+        """What ``stats()`` says beyond the state, where the servers know it: see :class:`engram.remote.commands.Gauges`."""
+
+    def consumer_version(self, at_least: int | None = None) -> int:
+        """Up to which policy version the consumer has come, after it was raised to that one. Raises ``TypeError``: no sampler asks."""
+
+    def ask_for(self, keys: Sequence[int], rows: int) -> None:
+        """Ask for a batch of each key, and do not wait for it. Raises ``ValueError``: a batch is larger than a message may be."""
+
+    def answer(self, rows: int) -> list[Drawn]:
+        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised."""
+
+    def settle(self) -> None:
+        """Wait until all that was asked for is drawn."""
+
+    def forget_asked(self) -> None:
+        """Drop what was asked for."""
+
+    def draw(self, key: int, rows: int) -> Drawn:
+        """A batch, in one request. Nothing else may be under way."""
+
+    def can_sample(self, rows: int) -> bool:
+        """Whether a batch of so many rows could be drawn now."""
+
+    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
+        """Raise ``RowError``: a row outside the storage. -1 is none."""
+
+    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
+        """Send new priorities. Of what was asked for before, none is drawn by them; all that is asked for later is."""
+
+    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+        """What ``ReplayBuffer.end_trajectory`` does."""
+
+    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
+        """Write the files of a dump that the server makes into a new folder. ``progress`` is called with how many bytes came."""
+
+
+class ServedStorage(Storage, ServedRows):
     """Rows that servers have. Whatever needs them here refuses, and says what to do instead."""
 
     traits = Traits(has_fields=True, is_remote=True)
@@ -117,7 +161,7 @@ class ServedStorage(Storage):
         self._schema = schema
         self.structure = Structure.from_schema(schema)
         self.memory = cast(
-            "Store", Memory(schema, place, limits, participant=participant)
+            "Store", Memory(schema, place, limits, limits, participant=participant)
         )  # as far as readers look at it
         self.ndim = 1 + len(schema.columns)
 
@@ -139,15 +183,6 @@ class ServedStorage(Storage):
     def nbytes(self) -> int:
         return self._schema.row_bytes * self._schema.capacity
 
-    @property
-    def served(self) -> Served:
-        """What a server says of the store."""
-        raise NotImplementedError
-
-    def state(self) -> State:
-        """Numbers of what is stored at this moment."""
-        raise NotImplementedError
-
     def __len__(self) -> int:
         return self.state().size
 
@@ -157,10 +192,6 @@ class ServedStorage(Storage):
 
     def counters(self) -> dict[str, float]:
         return self.state().counters
-
-    def gauges(self) -> dict[str, float]:
-        """What ``stats()`` says beyond the state, where the servers know it: see :class:`engram.remote.commands.Gauges`."""
-        raise NotImplementedError
 
     def admit(self, component: object, call: str) -> None:
         """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
@@ -172,53 +203,13 @@ class ServedStorage(Storage):
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - it is refused
         raise refused("limit", "Call it where the store is.")
 
-    def consumer_version(self, at_least: int | None = None) -> int:
-        """Up to which policy version the consumer has come, after it was raised to that one. Raises ``TypeError``: no sampler asks."""
-        raise NotImplementedError
-
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def batches_in_message(self, rows: int) -> int:
         """How many batches of so many rows one message asks for."""
         return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.row_bytes)))
 
-    def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        """Ask for a batch of each key, and do not wait for it. Raises ``ValueError``: a batch is larger than a message may be."""
-        raise NotImplementedError
-
-    def answer(self, rows: int) -> list[Drawn]:
-        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised."""
-        raise NotImplementedError
-
-    def settle(self) -> None:
-        """Wait until all that was asked for is drawn."""
-        raise NotImplementedError
-
-    def forget_asked(self) -> None:
-        """Drop what was asked for."""
-        raise NotImplementedError
-
-    def draw(self, key: int, rows: int) -> Drawn:
-        """A batch, in one request. Nothing else may be under way."""
-        raise NotImplementedError
-
-    def can_sample(self, rows: int) -> bool:
-        """Whether a batch of so many rows could be drawn now."""
-        raise NotImplementedError
-
-    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
-        """Raise ``RowError``: a row outside the storage. -1 is none."""
-        raise NotImplementedError
-
-    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        """Send new priorities. Of what was asked for before, none is drawn by them; all that is asked for later is."""
-        raise NotImplementedError
-
     # ---- writing -------------------------------------------------------------------------------------------------------
-
-    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
-        """What ``ReplayBuffer.end_trajectory`` does."""
-        raise NotImplementedError
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
@@ -236,10 +227,6 @@ class ServedStorage(Storage):
 
     def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> object:
         return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device)
-
-    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
-        """Write the files of a dump that the server makes into a new folder. ``progress`` is called with how many bytes came."""
-        raise NotImplementedError
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
         """As of a tensor storage, whose coordinates batches have."""

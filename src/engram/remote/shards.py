@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import ray
 import torch
@@ -23,19 +25,17 @@ from engram.storages._structure import Structure, as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
-    from engram.limits import Rules
     from engram.persist.roles import Roles
-    from engram.remote.commands import Served, State
-    from engram.remote.served import Drawn
+    from engram.remote.commands import Served
     from engram.storages import Count
     from engram.storages._geometry import Geometry
     from engram.store import Store
-    from engram.types import Sampler, Write, WritePlan, Writer
+    from engram.types import Sampler, Writer
 
+Method = TypeVar("Method", bound="Callable[..., object]")
 #: For how long an actor may take to end what it does.
 _LEAVE_S = 10.0
 
@@ -234,6 +234,34 @@ class _Awaited:
         return None if storage is None else storage.look()
 
 
+def _of_store(method: Method, before: object = None) -> Method:
+    """A method that the storage over a connection answers. ``before``: what is returned until there is one, or a method that does."""
+
+    @wraps(method)
+    def answer(self: AwaitedStorage, *arguments: object, **named: object) -> object:
+        there = self.there
+        if there is not None:
+            return operator.methodcaller(method.__name__, *arguments, **named)(there)
+        return before(self, *arguments, **named) if callable(before) else before
+
+    return cast("Method", answer)
+
+
+def _empty(self: AwaitedStorage, *_: object, **__: object) -> NoReturn:
+    """Raise ``NoSampleable``: nothing was written."""
+    del self
+    raise NoSampleable(EMPTY)
+
+
+def _unmade(call: str) -> Callable[..., NoReturn]:
+    """A method that raises ``RuntimeError``: nothing was written."""
+
+    def refuse(self: AwaitedStorage, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(f"{call}: expected rows in {self!r}, got none: nothing was ever written. Write some first.")
+
+    return refuse
+
+
 class AwaitedStorage(ServedStorage):
     """What the first write of any client creates.
 
@@ -280,25 +308,8 @@ class AwaitedStorage(ServedStorage):
         self.look()
         return self._there
 
-    def _written(self) -> ServedStorage:
-        """The storage. Raises ``NoSampleable``: nothing was written."""
-        if (there := self.there) is None:
-            raise NoSampleable(EMPTY)
-        return there
-
-    def _made(self, call: str) -> ServedStorage:
-        """The storage. Raises ``RuntimeError``: nothing was written."""
-        if (there := self.there) is None:
-            raise RuntimeError(
-                f"{call}: expected rows in {self._stores}, got none: nothing was ever written. Write some first."
-            )
-        return there
-
-    def limit(self, rules: Rules, unconsumed: int) -> None:
-        self._made("limit").limit(rules, unconsumed)
-
-    def consumer_version(self, at_least: int | None = None) -> int:
-        return self._made("consumer_version").consumer_version(at_least)
+    limit = _of_store(ServedStorage.limit, _unmade("limit"))
+    consumer_version = _of_store(ServedStorage.consumer_version, _unmade("consumer_version"))
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
@@ -332,62 +343,36 @@ class AwaitedStorage(ServedStorage):
     def nbytes(self) -> int:
         return 0 if (there := self.there) is None else there.nbytes
 
-    def state(self) -> State:
-        return self._written().state()
-
-    def __len__(self) -> int:
-        there = self.there
-        return 0 if there is None else len(there)
-
     @property
     def write_count(self) -> int:
         return 0 if (there := self.there) is None else there.write_count
 
-    def counters(self) -> dict[str, float]:
-        return {} if (there := self.there) is None else there.counters()
-
-    def gauges(self) -> dict[str, float]:
-        return {} if (there := self.there) is None else there.gauges()
+    state = _of_store(ServedStorage.state, _empty)
+    __len__ = _of_store(ServedStorage.__len__, 0)
+    counters, gauges = (_of_store(method, lambda _: {}) for method in (ServedStorage.counters, ServedStorage.gauges))
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def batches_in_message(self, rows: int) -> int:
-        return 1 if (there := self.there) is None else there.batches_in_message(rows)
-
-    def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        self._written().ask_for(keys, rows)
-
-    def answer(self, rows: int) -> list[Drawn]:
-        return self._written().answer(rows)
-
-    def draw(self, key: int, rows: int) -> Drawn:
-        return self._written().draw(key, rows)
+    batches_in_message = _of_store(ServedStorage.batches_in_message, 1)
+    ask_for = _of_store(ServedStorage.ask_for, _empty)
+    answer = _of_store(ServedStorage.answer, _empty)
+    draw = _of_store(ServedStorage.draw, _empty)
+    settle = _of_store(ServedStorage.settle)
+    forget_asked = _of_store(ServedStorage.forget_asked)
+    can_sample = _of_store(ServedStorage.can_sample, before=False)
+    prioritize = _of_store(ServedStorage.prioritize)
 
     def extent(self) -> NoReturn:
         """Raise: it is asked for to draw here."""
-        self._written()
+        if self.there is None:
+            raise NoSampleable(EMPTY)
         super().extent()
-
-    def settle(self) -> None:
-        if (there := self.there) is not None:
-            there.settle()
-
-    def forget_asked(self) -> None:
-        if (there := self.there) is not None:
-            there.forget_asked()
-
-    def can_sample(self, rows: int) -> bool:
-        return (there := self.there) is not None and there.can_sample(rows)
 
     def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         if (there := self.there) is not None:
             there.check_rows(rows, call)
         elif bool((rows != -1).any()):
             raise RowError(f"{call}: expected rows that batches have, got {rows.tolist()!r:.80} of an empty buffer.")
-
-    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        if (there := self.there) is not None:
-            there.prioritize(rows, priorities, tickets)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -402,21 +387,10 @@ class AwaitedStorage(ServedStorage):
     def number(self, value: object, path: tuple[str, ...]) -> object:
         return as_tensor(value, path, "add") if self.memory is None else super().number(value, path)
 
-    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        return self._written().write(plan, prepared, n)
-
-    def empty(self, *, keep_write_count: bool) -> None:
-        if (there := self.there) is not None:
-            there.empty(keep_write_count=keep_write_count)
-
-    def check_removal(self, rows: Tensor) -> None:
-        if (there := self.there) is None:
-            super().check_removal(rows)
-        else:
-            there.check_removal(rows)
-
-    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
-        return 0 if (there := self.there) is None else there.remove(rows, expected)
+    write = _of_store(ServedStorage.write, _empty)
+    empty = _of_store(ServedStorage.empty)
+    check_removal = _of_store(ServedStorage.check_removal, Storage.check_removal)
+    remove = _of_store(ServedStorage.remove, 0)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         if (there := self.there) is None:
@@ -425,8 +399,7 @@ class AwaitedStorage(ServedStorage):
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
-    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
-        self._written().fetch_dump(folder, progress)
+    fetch_dump = _of_store(ServedStorage.fetch_dump, _empty)
 
     def __getstate__(self) -> dict[str, object]:
         raise refused("copy of the storage", "Copy its buffer, or pickle that.")

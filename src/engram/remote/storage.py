@@ -57,13 +57,7 @@ if TYPE_CHECKING:
     from engram.remote.connection import Answer, Connection
     from engram.types import Info, WritePlan
 
-#: Columns of new priorities.
-_PRIORITIES = wire.arrow_schema(
-    [wire.Column("row", "int64", ()), wire.Column("priority", "float64", ()), wire.Column("ticket", "int64", ())]
-)
-
-
-_EDITS = wire.arrow_schema([wire.Column("row", "int64", ()), wire.Column("ticket", "int64", ())])
+_PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
 _EDIT_BYTES = 16
 
 #: So many bytes fit into the buffers of a connection whose server does not read.

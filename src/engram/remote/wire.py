@@ -45,6 +45,11 @@ class Column(NamedTuple):
         return pa.field(self.name, pa.binary(self.nbytes), nullable=False, metadata=said)
 
 
+#: Of rows by number, with the tickets that they have or must have; and of new priorities.
+ROW, TICKET = [Column("row", "int64", ())], [Column("ticket", "int64", ())]
+EDITS, PRIORITIES = ROW + TICKET, [*ROW, Column("priority", "float64", ()), *TICKET]
+
+
 def fields_of(schema: Schema) -> list[Column]:
     """The columns of a store's rows: field ``k`` is called ``k:`` and its key."""
     return [Column(f"{k}{MARK}{'/'.join(it.key)}", it.dtype, it.shape) for k, it in enumerate(schema.fields)]

@@ -7,7 +7,7 @@ import hmac
 import threading
 import time
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
@@ -32,18 +32,12 @@ from engram.remote.commands import (
 from engram.serving.service import TooMany
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engram.remote.addresses import Address
     from engram.serving.service import Service
 
-_ROW = [wire.Column("row", "int64", ())]
-_PRIORITIES = [
-    wire.Column("row", "int64", ()),
-    wire.Column("priority", "float64", ()),
-    wire.Column("ticket", "int64", ()),
-]
-_TICKET = [wire.Column("ticket", "int64", ())]
+C = TypeVar("C", bound=msgspec.Struct)
 _LEARN = cast("type[Sample | Prioritize]", Sample | Prioritize)
 _EDIT = cast("type[Tickets | Remove]", Tickets | Remove)
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
@@ -83,7 +77,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         self._lock = threading.Lock()
         #: Actions under way, of which the last one to end tells.
         self._actions, self._idle = 0, threading.Condition(self._lock)
-        self._streams: dict[int, _Stream] = {}
+        #: Those under way end by a call of these.
+        self._streams: dict[int, Callable[[], None]] = {}
         self._draining = False
         super().__init__(
             address.uri,
@@ -137,14 +132,14 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
-        kind = {b"learn": _Learning, b"write": _Writing, b"edit": _Editing}.get(descriptor.command)
+        kind = _STREAMS.get(descriptor.command)
         if kind is None:
             raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
         stream = kind(self._service, reader, writer)
         with self._lock:
             if self._draining or len(self._streams) >= MAX_STREAMS:
                 raise away("the server leaves, or has as many streams as it takes")
-            self._streams[id(stream)] = stream
+            self._streams[id(stream)] = stream.leave
         try:
             stream.run()
         finally:
@@ -171,7 +166,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         with self._lock:
             self._draining = True
             streams = list(self._streams.values())
-        telling = [threading.Thread(target=stream.leave, daemon=True) for stream in streams]
+        telling = [threading.Thread(target=leave, daemon=True) for leave in streams]
         for thread in telling:
             thread.start()
         deadline = time.monotonic() + _LEAVE_S
@@ -182,8 +177,12 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         return idle and not any(thread.is_alive() for thread in telling)
 
 
-class _Stream:
+class _Stream(Generic[C]):
     """One client's messages, in order."""
+
+    #: What messages say.
+    commands: ClassVar[type[msgspec.Struct]]
+    call = ""
 
     def __init__(
         self, service: Service, reader: flight.MetadataRecordBatchReader, writer: flight.MetadataRecordBatchWriter
@@ -199,6 +198,16 @@ class _Stream:
 
     def run(self) -> None:
         """Answer until the client or the server leaves."""
+        self.count(1)
+        try:
+            self._run()
+        finally:
+            self.count(-1)
+
+    def count(self, change: int) -> None:
+        """A client has begun such a stream, or ended it."""
+
+    def _run(self) -> None:
         while True:
             try:
                 chunk = self._reader.read_chunk()
@@ -207,8 +216,9 @@ class _Stream:
             with self._working:
                 if self._left:
                     return
+                said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
                 try:
-                    self.answer(chunk)
+                    self.answer(cast("C", decoded(self.commands, said, self.call)), chunk)
                 except flight.FlightError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the client raises it
@@ -221,7 +231,7 @@ class _Stream:
             with contextlib.suppress(flight.FlightError, OSError):  # the client has left already
                 self._writer.write_metadata(LEAVING)
 
-    def answer(self, chunk: flight.FlightStreamChunk) -> None:
+    def answer(self, command: C, chunk: flight.FlightStreamChunk) -> None:
         """Do what a message says."""
         raise NotImplementedError
 
@@ -253,54 +263,53 @@ class _Stream:
         return wire.tensors_in(batch, expected)
 
 
-class _Learning(_Stream):
-    def run(self) -> None:
-        self.service.count_stream(1)
-        try:
-            super().run()
-        finally:
-            self.service.count_stream(-1)
+class _Learning(_Stream["Sample | Prioritize"]):
+    commands, call = _LEARN, "learn"
 
-    def answer(self, chunk: flight.FlightStreamChunk) -> None:
-        said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
-        command = decoded(_LEARN, said, "learn")
+    def count(self, change: int) -> None:
+        self.service.count_stream(change)
+
+    def answer(self, command: Sample | Prioritize, chunk: flight.FlightStreamChunk) -> None:
         if isinstance(command, Sample):
             with self.service.answering(command):
                 batches = self.service.sample(command)
                 self.put(msgspec.json.encode(batches.said), batches.columns, batches.tensors, len(batches.tensors[0]))
             return
         try:
-            self.service.prioritize(*self.rows_of(chunk, _PRIORITIES, "prioritize"))
+            self.service.prioritize(*self.rows_of(chunk, wire.PRIORITIES, "prioritize"))
         except Exception as error:  # nothing comes back
             raise broken(f"prioritize: {error}") from error
 
 
-class _Writing(_Stream):
-    def run(self) -> None:
-        self.service.count_writer(1)
-        try:
-            super().run()
-        finally:
-            self.service.count_writer(-1)
+class _Writing(_Stream[Append]):
+    commands, call = Append, "write"
 
-    def answer(self, chunk: flight.FlightStreamChunk) -> None:
-        said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
-        command = decoded(Append, said, "write")
+    def count(self, change: int) -> None:
+        self.service.count_writer(change)
+
+    def answer(self, command: Append, chunk: flight.FlightStreamChunk) -> None:
         columns = self.rows_of(chunk, self.service.written, "append")
         rows = self.service.append(command, columns, chunk.data.num_rows)
-        self.put(b'{"ok":1}', _ROW, [rows], len(rows))
+        self.put(b'{"ok":1}', wire.ROW, [rows], len(rows))
 
 
-class _Editing(_Stream):
-    def answer(self, chunk: flight.FlightStreamChunk) -> None:
-        said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
-        command = decoded(_EDIT, said, "edit")
-        rows, tickets = self.rows_of(chunk, _ROW + _TICKET, "edit")
+class _Editing(_Stream["Tickets | Remove"]):
+    commands, call = _EDIT, "edit"
+
+    def answer(self, command: Tickets | Remove, chunk: flight.FlightStreamChunk) -> None:
+        rows, tickets = self.rows_of(chunk, wire.EDITS, "edit")
         if isinstance(command, Tickets):
-            self.put(b'{"ok":1}', _TICKET, [self.service.tickets(rows)], len(rows))
+            self.put(b'{"ok":1}', wire.TICKET, [self.service.tickets(rows)], len(rows))
         else:
             removed = Removed(self.service.remove(rows, tickets))
             self._writer.write_metadata(msgspec.json.encode(removed))
+
+
+_STREAMS: dict[bytes, type[_Learning | _Writing | _Editing]] = {
+    b"learn": _Learning,
+    b"write": _Writing,
+    b"edit": _Editing,
+}
 
 
 @lru_cache

@@ -21,14 +21,12 @@ from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
-from engram.ensembles.members import Member
-from engram.ensembles.reading import EnsembleReadPath, Keys, collated, end_streams
-from engram.ensembles.refusing import asks_a_member, naming
-from engram.ensembles.routing import RoutedWrites, Routing, WriterEnsemble
-from engram.ensembles.samplers import SamplerEnsemble
-from engram.ensembles.saving import EnsembleSaving
-from engram.ensembles.storages import StorageEnsemble, members_named, split_index
 from engram.limits import WAIT_S, checked_timeout
+from engram.members.reading import EnsembleReadPath, Keys, Member, collated, end_streams
+from engram.members.routing import RoutedWrites, Routing, WriterEnsemble
+from engram.members.samplers import SamplerEnsemble
+from engram.members.saving import EnsembleSaving
+from engram.members.storages import StorageEnsemble, asks_a_member, members_named, naming, split_index
 from engram.transforms import Compose
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from engram import (
     WriterEnsemble,
 )
 from engram.state import Change
-from tests.ensembles.buffers import member, members, rows, storages
 from tests.fresh import run
+from tests.members.buffers import member, members, rows, storages
 
 SAMPLERS = [RandomSampler, SamplerWithoutReplacement, lambda: PrioritizedSampler(100, 1.0, 0.5)]
 

@@ -27,7 +27,7 @@ from engram import (
     TensorDictReplayBuffer,
     WindowSpec,
 )
-from tests.ensembles.buffers import APART, check_rows, member, members, rows, storages
+from tests.members.buffers import APART, check_rows, member, members, rows, storages
 from tests.statistics_of import assert_proportional, assert_uniform
 
 SAMPLERS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_priorities import by_window
-from engram.ensembles.refusing import naming
-from engram.ensembles.samplers import OnePerMember
-from engram.ensembles.storages import StorageEnsemble, check_ids, routed
 from engram.errors import RowError
 from engram.field_paths import FieldPath, as_path, public
+from engram.fleet.plans import places_of
+from engram.members.samplers import OnePerMember
+from engram.members.storages import StorageEnsemble, check_ids, naming, routed
 from engram.nested import find, has_entries, map_leaves
 from engram.samplers._base import refuse_batch
 from engram.samplers.prioritized import rows_of
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram.buffer.wiring import Wiring
-    from engram.ensembles.members import Member
+    from engram.members.reading import Member
     from engram.types import Entry, Extent, WritePlan
+
+Rows = TypeVar("Rows", bound="Tensor | TensorDict")
 
 
 class Routing:
@@ -119,8 +121,8 @@ class RoutedWrites:
             return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
         ids = self._routing.members_of(data, len(self._members))
         flat = data.reshape(-1)
-        parts = _places(ids)
-        rows = {number: flat[at.to(flat.device or "cpu")] for number, at in parts.items()}
+        parts = places_of(ids)
+        rows = {number: _at(flat, at) for number, at in parts.items()}
         for number, some in rows.items():
             with naming(number, "Nothing was written."):
                 self._check(self._members[number], some, call, alone=len(parts) == 1)
@@ -167,47 +169,43 @@ class RoutedWrites:
         self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
     ) -> ConditionalUpdateResult:
         """What ``ReplayBufferEnsemble.update_if_present`` does."""
-        ids, rows = routed(index, len(self._members), CALL)
-        expected = as_numbers(f"{CALL}: generation", generation).to("cpu")
-        if expected.numel() != ids.numel():
+        shape, shares = self._shares(index, CALL)
+        expected, n = as_numbers(f"{CALL}: generation", generation).to("cpu"), shape.numel()
+        if expected.numel() != n:
             raise ValueError(
-                f"{CALL}: expected one generation per row, got {list(ids.shape)} rows and {list(expected.shape)} generations."
+                f"{CALL}: expected one generation per row, got {list(shape)} rows and {list(expected.shape)} generations."
             )
         if not has_entries(patch):
             raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
         entries = dict(cast("dict[str, object]", patch).items())
-        flat, n = ids.reshape(-1), ids.numel()
-        rows, expected = rows.reshape(n, *rows.shape[ids.ndim :]), expected.reshape(-1)
-        parts = _places(flat)
+        versions = isinstance(version, Tensor) and version.numel() == n > 1
         updates = []
-        for number, at in parts.items():
-            own = version
-            if isinstance(version, Tensor) and version.numel() == n > 1:
-                own = version.reshape(n, -1)[at.to(version.device)]
-            some = map_leaves(entries, partial(_of_rows, shape=ids.shape, at=at))
-            self._members[number].check_editable(CALL)
-            updates.append((number, rows[at.to(rows.device)], expected[at], some, own))
-        for number, own_rows, _, some, own in updates:
-            with self._members[number].checking():
-                FieldUpdates(self._members[number].wiring).check(own_rows, some, version_key, own)
+        for share in shares:
+            some = map_leaves(entries, partial(_of_rows, shape=shape, at=share.at))
+            own = share.of(cast("Tensor", version).reshape(n, -1)) if versions else version
+            share.member.check_editable(CALL)
+            updates.append((share, some, own))
+        for share, some, own in updates:
+            with share.member.checking():
+                FieldUpdates(share.member.wiring).check(share.rows, some, version_key, own)
         updated, numbers = torch.zeros(n, dtype=torch.bool, device="cpu"), torch.full((n,), -1, device="cpu")
         rejected = None if version_key is None else torch.zeros_like(updated)
-        for number, own_rows, own_expected, some, own in updates:
-            made = self._members[number].buffer.update_if_present(
-                index=own_rows,
-                generation=own_expected,
+        for share, some, own in updates:
+            made = share.member.buffer.update_if_present(
+                index=share.rows,
+                generation=share.of(expected.reshape(-1)),
                 patch=some,
                 version_key=version_key,
                 version=own,
                 require_newer=newer,
             )
-            updated[parts[number]], numbers[parts[number]] = made.updated.cpu(), made.generation.cpu()
+            updated[share.at], numbers[share.at] = made.updated.cpu(), made.generation.cpu()
             if rejected is not None and made.version_rejected is not None:
-                rejected[parts[number]] = made.version_rejected.cpu()
+                rejected[share.at] = made.version_rejected.cpu()
         return ConditionalUpdateResult(
-            updated=updated.reshape(ids.shape),
-            version_rejected=None if rejected is None else rejected.reshape(ids.shape),
-            generation=numbers.reshape(ids.shape),
+            updated=updated.reshape(shape),
+            version_rejected=None if rejected is None else rejected.reshape(shape),
+            generation=numbers.reshape(shape),
         )
 
     def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
@@ -222,27 +220,22 @@ class RoutedWrites:
             both = torch.cat([ids.reshape(-1, 1), named.reshape(ids.numel(), -1)], 1)
             both, priority, generation = by_window(info, both, priority, generation)
             index = {"buffer_ids": both[:, 0], "index": both[:, 1:].squeeze(1)}
-        places, rows = self._placed(index, call)
-        n = len(rows)
-        given = as_numbers(f"{call}: priority", priority)
+        shape, shares = self._shares(index, call)
+        given, n = as_numbers(f"{call}: priority", priority), shape.numel()
         if given.numel() not in (1, n):
             raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")
         values = given.reshape(-1).expand(n)
         numbers = None if generation is None else rows_of(generation, f"{call}: generation")
         if numbers is not None and numbers.numel() != n:
             raise RuntimeError(f"{call}: generation: expected one per row, {n}, got {numbers.numel()}.")
-        for number, at in places.items():
-            member = self._members[number]
-            with member.checking():
-                member.wiring.bound_sampler().check_priority(values[at.to(values.device)], len(at))
-            if member.wiring.of_sampler.takes_priorities:
-                _check_rows(member, rows[at.to(rows.device)], call)
-        for number, at in places.items():
-            member = self._members[number]
-            if not member.wiring.of_sampler.takes_priorities:
-                continue
-            own = None if numbers is None else numbers[at]
-            member.buffer.update_priority(rows[at.to(rows.device)], values[at.to(values.device)], generation=own)
+        for share in shares:
+            with share.member.checking():
+                share.member.wiring.bound_sampler().check_priority(share.of(values), len(share.at))
+        taking = [share for share in shares if share.member.wiring.of_sampler.takes_priorities]
+        for share in taking:
+            share.check(call)
+        for share in taking:
+            share.member.buffer.update_priority(share.rows, share.of(values), generation=share.of(numbers))
 
     def update_tensordict_priority(self, data: TensorDict) -> None:
         """What ``ReplayBufferEnsemble.update_tensordict_priority`` does."""
@@ -257,57 +250,62 @@ class RoutedWrites:
     def remove(self, index: object, generation: object) -> int:
         """What ``ReplayBufferEnsemble.remove`` does."""
         call = removing.CALL
-        places, rows = self._placed(index, call)
+        shape, shares = self._shares(index, call)
         numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
-        if numbers is not None and len(numbers) != len(rows):
+        if numbers is not None and len(numbers) != shape.numel():
             raise ValueError(
-                f"{call}: expected one generation per row, got {len(rows)} rows and {len(numbers)} generations."
+                f"{call}: expected one generation per row, got {shape.numel()} rows and {len(numbers)} generations."
             )
-        parts = [
-            (
-                self._members[number],
-                rows[at.to(rows.device)],
-                None if numbers is None else numbers[at.to(numbers.device)],
-            )
-            for number, at in places.items()
-        ]
-        for member, some, expected in parts:
-            member.check_editable(call)
-            with member.checking():
-                removing.checked(member.wiring, some, expected)
-        return sum(member.buffer.remove(some, generation=expected) for member, some, expected in parts)
+        for share in shares:
+            share.member.check_editable(call)
+            with share.member.checking():
+                removing.checked(share.member.wiring, share.rows, share.of(numbers))
+        return sum(share.member.buffer.remove(share.rows, generation=share.of(numbers)) for share in shares)
 
     def mark_update(self, index: object) -> None:
         """What ``ReplayBufferEnsemble.mark_update`` does."""
-        call = "mark_update"
-        places, rows = self._placed(index, call)
-        parts = [(self._members[number], rows[at.to(rows.device)]) for number, at in places.items()]
-        for member, some in parts:
-            _check_rows(member, some, call)
-        for member, some in parts:
-            member.buffer.mark_update(some)
+        _, shares = self._shares(index, "mark_update")
+        for share in shares:
+            share.check("mark_update")
+        for share in shares:
+            share.member.buffer.mark_update(share.rows)
 
-    def _placed(self, index: object, call: str) -> tuple[dict[int, Tensor], Tensor]:
-        """Where the rows of each member are among the rows that an index names, and these, ``[n, ...]``. Raises as :func:`routed`."""
+    def _shares(self, index: object, call: str) -> tuple[torch.Size, list[_Share]]:
+        """The shape of an index, and what each of the members has of its rows. Raises as :func:`routed`."""
         ids, rows = routed(index, len(self._members), call)
-        return _places(ids.reshape(-1)), rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
+        rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
+        places = places_of(ids.reshape(-1))
+        return ids.shape, [_Share(self._members[number], at, _at(rows, at)) for number, at in places.items()]
 
 
-def _places(ids: Tensor) -> dict[int, Tensor]:
-    """Where the rows of each member are, int64 ``[k]``, of ``ids``, int64 ``[n]`` on the CPU."""
-    return {number: (ids == number).nonzero().flatten() for number in sorted(set(ids.tolist()))}
+class _Share(NamedTuple):
+    """What a member has of the rows of a call."""
+
+    member: Member
+    at: Tensor
+    """Where its rows are among those of the call, int64 ``[k]``."""
+    rows: Tensor
+    """Their numbers in the member."""
+
+    def of(self, values: Tensor | None) -> Tensor | None:
+        """Its part of values, one for each row of the call; None stays."""
+        return None if values is None else _at(values, self.at)
+
+    def check(self, call: str) -> None:
+        """Raise what new priorities of these rows would. Nothing is changed."""
+        wiring = self.member.wiring
+        with self.member.checking():
+            if not wiring.storage.initialized:
+                raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
+            named = rows_of(wiring.rows_named(self.rows), call)
+            outside = named[(named < -1) | (named >= wiring.storage.max_size)]
+            if len(outside):
+                raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
 
 
-def _check_rows(member: Member, rows: Tensor, call: str) -> None:
-    """Raise what new priorities of these rows would. Nothing is changed."""
-    storage = member.wiring.storage
-    with member.checking():
-        if not storage.initialized:
-            raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
-        named = rows_of(member.wiring.rows_named(rows), call)
-        outside = named[(named < -1) | (named >= storage.max_size)]
-        if len(outside):
-            raise RowError(f"{call}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
+def _at(values: Rows, at: Tensor) -> Rows:
+    """Some rows, wherever they lie."""
+    return cast("Rows", values[at.to(values.device or "cpu")])
 
 
 def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
@@ -317,7 +315,7 @@ def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
         raise ValueError(
             f"{CALL}: patch: expected entries that begin with shape {list(shape)}, got {list(value.shape)}."
         )
-    return value.reshape(shape.numel(), *value.shape[len(shape) :])[at.to(value.device or "cpu")]
+    return _at(value.reshape(shape.numel(), *value.shape[len(shape) :]), at)
 
 
 def _last_of_each(ids: Tensor, index: Tensor) -> Tensor:
@@ -432,9 +430,9 @@ class WriterEnsemble(_Writers):
         [3, -1]
         """
         ids, rows = routed(index, len(self._all), "generations_of")
-        numbers = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
-        for member in sorted(set(ids.reshape(-1).tolist())):
-            ours = ids == member
-            found = self._placers[member].generations_of(rows[ours.to(rows.device)])
-            numbers[ours] = found.to("cpu").reshape(int(ours.sum()), -1)[:, 0]
-        return numbers
+        rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
+        numbers = torch.full((ids.numel(),), -1, dtype=torch.int64, device="cpu")
+        for member, at in places_of(ids.reshape(-1)).items():
+            found = self._placers[member].generations_of(_at(rows, at))
+            numbers[at] = found.to("cpu").reshape(len(at), -1)[:, 0]
+        return numbers.reshape(ids.shape)

@@ -12,10 +12,9 @@ from torch import Tensor
 from engram import _native, samplers
 from engram._checks import as_numbers, check_count
 from engram._tensordict import tensordict_type
-from engram.ensembles.refusing import naming
-from engram.ensembles.storages import StorageEnsemble, members_named, split_index
 from engram.errors import NoSampleable
 from engram.fleet import plans
+from engram.members.storages import StorageEnsemble, members_named, naming, split_index
 from engram.samplers._base import DeclaredSampler, check_drawable, declared, key_for
 from engram.state import Loads, check_keys, prepare_load, saved
 from engram.types import Sampler, Traits

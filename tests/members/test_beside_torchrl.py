@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 import engram
-from tests.ensembles.buffers import rows
+from tests.members.buffers import rows
 
 rl = pytest.importorskip("torchrl.data")
 LIBRARIES = {"torchrl": rl, "engram": engram}

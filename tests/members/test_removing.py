@@ -15,7 +15,7 @@ from engram import (
     RowError,
     TensorDictReplayBuffer,
 )
-from tests.ensembles.buffers import member, members, rows, storages
+from tests.members.buffers import member, members, rows, storages
 from tests.testing.test_broken_storages import Ring
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection
-from engram.ensembles.refusing import asks_a_member, naming
 from engram.nested import is_tensordict
 from engram.state import Loads, check_keys, typed
 from engram.storages import Storage
@@ -29,6 +29,29 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+@contextmanager
+def naming(member: int, after: str = "") -> Iterator[None]:
+    """Errors of a member say its number, and what has come of the call."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"Raised by member {member} of the ensemble.{after and ' ' + after}")
+        raise
+
+
+def asks_a_member(call: str, kind: type[Exception] = RuntimeError) -> Callable[..., NoReturn]:
+    """A method of a buffer, or of a storage, that an ensemble does not have."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise kind(
+            f"{call}: an ensemble has no rows of its own. Ask a member, ensemble[i], or its storage, ensemble.storage[i]."
+        )
+
+    refuse.__doc__ = f"Raises ``{kind.__name__}``: it is asked of a member."
+    return refuse
+
 
 #: All members, in order.
 ALL = slice(None)

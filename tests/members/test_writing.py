@@ -14,7 +14,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from tests.ensembles.buffers import member, members, rows, storages
+from tests.members.buffers import member, members, rows, storages
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8))

@@ -22,7 +22,7 @@ from engram import (
     TensorDictRoundRobinWriter,
     WriterEnsemble,
 )
-from tests.ensembles.buffers import APART, check_rows, member, members, rows
+from tests.members.buffers import APART, check_rows, member, members, rows
 
 # ---- samplers ----------------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from engram._checks import check_count, check_path
 from engram.buffer.prefetching import prepare_batches
 from engram.buffer.saving import RngLoad, most_bytes, saved_rng
-from engram.ensembles.refusing import naming
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
+from engram.members.storages import naming
 from engram.persist.components import check_kind, read_state, write_part
 from engram.persist.foreign import foreign_format, foreign_state
 from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
-    from engram.ensembles.members import Member
+    from engram.members.reading import Member
     from engram.persist.foreign import ForeignEnsemble
     from engram.types import Commit
 

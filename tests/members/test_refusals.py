@@ -25,7 +25,7 @@ from engram import (
     TensorDictReplayBuffer,
     WriterEnsemble,
 )
-from tests.ensembles.buffers import member, members, rows
+from tests.members.buffers import member, members, rows
 
 
 @pytest.mark.parametrize(
