@@ -16,6 +16,18 @@ _MOVED = {
     "ensembles.members": "members.reading",
     "ensembles.refusing": "members.storages",
     "offline_to_online": "members.offline_to_online",
+    "layouts": "torchrl.checkpointers",
+    "layouts.checkpointers": "torchrl.checkpointers",
+    "layouts.folders": "torchrl.folders",
+    "layouts.hdf5": "torchrl.hdf5",
+    "layouts.hooked": "persist.hooked",
+    "layouts.hooks": "torchrl.hooks",
+    "layouts.parts": "torchrl.parts",
+    "layouts.reading": "torchrl.layouts",
+    "migrate": "torchrl",
+    "migrate.torchrl": "torchrl",
+    "migrate.torchrl.dump": "torchrl.dumps",
+    "migrate.torchrl.state": "torchrl.states",
 }
 
 _INSTEAD = {

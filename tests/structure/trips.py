@@ -11,7 +11,15 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, ReplayBuffer, TensorDictReplayBuffer, serve
+from engram import (
+    Checkpointer,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    Ranks,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    serve,
+)
 from engram.format import disk
 from engram.persist import rows
 

@@ -10,8 +10,7 @@ from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.device.pinning import pinning_for
 from engram.expanders import Expander
-from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
-from engram.layouts.hdf5 import accepted
+from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
 from engram.removers import FifoRemover
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose

@@ -20,8 +20,7 @@ from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
 from engram.format.parts import PartReader
 from engram.groups import StoredGroups
-from engram.layouts.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, prepare_dumped
-from engram.layouts.hdf5 import accepted
+from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.format.schema import Schema
     from engram.groups import Groups
-    from engram.layouts.hooked import LoadHook, SaveHook
     from engram.limits import Rules
     from engram.persist.components import Preparation, Snapshot
+    from engram.persist.hooked import LoadHook, SaveHook
     from engram.store import Store
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
