@@ -10,11 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._dtypes import DTYPE_OF
 from engram.errors import CorruptCheckpoint
 from engram.format.folder import convert
-from engram.format.schema import DTYPES, MAX_DIMS, validate_key
+from engram.format.schema import DTYPES
 from engram.persist.foreign import DumpedPriorities
+from engram.torchrl.described import MAX_ROWS, Count, Leaf, Parts, Shape, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,22 +22,6 @@ if TYPE_CHECKING:
 
     from engram.format.folder import Folder
     from engram.torchrl.storage import DumpedStorage
-
-
-MAX_ROWS = 1 << 58
-
-Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
-Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
-
-Parts = tuple[str, ...]
-
-
-class Leaf(msgspec.Struct):
-    """What TorchRL's JSON says of a tensor."""
-
-    dtype: str
-    shape: Shape
-    is_nested: bool = False
 
 
 class Places(NamedTuple):
@@ -51,37 +35,6 @@ class Places(NamedTuple):
     def of_member(cls, number: int) -> Self:
         """Of a buffer of an ensemble."""
         return cls(*((*parts, str(number)) for parts in Places()))
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    return values.reshape(-1).view(torch.uint8).numpy().data
-
-
-def read_tensor(folder: Folder, parts: Parts, leaf: Leaf, rows: int | None = None) -> Tensor:
-    """The first rows of a small tensor, all without ``rows``, in fresh memory. Its dtype is in the table."""
-    dtype = DTYPE_OF[leaf.dtype.removeprefix("torch.")]
-    nbytes = math.prod(leaf.shape) * dtype.itemsize
-    folder.check(parts, nbytes)  # before anything is allocated
-    values = torch.empty(leaf.shape if rows is None else (rows, *leaf.shape[1:]), dtype=dtype, device="cpu")
-    if values.numel():
-        folder.read_into(bytes_of(values), parts, nbytes)
-    check_bools(values, folder.name(parts))
-    return values
-
-
-def check_bools(values: Tensor, name: str) -> None:
-    """Raise ``CorruptCheckpoint`` if bytes that are read as bool are neither 0 nor 1: what torch makes of them is undefined."""
-    if values.dtype is torch.bool and values.numel() and int(values.view(torch.uint8).max()) > 1:
-        raise CorruptCheckpoint(f"{name}: expected bools, got bytes other than 0 and 1.")
-
-
-def check_key(key: tuple[str, ...], name: str) -> None:
-    """Raise ``CorruptCheckpoint`` for a key that no store can hold."""
-    try:
-        validate_key(key)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{name}: {str(error).removesuffix('.')}.") from error
 
 
 _PICKLES = (".pkl", ".pickle", ".pt", ".t")

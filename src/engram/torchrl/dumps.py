@@ -22,7 +22,6 @@ from engram.format.folder import Folder
 from engram.format.schema import Schema
 from engram.torchrl.components import (
     Buffer,
-    Count,
     Places,
     described_writer,
     find_pickles,
@@ -30,6 +29,7 @@ from engram.torchrl.components import (
     read_sampler,
     read_writer,
 )
+from engram.torchrl.described import Count
 from engram.torchrl.items import CompressedItems, TorchRLItems, is_compressed
 from engram.torchrl.rows import TorchRLDump, TorchRLSteps, validate
 from engram.torchrl.storage import DumpedStorage

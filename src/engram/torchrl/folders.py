@@ -10,7 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,10 +20,11 @@ from engram._dtypes import DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, layout
 from engram.format.folder import Folder, convert
-from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS, validate_key
+from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
 from engram.persist.rows import bytes_of
 from engram.persist.slots import METADATA, Ring
-from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Leaf
+from engram.torchrl.described import MAX_ROWS, TENSORDICT, Count, Leaf, Shape, check_key, known_dtype
+from engram.torchrl.layouts import FULL, SHAPE, SHIFT, LayoutLeaf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,14 +34,9 @@ if TYPE_CHECKING:
     from engram.persist.slots import Key
     from engram.torchrl.layouts import Keys, Steps
 
-_TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
-_MAX_ROWS = 1 << 58
 #: What TensorDict's files say of a TensorDict, and what they are called: no parts of keys.
 _TAKEN = frozenset({"shape", "device", "_type", "meta.json", METADATA})
-
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_ROWS)]
-_Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
 
 
 class _Described(dict[str, object]):
@@ -127,7 +123,7 @@ class FolderSink:
                 self._put_node((*path, key), below)
                 meta[key] = {"type": "TensorDict"}
         meta["shape"] = [len(self._lengths[0])] if self._nested else []
-        meta |= {"device": "cpu", "_type": _TENSORDICT}
+        meta |= {"device": "cpu", "_type": TENSORDICT}
         self._put("/".join([*map(layout.encode_key, path), "meta.json"]), meta)
 
     def _made(self, name: str) -> Path:
@@ -166,14 +162,8 @@ class _File:
             disk.write(self._fd, bytes_of(values), at * self._row_bytes)
 
 
-class _Meta(msgspec.Struct):
-    shape: _Shape
-    dtype: str
-    is_nested: bool = False
-
-
 class _Description(msgspec.Struct):
-    len: _Count
+    len: Count
     is_pytree: bool = False
 
 
@@ -196,14 +186,14 @@ class FolderLeaves:
         self._reserved = {full, shift, SHAPE}
         description: _Description = folder.described(_Description, (*parts, METADATA))
         self.length = description.len
-        shape: int | tuple[int, ...] = convert(*self._noted(SHAPE, int | _Shape))
+        shape: int | tuple[int, ...] = convert(*self._noted(SHAPE, int | Shape))
         shape = (shape,) if isinstance(shape, int) else shape
-        if not shape or 0 in shape or math.prod(shape) >= _MAX_ROWS:
+        if not shape or 0 in shape or math.prod(shape) >= MAX_ROWS:
             raise CorruptCheckpoint(f"{self.name}: {SHAPE}: expected sizes of at least 1, got {list(shape)}.")
         self.ring = Ring(shape[0], shape[1:], convert(*self._noted(shift, int)), convert(*self._noted(full, bool)))
         if not 1 <= self.ring.shift <= shape[0]:
             raise CorruptCheckpoint(f"{self.name}: {shift}: expected 1 to {shape[0]}, got {self.ring.shift}.")
-        self.leaves: dict[Key, Leaf] = {}
+        self.leaves: dict[Key, LayoutLeaf] = {}
         self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
         self._read_node(parts, ())
 
@@ -243,29 +233,24 @@ class FolderLeaves:
     def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
         name = self._folder.name((*parts, "meta.json"))
         meta = self._folder.json((*parts, "meta.json"))
-        if meta.get("_type") != _TENSORDICT:
+        if meta.get("_type") != TENSORDICT:
             raise IncompatibleCheckpoint(f"{name}: expected a TensorDict, got {meta.get('_type')!s:.100}.")
         for entry, value in meta.items():
             if not isinstance(value, dict) or (not key and entry in self._reserved):
                 continue
             own = (*key, entry)
-            try:
-                validate_key(own)
-            except ValueError as error:
-                raise CorruptCheckpoint(f"{name}: {str(error).removesuffix('.')}.") from error
+            check_key(own, name)
             if value.get("type") == "TensorDict" and len(own) < MAX_DEPTH:
                 self._read_node((*parts, layout.encode_key(entry)), own)
             elif "type" in value:
                 raise IncompatibleCheckpoint(f"{name}: field {own}: expected a tensor, got {value['type']!s:.100}.")
             else:
-                self._read_leaf(parts, own, convert(value, _Meta, f"{name}: field {own}"))
+                self._read_leaf(parts, own, convert(value, Leaf, f"{name}: field {own}"))
 
-    def _read_leaf(self, parts: tuple[str, ...], key: Key, meta: _Meta) -> None:
+    def _read_leaf(self, parts: tuple[str, ...], key: Key, meta: Leaf) -> None:
         stem = layout.encode_key(key[-1])
         file = (*parts, stem + ".memmap")
-        dtype = meta.dtype.removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise IncompatibleCheckpoint(f"{self.name}: field {key}: dtype {meta.dtype!r:.60} cannot be stored.")
+        dtype = known_dtype(meta.dtype, f"{self.name}: field {key}")
         shape = meta.shape
         if meta.is_nested:
             shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape)
@@ -282,7 +267,7 @@ class FolderLeaves:
                 f"{self._folder.name(file)}: expected {rows * row} bytes, got {nbytes}. The file was truncated or replaced."
             )
         self._files[key] = file, nbytes
-        self.leaves[key] = Leaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
+        self.leaves[key] = LayoutLeaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
 
     def _nested_shape(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all values of a nested tensor: those of its rows, which differ in their length only."""
@@ -291,6 +276,6 @@ class FolderLeaves:
             raise CorruptCheckpoint(f"{name}: expected sizes of trajectories, got an array of shape {list(sizes)}.")
         table = np.empty(sizes, np.int64)
         self._folder.read_into(table.reshape(-1).view(np.uint8).data, parts, table.nbytes)
-        if (table < 0).any() or (table >= _MAX_ROWS).any() or (table[:, 1:] != table[0, 1:]).any():
+        if (table < 0).any() or (table >= MAX_ROWS).any() or (table[:, 1:] != table[0, 1:]).any():
             raise CorruptCheckpoint(f"{name}: expected trajectories of steps of one shape.")
         return (int(table[:, 0].sum()), *map(int, table[0, 1:]))

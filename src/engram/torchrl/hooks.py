@@ -12,7 +12,7 @@ from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.persist.slots import Ring
-from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, Leaf, RowsWriter, as_key
+from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, as_key
 from engram.torchrl.parts import Layout
 from engram.trajectories import DEFAULT_DONE_KEYS
 
@@ -273,13 +273,15 @@ class _TensorDictLeaves:
         self.ring = Ring(shape[0], shape[1:], int(shift), bool(full))
         self.length = self.ring.live * self.ring.width
         self._values: dict[Key, Tensor] = {}
-        self.leaves: dict[Key, Leaf] = {}
+        self.leaves: dict[Key, LayoutLeaf] = {}
         for key, value in data.items(True, True):
             if value.dtype not in DTYPE_NAMES:
                 raise IncompatibleCheckpoint(f"{who}: {key}: expected a dtype that can be stored, got {value.dtype}.")
             own = (key,) if isinstance(key, str) else key
             self._values[own] = value
-            self.leaves[own] = Leaf(DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value) != math.prod(shape))
+            self.leaves[own] = LayoutLeaf(
+                DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value) != math.prod(shape)
+            )
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         return self._values[key][first : first + n].cpu()

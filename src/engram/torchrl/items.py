@@ -17,7 +17,7 @@ from engram.format.folder import convert
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH
 from engram.format.strict import parse_loosely
-from engram.torchrl.components import Count, Leaf, Shape, check_bools, check_key, read_tensor
+from engram.torchrl.described import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from engram.format.folder import Folder
     from engram.persist.foreign import DumpedPriorities, Loading
-    from engram.torchrl.components import Parts
+    from engram.torchrl.described import Parts
     from engram.types import Decompress, StorageLoad
 
 _DESCRIPTIONS, _PLACES, _DATA = "metadata.json", "data_indices.json", "compressed_data"
@@ -155,7 +155,7 @@ class CompressedItems:
         return f"{self._name}: item {number}" + (f": field {key!r:.100}" if key else "")
 
     def _nbytes(self, tensor: _Tensor, where: str) -> int:
-        return math.prod(tensor.shape.value) * DTYPES[_checked(tensor.dtype.value, where)]
+        return math.prod(tensor.shape.value) * DTYPES[known_dtype(tensor.dtype.value, where)]
 
     # ---- items ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class CompressedItems:
         self, tensor: _Tensor, parts: Parts, key: str, decompress: Decompress | None, where: str
     ) -> Tensor:
         stream = self._leaf(parts, key, where)
-        dtype, shape = DTYPE_OF[_checked(tensor.dtype.value, where)], torch.Size(tensor.shape.value)
+        dtype, shape = DTYPE_OF[known_dtype(tensor.dtype.value, where)], torch.Size(tensor.shape.value)
         file = self._folder.name((*parts, f"{encode_key(key)}.memmap"))
         return whole_of(stream, shape, dtype, decompress, file)
 
@@ -201,7 +201,7 @@ class CompressedItems:
         leaf = convert(self._meta[1].get(key), Leaf, f"{name}: field {key!r:.100}")
         if leaf.is_nested:
             raise IncompatibleCheckpoint(f"{name}: field {key!r:.100}: nested tensors cannot be read.")
-        nbytes = math.prod(leaf.shape) * DTYPES[_checked(leaf.dtype, f"{name}: field {key!r:.100}")]
+        nbytes = math.prod(leaf.shape) * DTYPES[known_dtype(leaf.dtype, f"{name}: field {key!r:.100}")]
         if nbytes > self._most:
             raise IncompatibleCheckpoint(
                 f"{where}: expected at most {self._most} bytes, as there is memory, got {nbytes}."
@@ -236,7 +236,7 @@ class CompressedItems:
         if value["__type__"] == "torch.Size":
             return torch.Size(convert(value, _Size, where).value)
         if value["__type__"] == "torch.dtype":
-            return DTYPE_OF[_checked(convert(value, _Dtype, where).value, where)]
+            return DTYPE_OF[known_dtype(convert(value, _Dtype, where).value, where)]
         raise IncompatibleCheckpoint(f"{where}: a {str(value['__type__'])[:100]!r} cannot be read.")
 
     def _listed(self, values: list[object], parts: Parts, key: str, where: str) -> list[object]:
@@ -316,13 +316,6 @@ class TorchRLItems(NamedTuple):
     def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
         """Read and check all items for a storage. Raises as :meth:`read`; ``IncompatibleCheckpoint``: it is no list, or another one."""
         return storage.prepare_items(self._replace(without=without))
-
-
-def _checked(dtype: str, where: str) -> str:
-    name = dtype.removeprefix("torch.")
-    if name not in DTYPES:
-        raise IncompatibleCheckpoint(f"{where}: dtype {dtype!r:.100} cannot be stored. Possible: {', '.join(DTYPES)}.")
-    return name
 
 
 def whole_of(

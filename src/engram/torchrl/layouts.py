@@ -13,6 +13,7 @@ from engram._dtypes import DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import Field, Node, Schema
 from engram.persist.slots import Key, Ring, rows_state
+from engram.torchrl.described import check_bools, renumbered
 from engram.trajectories import DEFAULT_DONE_KEYS
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Steps:
 _PIECE = 16 << 20
 
 
-class Leaf(NamedTuple):
+class LayoutLeaf(NamedTuple):
     """An entry of a layout."""
 
     dtype: str
@@ -216,7 +217,7 @@ class Leaves(Protocol):
         """Live rows, as it says."""
 
     @property
-    def leaves(self) -> Mapping[Key, Leaf]: ...
+    def leaves(self) -> Mapping[Key, LayoutLeaf]: ...
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         """``n`` values of an entry, ``[n, *shape]``, from the ``first`` on. To be read only."""
@@ -262,7 +263,7 @@ class LayoutDump:
         self.length = live * width
         self._origins = origins_of({key: leaf.expanded for key, leaf in entries.items()}, keys)
         self._steps = Steps(
-            self.ring, checked_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
+            self.ring, check_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
         )
         leaves.check(self._steps)
         self.fields = tuple(
@@ -302,7 +303,7 @@ class LayoutDump:
         if like is None:
             kept = [field for field in self.fields if field.key[0] not in without]
             numbers = {field.key: number for number, field in enumerate(kept)}
-            structure = _pruned(
+            structure = renumbered(
                 self.structure, {i: numbers[f.key] for i, f in enumerate(self.fields) if f.key in numbers}
             )
             return Schema(self.capacity, 1, self.columns, tuple(kept), structure)
@@ -340,9 +341,7 @@ class LayoutDump:
             if leaf.dtype == "bool" and not leaf.expanded:
                 size = max(1, math.prod(leaf.shape))
                 for first in range(0, self.capacity, step := max(1, _PIECE // size)):
-                    checked_bools(
-                        self._leaves.read(key, first, min(step, self.capacity - first)), f"{self.name}: {key}"
-                    )
+                    check_bools(self._leaves.read(key, first, min(step, self.capacity - first)), f"{self.name}: {key}")
 
     def rows(self, origin: Origin, shape: Sequence[int], dtype: torch.dtype, piece: tuple[int, int]) -> Tensor:
         """The values of a field in steps ``(time, n)`` of all columns, ``[n, W, *shape]``."""
@@ -359,7 +358,7 @@ class LayoutDump:
                 values = values[places - first]
             else:
                 values = self._leaves.read(origin.key, column * ring.slots + time, n)
-            out[:, column] = checked_bools(values, f"{self.name}: {origin.key}")
+            out[:, column] = check_bools(values, f"{self.name}: {origin.key}")
         return out
 
     def read_rows(self, key: Key, out: Tensor, first: int) -> None:
@@ -393,22 +392,6 @@ class LayoutRows(NamedTuple):
                     tensors.put(number, first, rows)
                 else:
                     tensor[first : first + len(rows)] = rows
-
-
-def checked_bools(values: Tensor, name: str) -> Tensor:
-    """Values. Raises ``CorruptCheckpoint``: bytes of bools are neither 0 nor 1, of which torch makes anything."""
-    if values.dtype is torch.bool and values.numel() and int(values.contiguous().view(torch.uint8).max()) > 1:
-        raise CorruptCheckpoint(f"{name}: expected bools, got bytes other than 0 and 1.")
-    return values
-
-
-def _pruned(node: Node, numbers: Mapping[int, int]) -> Node:
-    """The structure with other numbers of fields, without fields that have none."""
-    if node.kind == "leaf":
-        return Node("leaf", field=numbers[node.field or 0])
-    kept = {k: it for k, it in node.children.items() if it.kind != "leaf" or (it.field or 0) in numbers}
-    pruned = {key: _pruned(it, numbers) for key, it in kept.items()}
-    return Node("tensordict", children={key: it for key, it in pruned.items() if it.kind == "leaf" or it.children})
 
 
 #: Bytes of rows that are brought into order at a time.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
 
 from engram._dtypes import DTYPE_OF
@@ -16,8 +15,9 @@ from engram._words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import Folder
 from engram.format.schema import INTEGER, Field, Node, Schema
+from engram.persist.rows import bytes_of
 from engram.persist.slots import rows_state
-from engram.torchrl.components import bytes_of, check_bools
+from engram.torchrl.described import check_bools, renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -89,7 +89,9 @@ class TorchRLDump:
         if not fields:
             raise IncompatibleCheckpoint(f"{self.path}: expected fields besides {sorted(without)}, got none.")
         numbers = {field.key: i for i, field in enumerate(fields)}
-        structure = _renumbered(self.structure, [numbers.get(field.key) for field in self.fields])
+        structure = renumbered(
+            self.structure, {i: numbers[f.key] for i, f in enumerate(self.fields) if f.key in numbers}
+        )
         if like is not None and _fits(structure, like.structure):
             fields = [fields[numbers[field.key]] for field in like.fields]
             structure = like.structure
@@ -239,15 +241,3 @@ def _fits(dumped: Node, like: Node) -> bool:
         and dumped.children.keys() == like.children.keys()
         and all(_fits(child, like.children[key]) for key, child in dumped.children.items())
     )
-
-
-def _renumbered(node: Node, numbers: Sequence[int | None]) -> Node:
-    """The structure with other numbers of fields, without those that have none."""
-    if node.kind == "leaf":
-        return Node("leaf", field=numbers[node.field] or 0)
-    children = {
-        key: _renumbered(child, numbers)
-        for key, child in node.children.items()
-        if child.kind != "leaf" or numbers[child.field] is not None
-    }
-    return msgspec.structs.replace(node, children=children)

@@ -13,7 +13,7 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import convert
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
-from engram.torchrl.components import Count, Leaf, Parts, Shape, check_key
+from engram.torchrl.described import TENSORDICT, Count, Leaf, Parts, Shape, check_key, known_dtype
 from engram.torchrl.layouts import Keys
 from engram.torchrl.parts import open_layout
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from engram.torchrl.layouts import LayoutDump
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
-_TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _CLASS = re.compile(r"<class '([\w.<>]+)'>")
 
 
@@ -95,13 +94,9 @@ class DumpedStorage:
 
     def _leaf(self, leaf: Leaf, key: tuple[str, ...], parts: tuple[str, ...] | None, name: str) -> Node:
         """Note a field. ``parts``: of its file, None if it has none. ``name``: of the file that describes it."""
-        dtype = leaf.dtype.removeprefix("torch.")
         if leaf.is_nested:
             raise IncompatibleCheckpoint(f"{name}: field {key}: nested tensors cannot be read.")
-        if dtype not in DTYPES:
-            raise IncompatibleCheckpoint(
-                f"{name}: field {key}: dtype {leaf.dtype!r} cannot be stored. Possible: {', '.join(DTYPES)}."
-            )
+        dtype = known_dtype(leaf.dtype, f"{name}: field {key}")
         if len(self.fields) == MAX_FIELDS:
             raise IncompatibleCheckpoint(f"{name}: more than {MAX_FIELDS} fields are not possible.")
         self._check_lead(leaf.shape, f"{name}: field {key}")
@@ -128,7 +123,7 @@ class DumpedStorage:
         name = self.folder.name((*parts, "meta.json"))
         meta = self.folder.json((*parts, "meta.json"))
         kind = convert(meta.get("_type"), str, name)
-        if kind == _TENSORDICT:
+        if kind == TENSORDICT:
             return self._tensordict(meta, parts, key)
         match = _CLASS.fullmatch(kind)
         if match is None or not self.folder.is_folder((*parts, "_tensordict")):
@@ -142,7 +137,7 @@ class DumpedStorage:
             self.left_out.append(f"{'/'.join(parts)}: what is no tensor in {match[1]} ({', '.join(others)})")
         inside = (*parts, "_tensordict")
         meta = self.folder.json((*inside, "meta.json"))
-        if meta.get("_type") != _TENSORDICT:
+        if meta.get("_type") != TENSORDICT:
             raise CorruptCheckpoint(f"{self.folder.name((*inside, 'meta.json'))}: expected a TensorDict.")
         inner = self._tensordict(meta, inside, key)
         return Node("tensorclass", children=inner.children, type=_class_name(match[1]), batch=inner.batch)
