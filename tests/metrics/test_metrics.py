@@ -29,6 +29,7 @@ from engram import (
     SamplesPerInsert,
     StalenessAwareSampler,
     TensorDictPrioritizedReplayBuffer,
+    _http,
 )
 from engram.metrics import server as http_server
 from engram.metrics.catalog import METRICS
@@ -191,7 +192,7 @@ def test_a_scraper_that_does_not_know_openmetrics_gets_text():
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/", 404), ("POST", "/metrics", 501), ("PUT", "/", 501)]
+    ("method", "path", "status"), [("GET", "/", 404), ("POST", "/metrics", 405), ("PUT", "/", 404)]
 )
 def test_nothing_else_is_answered(method, path, status):
     with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
@@ -209,23 +210,24 @@ def answers(url):
 
 
 def test_clients_that_say_nothing_are_few(monkeypatch):
-    monkeypatch.setattr(http_server, "_LIMIT_S", 3600.0)  # none of them is cut off
-    monkeypatch.setattr(http_server._Request, "timeout", 3600.0)
+    monkeypatch.setattr(_http, "READ_S", 3600.0)  # none of them is cut off
     with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
         host, port = server.address.split("/")[2].split(":")
         idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(8)]
-        assert not answers(server.address)
+        wait_for(lambda: len(server._server._idle) == 8)
+        wait_for(lambda: answers(server.address))  # the oldest gave its place
+        assert idle[0].recv(1 << 10).startswith(b"HTTP/1.1 503 ")
         for one in idle:
             one.close()
-        wait_for(lambda: answers(server.address))
 
 
 def test_a_client_that_says_nothing_is_cut_off(monkeypatch):
-    monkeypatch.setattr(http_server, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(_http, "READ_S", 0.05)
     with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
         host, port = server.address.split("/")[2].split(":")
         with socket.create_connection((host, int(port)), timeout=60) as client:
             client.sendall(b"GET /metrics HTTP/1.1\r\n")
+            assert client.recv(1 << 10).startswith(b"HTTP/1.1 408 ")
             assert not client.recv(1)
 
 

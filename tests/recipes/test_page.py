@@ -79,13 +79,13 @@ DIFFERS = {
     ),
     "`sample(n)` with `prefetch`": "tests/buffer/test_prefetching_ends.py::test_another_batch_size",
     "`rb[:] = data` with a new field": "tests/buffer/test_added_fields.py::test_what_a_process_writes_meanwhile_is_filled",
-    "dumps of `CompressedListStorage`": "tests/migrate/test_torchrl_compressed.py::test_items_are_as_they_were",
+    "dumps of `CompressedListStorage`": "tests/torchrl/test_torchrl_compressed.py::test_items_are_as_they_were",
     "`dumps` into the folder of the live storage": (
         "tests/buffer/test_dump_folders.py::test_the_storage_that_is_written_to_is_never_the_dump"
     ),
-    "`state_dict()` of lists": "tests/migrate/test_torchrl_list_states.py::test_items_and_cursor_go_on",
+    "`state_dict()` of lists": "tests/torchrl/test_torchrl_list_states.py::test_items_and_cursor_go_on",
     "`StreamingSliceSampler.load_state_dict`": "tests/samplers/test_streaming.py::test_a_state_of_other_rows_begins_again",
-    "`checkpointer=`, `TED2Flat` and the like": "tests/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
+    "`checkpointer=`, `TED2Flat` and the like": "tests/torchrl/layouts/test_layouts.py::test_what_would_be_lost_is_refused",
     "`trajectory_key` of `rb.query`": "tests/query/test_query.py::test_another_field_tells_trajectories_apart",
     "transforms of batches of windows": "tests/buffer/test_window_marks.py::test_of_every_sampler",
     "`end_streams` where ids differ": "tests/members/test_writing.py::test_streams_whose_rows_have_ids_are_ended_too",
@@ -104,7 +104,7 @@ DIFFERS = {
     "items of several batch sizes": "tests/buffer/test_kinds_of_items.py::test_items_of_several_batch_sizes",
     "`rb[0:3] = 1.5` of rows": "tests/storages/test_shapes_of_edits.py::test_a_number_that_a_field_does_not_hold_changes_nothing",
     "a dump or state of a tensor storage": (
-        "tests/migrate/test_torchrl_states.py::test_rows_of_tensors_load_into_a_buffer_that_was_given_no_storage"
+        "tests/torchrl/test_torchrl_states.py::test_rows_of_tensors_load_into_a_buffer_that_was_given_no_storage"
     ),
     "`ReplayBuffer(size)` without a storage": "tests/buffer/test_default_storage.py::test_dicts_are_columns",
     "`empty()` before the first batch": "tests/storages/test_emptied_fields.py::test_the_first_real_rows_say_the_fields",

@@ -38,7 +38,7 @@ from engram.persist import rows as persist_rows
 from engram.storages import tensor_state
 from engram.store import opening
 from tests import fresh
-from tests.migrate.torchrl_dumps import make_dump
+from tests.torchrl.torchrl_dumps import make_dump
 
 DTYPES = (
     torch.uint8,

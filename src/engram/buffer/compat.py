@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engram.around import SampleUnit
     from engram.buffer.output import Output
     from engram.fleet.members import Missing
-    from engram.layouts import StorageCheckpointerBase
+    from engram.persist.checkpointers import StorageCheckpointerBase
     from engram.remote.streaming import Full
     from engram.removers import Remover
     from engram.storages.own import GivenStorage

@@ -10,7 +10,7 @@ from engram.around import Expander, SampleUnit
 from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.device.pinning import pinning_for
-from engram.layouts import StorageCheckpointerBase, TensorStorageCheckpointer
+from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
 from engram.removers import FifoRemover
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
@@ -104,7 +104,7 @@ class Arguments(NamedTuple):
         )
         if self.checkpointer:
             storage.checkpointer = component(
-                self.checkpointer, StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
+                accepted(self.checkpointer), StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer
             )
         wiring.unit = self.sample_unit
         wiring.connect(sampler, component(self._writer(), Writer, "writer", self.default_writer), self.batch_size)

@@ -19,12 +19,12 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import finish_dump, replacing, standing
-from engram.layouts.checkpointers import prepare_dumped, prepared_snapshot
-from engram.layouts.parts import for_torchrl, is_laid_out
 from engram.persist import parts as saved_parts
+from engram.persist.checkpointers import prepare_dumped, prepared_snapshot
 from engram.persist.components import check_blocks
 from engram.persist.foreign import foreign_format, foreign_state
 from engram.persist.parts import Parts, Snapshot
+from engram.persist.slots import for_torchrl, is_laid_out
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import said_counts, seed_of
 from engram.reshard.shards import open_shard

@@ -1,15 +1,13 @@
 """Asking for checkpoints over HTTP: request, status, list. Nothing is loaded, deleted or handed out.
 
 What is not listed here is refused: methods, paths, hosts, bodies, requests of web pages, callers without the token. Answers hold
-no paths and no texts of errors. ``http.server`` is not used: it accepts or repairs malformed requests, and has no limits on
-connections or on the time that a request takes; with those added it is longer than this.
+no paths and no texts of errors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import http
 import json
 import logging
 import os
@@ -19,11 +17,11 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from engram._http import Answer, Call, Server
 from engram.errors import CorruptCheckpoint
 from engram.format import series
 
@@ -33,21 +31,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("engram")
 
-MAX_HEADERS, MAX_BODY, MAX_CONNECTIONS = 8 << 10, 4 << 10, 16
-#: Seconds for a whole request to arrive, and for the other side to take the answer.
-READ_S, _SEND_S = 5.0, 0.5
+MAX_CONNECTIONS = 16
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _STATUS = re.compile(r"/checkpoint/([0-9a-f]{16})")
-_FIRST = re.compile(r"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]")
-_HEADER = re.compile(r"([A-Za-z0-9-]+):([\t -~]*)")  # linear time: neighbouring repeats share no character
-
-
-class _Call(NamedTuple):
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: bytes
 
 
 class Endpoint:
@@ -65,10 +52,7 @@ class Endpoint:
         token_file: str | os.PathLike[str] | None,
         interval: float,
     ) -> None:
-        self._checkpointer, self._interval, self._open = checkpointer, interval, True
-        self._places = threading.Semaphore(MAX_CONNECTIONS)
-        #: Connections that wait for the other side, the oldest first; and whether all places were taken when they came.
-        self._idle: dict[socket.socket, bool] = {}
+        self._checkpointer, self._interval = checkpointer, interval
         with contextlib.ExitStack() as stack:
             if address is None or token_file is None:
                 folder = tempfile.mkdtemp(prefix="engram-")  # 0700
@@ -76,73 +60,21 @@ class Endpoint:
             #: Where the token lies.
             self.token_file = Path(folder, "token") if token_file is None else Path(token_file)
             self._token = _token(self.token_file)
-            self._socket, self.address = _listen(f"unix:{folder}/socket" if address is None else address, stack)
+            listener, self.address = _listen(f"unix:{folder}/socket" if address is None else address, stack)
             self._stack = stack.pop_all()
-        self._thread = threading.Thread(target=self._accept, name="engram-http", daemon=True)
-        self._thread.start()
+        self._server = Server(listener, self._answer, "engram-http", MAX_CONNECTIONS)
         _log.info("checkpoints can be asked for at %s, with the token in %s", self.address, self.token_file)
 
     def close(self) -> None:
         """Stop listening. Repeatable."""
-        self._open = False
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends accept()
-        self._thread.join(READ_S)
+        self._server.close()
         self._stack.close()
 
-    def _accept(self) -> None:
-        """Serve each connection in a thread. When all places are taken, a new connection gets that of the oldest idle one."""
-        while self._open:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed, or no descriptors are left
-                time.sleep(0.05)
-                continue
-            full = not self._places.acquire(blocking=False)
-            for idle in list(self._idle)[: int(full)]:
-                self._idle.pop(idle, None)
-                with contextlib.suppress(OSError):
-                    idle.shutdown(socket.SHUT_RD)  # what has arrived is read all the same
-            if full and not self._places.acquire(timeout=_SEND_S):
-                with connection, contextlib.suppress(OSError):
-                    connection.send(_answer(503, None))
-                continue
-            self._idle[connection] = full
-            try:
-                threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
-            except RuntimeError:  # no threads are left
-                self._end(connection)
+    def _answer(self, call: Call) -> Answer:
+        code, said = self._reply(call)
+        return Answer(code, json.dumps(said).encode() if code < 300 else b"")
 
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            call = _read(connection)
-            full = self._idle.pop(connection, None)  # None: its place goes to another connection
-            if isinstance(call, int):
-                code, said = 503 if (call == 408 and full) or (call == 400 and full is None) else call, None
-            else:
-                try:
-                    code, said = self._reply(call)
-                except Exception:  # noqa: BLE001 - logged here, not told to the caller
-                    _log.exception("endpoint")
-                    code, said = 500, None
-            connection.settimeout(_SEND_S)
-            connection.sendall(_answer(code, said))
-            connection.shutdown(socket.SHUT_WR)
-            self._idle[connection] = True
-            until = time.monotonic() + _SEND_S  # to read the rest: closing with bytes unread would lose the answer
-            while time.monotonic() < until and connection.recv(1 << 16):
-                pass
-        except OSError:
-            pass  # the other side is gone, or too slow to take the answer
-        finally:
-            self._end(connection)
-
-    def _end(self, connection: socket.socket) -> None:
-        self._idle.pop(connection, None)
-        connection.close()
-        self._places.release()
-
-    def _reply(self, call: _Call) -> tuple[int, object]:
+    def _reply(self, call: Call) -> tuple[int, object]:
         headers, status = call.headers, _STATUS.fullmatch(call.path)
         if not _HOST.fullmatch(headers.get("host", "")) or any(re.match("origin$|sec-fetch-", it) for it in headers):
             return 403, None
@@ -234,49 +166,3 @@ def _listen(address: str, stack: contextlib.ExitStack) -> tuple[socket.socket, s
         )
     listener.listen()  # more may wait there than are served: a full queue delays a caller by seconds
     return listener, address
-
-
-def _read(connection: socket.socket) -> _Call | int:
-    """One request, within the limits; or the code of why there is none."""
-    data, until = b"", time.monotonic() + READ_S
-    while (call := _parsed(data)) is None:
-        if (left := until - time.monotonic()) <= 0:
-            return 408
-        connection.settimeout(left)
-        try:
-            piece = connection.recv(1 << 16)
-        except TimeoutError:
-            return 408
-        if not piece:
-            return 400
-        data += piece
-    return call
-
-
-def _parsed(data: bytes) -> _Call | int | None:
-    """None: more has to arrive."""
-    head, ended, body = data.partition(b"\r\n\r\n")
-    if len(head) > MAX_HEADERS:
-        return 431
-    if not ended:
-        return None
-    first, *lines = head.decode("latin-1").split("\r\n")
-    begin, found = _FIRST.fullmatch(first), [match for it in lines if (match := _HEADER.fullmatch(it))]
-    headers = {it[1].lower(): it[2].strip() for it in found}
-    length = "chunked" if "transfer-encoding" in headers else headers.get("content-length", "0")
-    if begin is None or not len(headers) == len(lines) == len(found) or not re.fullmatch("[0-9]{1,9}", length):
-        return 400  # also where a line is no header, or two have one name
-    if int(length) > MAX_BODY:
-        return 413
-    if len(body) < int(length):
-        return None
-    return _Call(begin[1], begin[2], headers, body) if len(body) == int(length) else 400
-
-
-def _answer(code: int, said: object) -> bytes:
-    body = json.dumps(said).encode() if code < 300 else b""
-    head = (
-        f"HTTP/1.1 {code} {http.HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + body

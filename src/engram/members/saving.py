@@ -17,7 +17,7 @@ from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
 from engram.members.storages import naming
 from engram.persist.components import check_kind, read_state, write_part
-from engram.persist.foreign import foreign_ensemble_state, foreign_format
+from engram.persist.foreign import foreign_format, foreign_state
 from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 
 if TYPE_CHECKING:
@@ -72,9 +72,8 @@ class EnsembleSaving:
     def prepare_state(self, state: State, *, default_rng: bool) -> Commit:
         """Check a :meth:`state_dict`. Raises as ``ReplayBuffer.load_state_dict``; nothing is changed."""
         kind = self._kind
-        foreign = foreign_ensemble_state(state, [member.wiring.storage.ndim for member in self._members])
-        if foreign is not None:
-            return self._prepare_foreign(foreign)
+        if foreign_state(state, 1) is not None:
+            raise IncompatibleCheckpoint(f"{kind}: expected the state of an ensemble, got that of one buffer.")
         check_keys(state, (*_COMPONENTS, "_members", *_OWN), kind)
         numbers = tuple(str(member.number) for member in self._members)
         for name in (*_COMPONENTS, "_members"):

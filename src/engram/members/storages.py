@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import TypeAlias
 
-    from engram.layouts.hooked import LoadHook, SaveHook
     from engram.persist.components import Preparation, Snapshot
+    from engram.persist.hooked import LoadHook, SaveHook
     from engram.types import StorageLoad
 
     Change: TypeAlias = Callable[[object], object]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
 from time import monotonic
 
 from prometheus_client import CollectorRegistry
@@ -17,18 +14,13 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector as Collects
 
 from engram._closing import Closes
+from engram._http import Answer, Call, Server
 from engram.metrics.catalog import METRICS, HasStats
 from engram.remote.addresses import Address, address_of
 
 PATH = "/metrics"
-#: Requests answered at a time; others are closed at once.
-_MOST = 8
-#: Between two looks whether it is to end.
-_LOOK_S = 0.1
-#: Of one request, from the first byte to the last.
-_LIMIT_S = 10.0
-
-
+#: Connections at a time.
+MAX_CONNECTIONS = 8
 #: Seconds that all buffers have for an answer: less than a scraper waits for.
 ANSWER_S = 5.0
 
@@ -133,18 +125,23 @@ class MetricsServer(Closes):
     """Answers ``GET /metrics``, until it is closed or the process ends. :func:`serve` makes it; ``with`` closes it."""
 
     def __init__(self, buffers: Mapping[str, HasStats], at: Address) -> None:
-        registry = CollectorRegistry()
-        registry.register(Collector(buffers))
+        self._registry = CollectorRegistry()
+        self._registry.register(Collector(buffers))
         try:
-            self._http = _Http(at, registry)
+            family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+            self._listener = socket.create_server((at.host, at.port), family=family)
         except OSError as error:
             raise OSError(error.errno, error.strerror, at.place) from error
-        self._at = at._replace(port=self._http.server_port)
-        self._thread = threading.Thread(
-            target=self._http.serve_forever, args=(_LOOK_S,), name="engram-metrics", daemon=True
-        )
-        self._thread.start()
-        self._closed = False
+        self._at = at._replace(port=self._listener.getsockname()[1])
+        self._server = Server(self._listener, self._answer, "engram-metrics", MAX_CONNECTIONS)
+
+    def _answer(self, call: Call) -> Answer:
+        if call.path.partition("?")[0] != PATH:
+            return Answer(404)
+        if call.method != "GET":
+            return Answer(405)
+        encode, kind = choose_encoder(call.headers.get("accept", ""))
+        return Answer(200, encode(self._registry), kind)
 
     @property
     def address(self) -> str:
@@ -153,11 +150,8 @@ class MetricsServer(Closes):
 
     def close(self) -> None:
         """End it. Repeatable."""
-        if not self._closed:
-            self._closed = True
-            self._http.shutdown()
-            self._http.server_close()
-            self._thread.join()
+        self._server.close()
+        self._listener.close()
 
 
 def serve(
@@ -175,7 +169,8 @@ def serve(
         The server, which runs in a thread. Its ``address`` is the URL; ``close()`` or the end of ``with`` ends it. A forked child has
         none.
 
-    At most 8 requests are answered at a time, each for 10 seconds at most; others are turned away. Nothing can be changed by them.
+    At most 8 connections are served at a time, each for a few seconds; a new one takes the place of the one that has said nothing for the
+    longest. Nothing can be changed by them.
 
     Raises:
         TypeError, ValueError: other buffers, or no such address; one that other machines reach, without ``insecure``.
@@ -210,73 +205,3 @@ def metrics_address(address: object, *, insecure: bool) -> Address:
             "insecure=True (--insecure) in a network that you trust."
         )
     return at
-
-
-class _Http(ThreadingHTTPServer):
-    """A thread a request, of which there are few, and none for long."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = _MOST
-
-    def __init__(self, at: Address, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self._free = threading.BoundedSemaphore(_MOST)
-        if ":" in at.host:
-            self.address_family = socket.AF_INET6
-        super().__init__((at.host, at.port), _Request)
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks for the name of the host
-        self.server_port = self.server_address[1]
-
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(
-        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
-    ) -> None:
-        assert isinstance(request, socket.socket)
-        limit = threading.Timer(_LIMIT_S, _cut, (request,))
-        limit.daemon = True
-        limit.start()
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            limit.cancel()
-            self._free.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves early is none of ours."""
-
-
-def _cut(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
-
-
-class _Request(BaseHTTPRequestHandler):
-    """One request, and its connection ends."""
-
-    server: _Http
-    timeout = _LIMIT_S
-    server_version = "engram"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
-            self.send_error(404, "expected /metrics")
-            return
-        encode, kind = choose_encoder(self.headers.get("Accept") or "")
-        body = encode(self.server.registry)
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - its name there
-        """Nothing is logged."""

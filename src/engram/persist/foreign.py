@@ -1,4 +1,4 @@
-"""What other libraries saved: folders and states. The package of such a format is imported when one of it is met."""
+"""What TorchRL saved: folders, states and layouts. :mod:`engram.torchrl` reads it, which is imported when something of it is met."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from types import ModuleType
 
     from torch import Tensor
 
+    from engram.format.parts import PartReader
+    from engram.persist.hooked import Layout
+    from engram.persist.slots import LaidOut
     from engram.store import Store
     from engram.types import Form, ItemsSource, RowsSource, StorageLoad
-
-#: A file that lies in folders of a format, and the module whose ``FORMAT`` reads those.
-_FORMATS = {"buffer_metadata.json": "engram.migrate.torchrl.dump"}
 
 
 class DumpedPriorities(NamedTuple):
@@ -87,37 +86,33 @@ class ForeignFormat(Protocol):
     def read_ensemble(self, path: Path, ndims: Sequence[int], *, max_bytes: int) -> ForeignEnsemble:
         """As :meth:`read`, of as many buffers."""
 
+    def read_state(self, state: dict[str, object], ndim: int) -> ForeignDump | None:
+        """A state that a buffer returned; None: it is none of this format. Raises ``IncompatibleCheckpoint``: of an ensemble."""
+
+    def layout(self, who: str) -> Layout:
+        """The layout of the usual keys."""
+
+    def prepare_layout(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad:
+        """Check a part in a layout for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
+
+    def checkpointer(self, theirs: object) -> object:
+        """A checkpointer of that library, as one of engram's."""
+
+
+def torchrl() -> ForeignFormat:
+    """What reads TorchRL's files and states."""
+    found: ForeignFormat = importlib.import_module("engram.torchrl.entry").FORMAT
+    return found
+
 
 def foreign_format(path: Path) -> ForeignFormat | None:
-    """The format of a folder that another library saved; None: it is none of those."""
-    for mark, module in _FORMATS.items():
-        if os.path.lexists(path / mark):
-            found: ForeignFormat = importlib.import_module(module).FORMAT
-            if found.recognises(path):
-                return found
-    return None
+    """The format of a folder that another library saved; None: there is none."""
+    return torchrl() if os.path.lexists(path / "buffer_metadata.json") and torchrl().recognises(path) else None
 
 
 def foreign_state(state: object, ndim: int) -> ForeignDump | None:
-    """A state that another library's buffer returned; None: it is none of those. Raises as its ``read_state``."""
-    module = _module_of(state)
-    found: ForeignDump | None = None if module is None else module.read_state(state, ndim=ndim)
-    return found
-
-
-def foreign_ensemble_state(state: object, ndims: Sequence[int]) -> ForeignEnsemble | None:
-    """As :func:`foreign_state`, of several buffers."""
-    module = _module_of(state)
-    found: ForeignEnsemble | None = None if module is None else module.read_ensemble_state(state, ndims=ndims)
-    return found
-
-
-def _module_of(state: object) -> ModuleType | None:
-    """The module that reads such a state; None: there is none, or it is engram's own."""
+    """A state that another library's buffer returned; None: it is engram's, or none. Raises as :meth:`ForeignFormat.read_state`."""
     if not isinstance(state, dict) or "_members" in state:
         return None
     storage = state.get("_storage")
-    if not isinstance(storage, dict) or "clock" in storage:
-        return None
-    module = importlib.import_module("engram.migrate.torchrl.state")
-    return module if module.is_torchrl_state(state) else None
+    return torchrl().read_state(state, ndim) if isinstance(storage, dict) and "clock" not in storage else None

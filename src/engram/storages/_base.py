@@ -20,7 +20,7 @@ from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
 from engram.format.parts import PartReader
 from engram.groups import StoredGroups
-from engram.layouts.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, prepare_dumped
+from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.format.schema import Schema
     from engram.groups import Groups
-    from engram.layouts.hooked import LoadHook, SaveHook
     from engram.limits import Rules
     from engram.persist.components import Preparation, Snapshot
+    from engram.persist.hooked import LoadHook, SaveHook
     from engram.store import Store
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
@@ -935,9 +935,10 @@ class Storage(Declared, Dumpable, Port):
 
     @checkpointer.setter
     def checkpointer(self, given: StorageCheckpointerBase | None) -> None:
-        if not isinstance(given, StorageCheckpointerBase | None):
+        taken = accepted(given)
+        if not isinstance(taken, StorageCheckpointerBase | None):
             raise TypeError(f"checkpointer: expected a storage checkpointer, got {type(given).__name__}.")
-        self._checkpointer = given
+        self._checkpointer = taken
 
     def register_save_hook(self, hook: SaveHook) -> None:
         """Call ``hook(data, path=folder)`` with the rows before they are saved, after earlier hooks; its result is saved.

@@ -1,0 +1,388 @@
+"""The items in a dump of TorchRL's, of a ``CompressedListStorage``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engram._dtypes import DTYPE_OF
+from engram._streams import inflated, is_stream
+from engram._tensordict import tensordict_type
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format.folder import convert
+from engram.format.layout import encode_key
+from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH
+from engram.format.strict import parse_loosely
+from engram.torchrl.described import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+    from pathlib import Path
+
+    from engram.format.folder import Folder
+    from engram.persist.foreign import DumpedPriorities, Loading
+    from engram.torchrl.described import Parts
+    from engram.types import Decompress, StorageLoad
+
+_DESCRIPTIONS, _PLACES, _DATA = "metadata.json", "data_indices.json", "compressed_data"
+_STACK = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
+#: How many times as much memory as the text of descriptions takes what is read from it, at most.
+_PARSED = 16
+_MOST = 1 << 60
+
+
+class _Size(msgspec.Struct, tag_field="__type__", tag="torch.Size"):
+    value: Shape
+
+
+class _Dtype(msgspec.Struct, tag_field="__type__", tag="torch.dtype"):
+    value: str
+
+
+class _Tensor(msgspec.Struct, tag_field="type", tag="tensor"):
+    """A tensor, which is compressed."""
+
+    shape: _Size
+    dtype: _Dtype
+
+
+class _NonTensor(msgspec.Struct, tag_field="type", tag="non_tensor"):
+    value: object
+
+
+class _TensorDict(msgspec.Struct, tag_field="type", tag="tensordict"):
+    fields: dict[str, _Tensor | _NonTensor]
+
+
+class _Other(msgspec.Struct, tag_field="type", tag="other"):
+    """Anything else, as JSON."""
+
+    value: object
+
+
+def is_compressed(folder: Folder, parts: Parts) -> bool:
+    """Whether the items of a ``CompressedListStorage`` lie in a folder."""
+    return bool({_PLACES, _DATA} & set(folder.names(parts)))
+
+
+class CompressedItems:
+    """Items, whose descriptions are read and checked at once.
+
+    Args:
+        folder: what lies around them.
+        parts: names of the folders that they lie in, below that.
+        max_bytes: what an item may take, and what all of them may if they are kept as they are. None: any number.
+
+    Raises:
+        CorruptCheckpoint: descriptions that are none, or contradict each other. IncompatibleCheckpoint: a dtype that cannot be stored.
+    """
+
+    def __init__(self, folder: Folder, parts: Parts, max_bytes: int | None) -> None:
+        self._folder, self._parts = folder, parts
+        self._most = _MOST if max_bytes is None else max_bytes
+        #: What was read last of TensorDicts: where, and what its description says.
+        self._meta: tuple[Parts, dict[str, object]] = (), {}
+        self._name = folder.name((*parts, _DESCRIPTIONS))
+        self._items: list[_Tensor | _TensorDict | _Other] = convert(
+            self._json(_DESCRIPTIONS), list[_Tensor | _TensorDict | _Other], self._name
+        )
+        name = folder.name((*parts, _PLACES))
+        self._places: list[int | None] = convert(self._json(_PLACES), list[Count | None], name)
+        if len(self._places) != len(self._items):
+            raise CorruptCheckpoint(
+                f"{name}: expected {len(self._items)} places, one for each item, got {len(self._places)}."
+            )
+        there = [place for place in self._places if place is not None]
+        data = (*parts, _DATA)
+        folders = sorted(int(entry) for entry in folder.names(data) if entry.isdecimal())
+        if there != list(range(len(there))) or folders != there:
+            raise CorruptCheckpoint(
+                f"{name}: expected the folders of {_DATA} in order, {len(folders)}, got {str(there[:8])[:-1]}{', …' * (len(there) > 8)}]."
+            )
+        if there and folder.json((*data, "meta.json")).get("_type") != _STACK:
+            raise CorruptCheckpoint(f"{folder.name((*data, 'meta.json'))}: expected a stack of TensorDicts.")
+        self._bytes = [
+            sum(self._nbytes(tensor, self._where(number, key)) for key, tensor in _tensors(item))
+            for number, item in enumerate(self._items)
+        ]
+        self.left_out: list[str] = []
+        values = [value for item in self._items for value in _values(item)]
+        if any(map(_is_ambiguous, values)):
+            self.left_out.append(
+                f"{'/'.join((*parts, _DESCRIPTIONS))}: which lists in items were tuples, and which keys were ints: they are read as lists "
+                "and strings"
+            )
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:
+        """The items in the order of their rows, one by one.
+
+        Args:
+            decompress: the function that reads the streams; None: those of zlib and Zstandard are read.
+            whole: all of them are kept as they are.
+            without: entries of TensorDicts to leave out.
+
+        Raises:
+            CorruptCheckpoint: damaged. IncompatibleCheckpoint: streams that are read otherwise, or larger than there is memory.
+        """
+        for number, nbytes in enumerate([sum(self._bytes)] if whole else self._bytes):
+            if nbytes > self._most:
+                what = "all items" if whole else f"item {number}"
+                raise IncompatibleCheckpoint(
+                    f"{self._name}: expected at most {self._most} bytes in {what}, as there is memory, got {nbytes}."
+                    + (" Load it into a CompressedListStorage." if whole else "")
+                )
+        for number, item in enumerate(self._items):
+            yield self._item(number, item, decompress, without)
+
+    # ---- descriptions --------------------------------------------------------------------------------------------------
+
+    def _json(self, file: str) -> object:
+        try:
+            return parse_loosely(self._folder.read((*self._parts, file), self._most // _PARSED))
+        except ValueError as error:
+            raise CorruptCheckpoint(
+                f"{self._folder.name((*self._parts, file))}: not readable as JSON ({error})."
+            ) from error
+
+    def _where(self, number: int, key: str) -> str:
+        return f"{self._name}: item {number}" + (f": field {key!r:.100}" if key else "")
+
+    def _nbytes(self, tensor: _Tensor, where: str) -> int:
+        return math.prod(tensor.shape.value) * DTYPES[known_dtype(tensor.dtype.value, where)]
+
+    # ---- items ---------------------------------------------------------------------------------------------------------
+
+    def _item(
+        self, number: int, item: _Tensor | _TensorDict | _Other, decompress: Decompress | None, without: Collection[str]
+    ) -> object:
+        place = self._places[number]
+        parts = (*self._parts, _DATA, str(place))
+        if isinstance(item, _Other):
+            if isinstance(item.value, dict) and "__type__" not in item.value:
+                return self._entries(item.value, parts, self._where(number, ""), 1)
+            return self._value(item.value, parts, "data", self._where(number, ""), 1)
+        if place is None:
+            raise CorruptCheckpoint(f"{self._where(number, '')}: expected a folder in {_DATA}, got none.")
+        if isinstance(item, _Tensor):
+            return self._decompressed(item, parts, "data", decompress, self._where(number, ""))
+        made = tensordict_type()({}, batch_size=[])
+        for key, field in item.fields.items():
+            if key in without:
+                continue
+            where = self._where(number, key)
+            if isinstance(field, _Tensor):
+                made.set(key, self._decompressed(field, parts, key, decompress, where))
+            else:
+                made.set_non_tensor(key, self._value(field.value, parts, key, where, 1))
+        return made
+
+    def _decompressed(
+        self, tensor: _Tensor, parts: Parts, key: str, decompress: Decompress | None, where: str
+    ) -> Tensor:
+        stream = self._leaf(parts, key, where)
+        dtype, shape = DTYPE_OF[known_dtype(tensor.dtype.value, where)], torch.Size(tensor.shape.value)
+        file = self._folder.name((*parts, f"{encode_key(key)}.memmap"))
+        return whole_of(stream, shape, dtype, decompress, file)
+
+    def _leaf(self, parts: Parts, key: str, where: str) -> Tensor:
+        """A tensor as it lies there."""
+        for part in (*parts[len(self._parts) :], key):
+            check_key((part,), where)
+        name = self._folder.name((*parts, "meta.json"))
+        if self._meta[0] != parts:
+            self._meta = parts, self._folder.json((*parts, "meta.json"))
+        leaf = convert(self._meta[1].get(key), Leaf, f"{name}: field {key!r:.100}")
+        if leaf.is_nested:
+            raise IncompatibleCheckpoint(f"{name}: field {key!r:.100}: nested tensors cannot be read.")
+        nbytes = math.prod(leaf.shape) * DTYPES[known_dtype(leaf.dtype, f"{name}: field {key!r:.100}")]
+        if nbytes > self._most:
+            raise IncompatibleCheckpoint(
+                f"{where}: expected at most {self._most} bytes, as there is memory, got {nbytes}."
+            )
+        if not nbytes:  # it may have no file
+            return torch.empty(leaf.shape, dtype=DTYPE_OF[leaf.dtype.removeprefix("torch.")], device="cpu")
+        return read_tensor(self._folder, (*parts, f"{encode_key(key)}.memmap"), leaf)
+
+    # ---- what is no tensor ---------------------------------------------------------------------------------------------
+
+    def _entries(self, entries: dict[str, object], parts: Parts, where: str, depth: int) -> dict[str, object]:
+        return {
+            key: self._value(value, parts, key, f"{where}: {key!r:.100}", depth + 1) for key, value in entries.items()
+        }
+
+    def _value(self, value: object, parts: Parts, key: str, where: str, depth: int) -> object:
+        """What JSON says, with the tensors that lie in ``parts``, as their dtypes are not in it."""
+        if depth > MAX_DEPTH:
+            raise CorruptCheckpoint(f"{where}: nested more than {MAX_DEPTH} deep.")
+        if isinstance(value, list):
+            if any(map(_is_tensor, value)):
+                return self._listed(value, parts, key, where)
+            return [self._value(one, parts, key, where, depth + 1) for one in value]
+        if not isinstance(value, dict):
+            return value
+        if "__type__" not in value:
+            return self._entries(value, (*parts, encode_key(key)), where, depth)
+        if _is_tensor(value):
+            return self._leaf(parts, key, where)
+        if value["__type__"] == "NonTensorData" and "value" in value:
+            return self._value(value["value"], parts, key, where, depth + 1)
+        if value["__type__"] == "torch.Size":
+            return torch.Size(convert(value, _Size, where).value)
+        if value["__type__"] == "torch.dtype":
+            return DTYPE_OF[known_dtype(convert(value, _Dtype, where).value, where)]
+        raise IncompatibleCheckpoint(f"{where}: a {str(value['__type__'])[:100]!r} cannot be read.")
+
+    def _listed(self, values: list[object], parts: Parts, key: str, where: str) -> list[object]:
+        """A list of tensors, which lie there as one."""
+        if not all(map(_is_tensor, values)):
+            raise IncompatibleCheckpoint(f"{where}: tensors beside other things in a list cannot be read.")
+        together = self._leaf(parts, key, where)
+        if together.shape[:1] != (len(values),):
+            raise CorruptCheckpoint(f"{where}: expected {len(values)} tensors, got shape {list(together.shape)}.")
+        return list(together.unbind(0))
+
+
+_OTHERWISE = "TorchRL had a compression_fn of your own. Load it into a CompressedListStorage that has the decompression_fn to it."
+
+
+class Items(Protocol):
+    """The items of a list."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:
+        """As :meth:`CompressedItems.read`."""
+
+
+class TorchRLItems(NamedTuple):
+    """A checked dump of a list. Rows ``[0, length)`` are live; the row written last is the one before ``cursor``."""
+
+    path: Path
+    items: Items
+    cursor: int
+    """Row that the next item gets: the number of items, if they do not fill the list."""
+    writes: int | None
+    """Items ever written, as far as TorchRL knew."""
+    batch_size: int | None
+    priorities: DumpedPriorities | None
+    """None without a prioritized sampler."""
+    drop_last: bool | None
+    """None without a sampler without replacement."""
+    rng_state: Tensor | None
+    """uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none."""
+    left_out: tuple[str, ...]
+    """What is in the folder and not here, each with its reason."""
+    without: Collection[str] = ()
+    """Entries of TensorDicts that are left out."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are known to be needed: none, as the storage may compress the items again."""
+        return 0
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def length(self) -> int:
+        return len(self.items)
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows of the list; None: a dump of one whose oldest item is in row 0 does not say it."""
+        return self.length if 0 < self.cursor < self.length else None
+
+    @property
+    def position(self) -> int:
+        """Position that the next item gets; the live ones are the ``length`` before it."""
+        return self.length + self.cursor % max(self.length, 1)
+
+    @property
+    def write_count(self) -> int:
+        return self.position if self.writes is None else self.writes
+
+    def read(self, decompress: Decompress | None, *, whole: bool) -> Iterator[object]:
+        """As :meth:`CompressedItems.read`."""
+        return self.items.read(decompress, whole=whole, without=self.without)
+
+    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+        """Read and check all items for a storage. Raises as :meth:`read`; ``IncompatibleCheckpoint``: it is no list, or another one."""
+        return storage.prepare_items(self._replace(without=without))
+
+
+def whole_of(
+    stream: Tensor, shape: torch.Size, dtype: torch.dtype, decompress: Decompress | None, where: str
+) -> Tensor:
+    """The tensor that a stream, on the CPU, holds.
+
+    Raises ``CorruptCheckpoint``: damaged. ``IncompatibleCheckpoint``: a stream that is read otherwise.
+    """
+    if decompress is not None:
+        return _by(decompress, stream, shape, dtype, where)
+    data = b"" if stream.dtype is not torch.uint8 else stream.numpy().tobytes()
+    if not is_stream(data):
+        raise IncompatibleCheckpoint(f"{where}: expected a stream of zlib's or Zstandard's. {_OTHERWISE}")
+    try:
+        made = bytearray(inflated(data, shape.numel() * dtype.itemsize, "loads"))
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{where}: {error}. Nothing was changed. Copy it again.") from error
+    values = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype, device="cpu")
+    check_bools(values, where)
+    return values.reshape(shape)
+
+
+def _by(decompress: Callable[..., object], stream: Tensor, shape: torch.Size, dtype: torch.dtype, file: str) -> Tensor:
+    """What a function of the user's makes of a stream. Raises ``IncompatibleCheckpoint``: not what it should."""
+    try:
+        made = decompress(stream, {"shape": shape, "dtype": dtype, "device": torch.device("cpu")})
+    except Exception as error:
+        raise IncompatibleCheckpoint(
+            f"{file}: the storage's decompression_fn raised {type(error).__name__} ({error!s:.200}). It must be the one that TorchRL had, "
+            "whose default is zlib. Load it into a storage without one."
+        ) from error
+    if not isinstance(made, Tensor) or made.shape != shape or made.dtype is not dtype:
+        got = f"{list(made.shape)} {made.dtype}" if isinstance(made, Tensor) else type(made).__name__
+        raise IncompatibleCheckpoint(
+            f"{file}: expected a tensor {list(shape)} {dtype} of the storage's decompression_fn, got {got}. It must be the one that "
+            "TorchRL had, whose default is zlib."
+        )
+    return made
+
+
+def _tensors(item: _Tensor | _TensorDict | _Other) -> Iterator[tuple[str, _Tensor]]:
+    if isinstance(item, _Tensor):
+        yield "", item
+    elif isinstance(item, _TensorDict):
+        for key, field in item.fields.items():
+            if isinstance(field, _Tensor):
+                yield key, field
+
+
+def _values(item: _Tensor | _TensorDict | _Other) -> Iterator[object]:
+    if isinstance(item, _Other):
+        yield item.value
+    elif isinstance(item, _TensorDict):
+        yield from (field.value for field in item.fields.values() if isinstance(field, _NonTensor))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, dict) and value.get("__type__") == "torch.Tensor"
+
+
+def _is_ambiguous(value: object, depth: int = 0) -> bool:
+    """Whether it may have been another one before JSON was made of it."""
+    if isinstance(value, list):
+        return True
+    if not isinstance(value, dict) or depth > MAX_DEPTH:
+        return False
+    if "__type__" in value:
+        return value["__type__"] == "NonTensorData" and _is_ambiguous(value.get("value"), depth + 1)
+    return any(INTEGER.fullmatch(key) or _is_ambiguous(entry, depth + 1) for key, entry in value.items())

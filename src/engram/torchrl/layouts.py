@@ -1,0 +1,544 @@
+"""A layout, as rows of a storage: piece by piece, each observation where it was seen before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from engram._dtypes import DTYPE_OF
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.field_paths import DEFAULT_DONE_KEYS
+from engram.format.schema import Field, Node, Schema
+from engram.persist.slots import Key, Ring, rows_state
+from engram.torchrl.described import check_bools, renumbered
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from engram.types import RowsTarget
+
+
+#: What a layout notes beside the entries: whether all slots are live, the oldest slot, and sizes of the dimensions that index rows.
+FULL, SHIFT, SHAPE = "is_full", "shift", "_storage_shape"
+
+
+_FLAGS: frozenset[Key] = frozenset((name,) for name in DEFAULT_DONE_KEYS)
+
+
+def as_key(key: object, where: str) -> Key:
+    """A key of one part or of several. Raises ``TypeError``: it is none."""
+    parts = (key,) if isinstance(key, str) else key
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"{where}: expected a key, a str or a tuple of them, got {key!r:.80}.")
+    return parts
+
+
+class Keys(NamedTuple):
+    """Entries that are not observations, as they are called at the root."""
+
+    done: Key = ("next", "done")
+    """The entry of a step that says whether its trajectory ends."""
+    flags: frozenset[Key] = _FLAGS
+    rewards: frozenset[Key] = frozenset({("reward",)})
+    shift: str = SHIFT
+    full: str = FULL
+
+    @classmethod
+    def of(cls, where: str, done_keys: Iterable[object] | None, reward_keys: Iterable[object] | None) -> Keys:
+        """With other flags and rewards. Raises ``TypeError``: no keys."""
+        made = cls()
+        if done_keys is not None:
+            made = made._replace(flags=_all(done_keys, f"{where}: done_keys"))
+        if reward_keys is not None:
+            made = made._replace(rewards=_all(reward_keys, f"{where}: reward_keys"))
+        return made
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """Entries that a layout needs for itself."""
+        return (self.full, self.shift, SHAPE)
+
+    @property
+    def of_next(self) -> frozenset[Key]:
+        """Entries that are saved as those below ``next``."""
+        return self.flags | self.rewards
+
+
+def _all(keys: Iterable[object], where: str) -> frozenset[Key]:
+    if isinstance(keys, str):
+        raise TypeError(f"{where}: expected keys, got the str {keys!r}. Put it in a tuple: ({keys!r},).")
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"{where}: expected keys, strs or tuples of them, got a {type(keys).__name__}.")
+    return frozenset(as_key(key, where) for key in keys)
+
+
+class Entry(NamedTuple):
+    """An entry of a layout."""
+
+    key: Key
+    root: Key | None
+    """The field that has its value of each step; None: there is none, or it is not saved."""
+    after: Key | None
+    """The field below ``next``."""
+
+    @property
+    def expanded(self) -> bool:
+        """Whether its value after the last step of a trajectory is saved, too."""
+        return self.root is not None and self.after is not None
+
+
+def entries_of(fields: Collection[Key], keys: Keys, where: str) -> list[Entry]:
+    """The entries of the layout for rows with these fields.
+
+    Raises:
+        IncompatibleCheckpoint: they are no steps with ``next``, or would not all be saved.
+    """
+    if keys.done not in fields:
+        raise IncompatibleCheckpoint(
+            f"{where}: expected the field {keys.done}, which says where trajectories end, got {sorted(fields)}."
+        )
+    after = {key[1:] for key in fields if key[0] == "next" and len(key) > 1}
+    root = {key for key in fields if key[0] != "next"}
+    if taken := sorted({key[0] for key in root | after} & {*keys.reserved}):
+        raise IncompatibleCheckpoint(f"{where}: the layout needs the names {taken} for itself. Rename these fields.")
+    if lost := sorted(root & keys.rewards):
+        raise IncompatibleCheckpoint(
+            f'{where}: expected rewards below "next" only, as those at the root are not saved, got the fields {lost}.'
+        )
+    if alone := sorted((after - root - keys.of_next) | ((root & keys.flags) - after)):
+        raise IncompatibleCheckpoint(
+            f'{where}: expected the fields {alone} both at the root and below "next", where the ones continue the others. Name flags '
+            "and rewards that are not: done_keys=…, reward_keys=…."
+        )
+    made = []
+    for key in sorted(root | after):
+        flag = key in keys.of_next
+        made.append(Entry(key, None if flag else key, ("next", *key) if key in after else None))
+    return made
+
+
+class Origin(NamedTuple):
+    """Where a field's rows are in a layout."""
+
+    key: Key | None
+    """The entry; None: the field is False, or zero, in each row."""
+    ahead: int
+    """By how many observations: 1 of next observations."""
+    expanded: bool
+
+
+def origins_of(entries: Mapping[Key, bool], keys: Keys) -> dict[Key, tuple[Key, Origin]]:
+    """Where fields of rows come from, by their keys, with the entry that has their shape.
+
+    Args:
+        entries: of a layout, by key: whether they have next observations.
+        keys: which are flags and rewards.
+    """
+    found: dict[Key, tuple[Key, Origin]] = {}
+    for key, expanded in entries.items():
+        if key in keys.of_next:
+            found["next", *key] = key, Origin(key, 0, expanded=False)
+            if key in keys.flags:
+                found[key] = key, Origin(None, 0, expanded=False)
+        else:
+            found[key] = key, Origin(key, 0, expanded=expanded)
+            if expanded:
+                found["next", *key] = key, Origin(key, 1, expanded=True)
+    return found
+
+
+class Steps:
+    """The places of steps and observations.
+
+    Args:
+        ring: the storage.
+        done: bool ``[W, T]``, in order of time: which steps end trajectories.
+    """
+
+    def __init__(self, ring: Ring, done: Tensor) -> None:
+        self.ring = ring
+        self.ends = done.clone()
+        self.ends[:, ring.live - 1] = True
+        self._before = torch.zeros(self.ends.numel() + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(self.ends.reshape(-1), 0, out=self._before[1:])
+
+    @property
+    def observations(self) -> int:
+        """How many observations there are."""
+        return len(self._before) - 1 + int(self._before[-1])
+
+    def places(self, column: int, first: int, n: int) -> Tensor:
+        """Where the observations of ``n`` steps lie. int64 ``[n]``, ascending; the next observation of each lies behind it."""
+        at = column * self.ring.slots + first
+        return torch.arange(at, at + n, device="cpu") + self._before[at : at + n]
+
+    def trajectories(self) -> tuple[Tensor, Tensor]:
+        """Of each trajectory, and of the slots behind the live ones of each column: steps and observations, int64 ``[n]``."""
+        stops = self.ends.clone()
+        stops[:, -1] = True
+        last = stops.reshape(-1).nonzero().reshape(-1)
+        lengths = torch.diff(last, prepend=torch.tensor([-1], device="cpu"))
+        return lengths, lengths + self.ends.reshape(-1)[last]
+
+
+#: Bytes of rows that are brought into order at a time.
+_PIECE = 16 << 20
+
+
+class LayoutLeaf(NamedTuple):
+    """An entry of a layout."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of one step."""
+    expanded: bool
+    """Whether it has next observations."""
+
+
+class Leaves(Protocol):
+    """A layout that lies somewhere. Everything raises ``CorruptCheckpoint``: it is damaged."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def ring(self) -> Ring: ...
+
+    @property
+    def length(self) -> int:
+        """Live rows, as it says."""
+
+    @property
+    def leaves(self) -> Mapping[Key, LayoutLeaf]: ...
+
+    def read(self, key: Key, first: int, n: int) -> Tensor:
+        """``n`` values of an entry, ``[n, *shape]``, from the ``first`` on. To be read only."""
+
+    def check(self, steps: Steps) -> None:
+        """Check that entries are as long as these steps say."""
+
+
+class LayoutDump:
+    """The rows of a layout.
+
+    Args:
+        leaves: where it lies.
+        keys: which entries are flags and rewards.
+
+    Raises:
+        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: the entry with the ends of trajectories is none.
+    """
+
+    def __init__(self, leaves: Leaves, keys: Keys) -> None:
+        self._leaves, self.ring = leaves, leaves.ring
+        self.columns = self.ring.columns
+        entries = leaves.leaves
+        done = keys.done[1:] if keys.done[0] == "next" else keys.done
+        if done not in entries or done not in keys.flags:
+            raise IncompatibleCheckpoint(
+                f"{leaves.name}: expected the entry {done}, a flag that says where trajectories end, got {sorted(entries)}. Name it: "
+                "done_keys=…."
+            )
+        flag = entries[done]
+        if flag.dtype != "bool" or flag.expanded or math.prod(flag.shape) != 1:
+            raise IncompatibleCheckpoint(
+                f"{leaves.name}: {done}: expected one bool per step, got {flag.dtype} of shape {list(flag.shape)}."
+            )
+        slots, width = self.ring.slots, self.ring.width
+        self.capacity = slots * width
+        live = -(-leaves.length // width)
+        if live != self.ring.live or (live == slots) != self.ring.full:
+            raise CorruptCheckpoint(
+                f"{leaves.name}: expected {self.ring.live * width} rows, as it says that it is {'' if self.ring.full else 'not '}full and "
+                f"that slot {self.ring.shift - 1} of {slots} was written last, got {leaves.length}."
+            )
+        self.length = live * width
+        self._origins = origins_of({key: leaf.expanded for key, leaf in entries.items()}, keys)
+        self._steps = Steps(
+            self.ring, check_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
+        )
+        leaves.check(self._steps)
+        self.fields = tuple(
+            Field(key, entries[entry].dtype, entries[entry].shape) for key, (entry, _) in self._origins.items()
+        )
+
+    @property
+    def name(self) -> str:
+        return self._leaves.name
+
+    @property
+    def position(self) -> int:
+        """Position that the next row gets: rows ``[position - length, position)`` are live."""
+        return self.length + (self.ring.shift % self.ring.slots * self.ring.width if self.ring.full else 0)
+
+    @property
+    def structure(self) -> Node:
+        """TensorDicts with the fields."""
+        root = Node("tensordict", children={})
+        for number, field in enumerate(self.fields):
+            node = root
+            for part in field.key[:-1]:
+                node = node.children.setdefault(part, Node("tensordict", children={}))
+            node.children[field.key[-1]] = Node("leaf", field=number)
+        return root
+
+    def schema(self, like: Schema | None, without: Collection[str] = ()) -> Schema:
+        """The schema of a store with these rows.
+
+        Args:
+            like: of the store that there is: its fields are taken, in its order. Flags at the root may be missing there.
+            without: entries at the root to leave out where the store has none.
+
+        Raises:
+            IncompatibleCheckpoint: the store has other fields.
+        """
+        if like is None:
+            kept = [field for field in self.fields if field.key[0] not in without]
+            numbers = {field.key: number for number, field in enumerate(kept)}
+            structure = renumbered(
+                self.structure, {i: numbers[f.key] for i, f in enumerate(self.fields) if f.key in numbers}
+            )
+            return Schema(self.capacity, 1, self.columns, tuple(kept), structure)
+        here = {field.key: field for field in like.fields}
+        found = {field.key: field for field in self.fields}
+        optional = {key for key, (_, origin) in self._origins.items() if origin.key is None}
+        optional |= {key for key in found if key[0] in without}
+        missing, extra = sorted(here.keys() - found.keys()), sorted(found.keys() - here.keys() - optional)
+        if missing or extra:
+            raise IncompatibleCheckpoint(
+                f"{self.name}: expected the fields of this storage; missing are {missing}, and it does not have {extra}."
+            )
+        for key, field in here.items():
+            if (field.dtype, field.shape) != (found[key].dtype, found[key].shape):
+                raise IncompatibleCheckpoint(
+                    f"{self.name}: field {key}: expected {field.dtype} of shape {list(field.shape)}, as in this storage, got "
+                    f"{found[key].dtype} of shape {list(found[key].shape)}."
+                )
+        return msgspec.structs.replace(like, capacity=self.capacity, columns=self.columns, grouped=0)
+
+    def state(self, schema: Schema, write_count: int | None = None) -> dict[str, object]:
+        """The state without rows of a tensor storage with these rows: the oldest has the smallest ticket."""
+        return rows_state(schema, self.length, self.position, self.position if write_count is None else write_count)
+
+    def source(self, schema: Schema) -> LayoutRows:
+        """The rows, for the fields of a store of that schema."""
+        unknown = sorted({field.key for field in schema.fields} - self._origins.keys())
+        if unknown:
+            raise CorruptCheckpoint(f"{self.name}: expected the fields {unknown}, found none.")
+        return LayoutRows(self, schema)
+
+    def verify(self) -> None:
+        """Read what can be damaged without that its size says so. Raises ``CorruptCheckpoint``."""
+        for key, leaf in self._leaves.leaves.items():
+            if leaf.dtype == "bool" and not leaf.expanded:
+                size = max(1, math.prod(leaf.shape))
+                for first in range(0, self.capacity, step := max(1, _PIECE // size)):
+                    check_bools(self._leaves.read(key, first, min(step, self.capacity - first)), f"{self.name}: {key}")
+
+    def rows(self, origin: Origin, shape: Sequence[int], dtype: torch.dtype, piece: tuple[int, int]) -> Tensor:
+        """The values of a field in steps ``(time, n)`` of all columns, ``[n, W, *shape]``."""
+        time, n = piece
+        ring = self.ring
+        out = torch.zeros((n, ring.width, *shape), dtype=dtype, device="cpu")
+        if origin.key is None or not out.numel():
+            return out
+        for column in range(ring.width):
+            if origin.expanded:
+                places = self._steps.places(column, time, n) + origin.ahead
+                first = int(places[0])
+                values = self._leaves.read(origin.key, first, int(places[-1]) - first + 1)
+                values = values[places - first]
+            else:
+                values = self._leaves.read(origin.key, column * ring.slots + time, n)
+            out[:, column] = check_bools(values, f"{self.name}: {origin.key}")
+        return out
+
+    def read_rows(self, key: Key, out: Tensor, first: int) -> None:
+        """Copy the rows of a field from the ``first`` on into ``out``, ``[n, *shape]``."""
+        width = self.ring.width
+        for time, slot, n in self.ring.pieces(max(1, _PIECE // max(1, out[:1].nbytes * width))):
+            begin, end = max(slot * width, first), min((slot + n) * width, first + len(out))
+            if begin < end:
+                rows = self.rows(self.origin(key), out.shape[1:], out.dtype, (time, n)).flatten(0, 1)
+                out[begin - first : end - first] = rows[begin - slot * width : end - slot * width]
+
+    def origin(self, key: Key) -> Origin:
+        return self._origins[key][1]
+
+
+class LayoutRows(NamedTuple):
+    """The rows of a layout, for a store."""
+
+    dump: LayoutDump
+    schema: Schema
+
+    def fill(self, tensors: RowsTarget) -> None:
+        """Read them into the fields of a store, ``[capacity, *shape]`` each."""
+        ring = self.dump.ring
+        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
+            origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
+            for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
+                rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
+                first = slot * ring.width
+                if tensors.put is not None:
+                    tensors.put(number, first, rows)
+                else:
+                    tensor[first : first + len(rows)] = rows
+
+
+#: Bytes of rows that are brought into order at a time.
+
+
+class Column(Protocol):
+    """Takes the values of one entry, those that lie together at a time. What is not written is zero."""
+
+    def write(self, at: int, values: Tensor) -> None:
+        """Values ``[n, *shape]``, contiguous on the CPU, from the ``at``-th on."""
+
+
+class Sink(Protocol):
+    """Where a layout is written to."""
+
+    def begin(self, ring: Ring, steps: Steps, keys: Keys) -> None:
+        """Before the first entry."""
+
+    def column(
+        self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool
+    ) -> AbstractContextManager[Column]:
+        """Begin an entry. ``expanded``: it has next observations."""
+
+
+class RowsWriter:
+    """Writes the rows of a storage into a sink.
+
+    Args:
+        fields: tensors ``[T, W, *shape]`` by key, each slot a row per column. They do not change meanwhile.
+        ring: which of them are live.
+        keys: which are flags and rewards.
+        where: what messages begin with.
+
+    Raises:
+        IncompatibleCheckpoint: the fields are no steps, or flags are not one per step; or a flag at the root is True.
+    """
+
+    def __init__(self, fields: Mapping[Key, Tensor], ring: Ring, keys: Keys, where: str) -> None:
+        self._fields, self._ring, self._keys, self._where = fields, ring, keys, where
+        self._entries = entries_of(fields, keys, where)
+        self._check_fields()
+        done = fields[keys.done]
+        flags = torch.zeros((ring.width, ring.slots), dtype=torch.bool, device="cpu")
+        for time, slot, n in ring.pieces(ring.slots):
+            flags[:, time : time + n] = done[slot : slot + n].reshape(n, ring.width).t().cpu()
+        self.steps = Steps(ring, flags)
+
+    def _check_fields(self) -> None:
+        done = self._fields[self._keys.done]
+        if done.dtype is not torch.bool or done.shape[2:].numel() != 1:
+            raise IncompatibleCheckpoint(
+                f"{self._where}: {self._keys.done}: expected one bool per step, got {done.dtype} of shape {list(done.shape[2:])}. "
+                "Name another field: done_key=…."
+            )
+        for entry in self._entries:
+            if entry.expanded:
+                assert entry.root is not None
+                assert entry.after is not None
+                root, after = self._fields[entry.root], self._fields[entry.after]
+                if (root.dtype, root.shape) != (after.dtype, after.shape):
+                    raise IncompatibleCheckpoint(
+                        f"{self._where}: expected fields {entry.root} and {entry.after} of the same shape and dtype, got "
+                        f"{list(root.shape[2:])} {root.dtype} and {list(after.shape[2:])} {after.dtype}."
+                    )
+
+    def check_flags(self) -> None:
+        """Raise ``IncompatibleCheckpoint``: a flag at the root is True, which the layout has no place for."""
+        for key in sorted(self._keys.flags & self._fields.keys()):
+            for _, slot, n in self._ring.pieces(self._ring.slots):
+                if bool(self._fields[key][slot : slot + n].any()):
+                    raise IncompatibleCheckpoint(
+                        f"{self._where}: expected the field {key} False in every row, as the layout saves {('next', *key)} only, got a "
+                        "row where it is True. Save it without this layout."
+                    )
+
+    def write(self, sink: Sink) -> None:
+        """Write everything.
+
+        Raises:
+            IncompatibleCheckpoint: a next observation is not the observation of the step after it; names the row.
+        """
+        self.check_flags()
+        sink.begin(self._ring, self.steps, self._keys)
+        for entry in self._entries:
+            like = self._fields[entry.root or entry.after or self._keys.done]
+            with sink.column(entry.key, like.shape[2:], like.dtype, expanded=entry.expanded) as column:
+                (self._write_observations if entry.expanded else self._write_steps)(entry, column)
+
+    def _most(self, tensor: Tensor) -> int:
+        return max(1, _PIECE // max(1, tensor[:1, :1].nbytes))
+
+    def _write_steps(self, entry: Entry, column: Column) -> None:
+        tensor = self._fields[entry.root or entry.after or self._keys.done]
+        most = self._most(tensor)
+        for number in range(self._ring.width):
+            for time, slot, n in self._ring.pieces(most):
+                column.write(number * self._ring.slots + time, _copied(tensor[slot : slot + n, number]))
+
+    def _write_observations(self, entry: Entry, column: Column) -> None:
+        assert entry.root is not None
+        assert entry.after is not None
+        root, after = self._fields[entry.root], self._fields[entry.after]
+        most, ring = self._most(root), self._ring
+        for number in range(ring.width):
+            for time, slot, n in ring.pieces(most):
+                here = _copied(root[slot : slot + n, number])
+                beyond = _copied(after[slot : slot + n, number])
+                ends = self.steps.ends[number, time : time + n]
+                self._check_continued(entry, here, beyond, (number, time, n), ends)
+                places = self.steps.places(number, time, n)
+                first = int(places[0])
+                values = here
+                if bool(ends.any()):
+                    values = here.new_empty((n + int(ends.sum()), *here.shape[1:]))
+                    values[places - first] = here
+                    values[places[ends] - first + 1] = beyond[ends]
+                column.write(first, values)
+
+    def _check_continued(
+        self, entry: Entry, here: Tensor, beyond: Tensor, piece: tuple[int, int, int], ends: Tensor
+    ) -> None:
+        """Raise ``IncompatibleCheckpoint`` unless each next observation is the observation after it, bit by bit."""
+        number, time, n = piece
+        assert entry.root is not None
+        same = ends.clone()
+        same[:-1] |= (_raw(here[1:]) == _raw(beyond[:-1])).all(1)
+        if not bool(ends[-1]):  # the step after this piece is live, as the last live one is an end
+            slot = self._ring.slot_of(time + n)
+            same[-1:] = (_raw(_copied(self._fields[entry.root][slot : slot + 1, number])) == _raw(beyond[-1:])).all(1)
+        if not bool(same.all()):
+            wrong = int((~same).nonzero()[0])
+            row = self._ring.slot_of(time + wrong) * self._ring.width + number
+            after = self._ring.slot_of(time + wrong + 1) * self._ring.width + number
+            raise IncompatibleCheckpoint(
+                f"{self._where}: row {row}: expected {entry.after} to be {entry.root} of row {after}, the step after it, as row {row} does "
+                "not end its trajectory; got another value. Rows of multi-step returns, and trajectories without a done flag at their "
+                "end, cannot be saved in this layout."
+            )
+
+
+def _copied(rows: Tensor) -> Tensor:
+    """A copy of rows whose strides are the usual ones, also of a single row, which torch calls contiguous whatever they are."""
+    return torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
+
+
+def _raw(values: Tensor) -> Tensor:
+    """The bytes of rows, ``[n, words]``: in words as long as rows permit, as few are compared faster."""
+    rows = values.contiguous().reshape(len(values), values.shape[1:].numel()).view(torch.uint8)
+    word = next(it for it in (torch.int64, torch.int32, torch.int16, torch.uint8) if rows.shape[1] % it.itemsize == 0)
+    return rows.view(word) if rows.numel() else rows
