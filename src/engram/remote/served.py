@@ -186,8 +186,11 @@ class ServedStorage(Storage):
         """Ask for a batch of each key, and do not wait for it. Raises ``ValueError``: a batch is larger than a message may be."""
         raise NotImplementedError
 
-    def answer(self, rows: int) -> list[Drawn]:
-        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised."""
+    def answer(self, rows: int) -> list[Callable[[], Drawn]]:
+        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised.
+
+        Each is copied out of what came when it is called for.
+        """
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -357,7 +357,7 @@ class AwaitedStorage(ServedStorage):
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
         self._written().ask_for(keys, rows)
 
-    def answer(self, rows: int) -> list[Drawn]:
+    def answer(self, rows: int) -> list[Callable[[], Drawn]]:
         return self._written().answer(rows)
 
     def draw(self, key: int, rows: int) -> Drawn:
