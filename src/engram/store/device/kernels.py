@@ -12,8 +12,9 @@ addresses of the tree's levels and their sizes, the leaves first; counters in th
 words each, row, ticket word, attempt, number of the write, bits of the weight of each place, and whether its row is resident; then the
 table of chunks and the ends of the lanes.
 
-``RESIDENT``: rows stay on the device once they were read whole, and ``resident`` has the ticket word of each. draw() compares that with the ticket in the store; gather() reads from there where they are equal; repair() reads the store, and keeps rows
-that are whole. A row is replaced by a later one only, and by one program at a time.
+``RESIDENT``: rows stay on the device once they were read whole, and ``resident`` has the ticket word of each. draw() compares that with
+the ticket in the store; gather() reads from there where they are equal; repair() reads the store, and keeps rows that are whole. A row is
+replaced by a later one only, and by one program at a time.
 """
 
 import triton
@@ -305,7 +306,7 @@ def gather(
 def _keep(state, resident, row, word, place, out, CHUNK: tl.constexpr):
     """Make the row in a place resident, unless it is, or a later one is, or another program is at it."""
     before = tl.load(resident + row, volatile=True)
-    if (before != REPLACED) & ((before & NUMBER) < (word & NUMBER)):
+    if (before != REPLACED) & ((before & NUMBER) < (word & NUMBER)):  # noqa: SIM102 - Triton evaluates both sides
         if tl.atomic_cas(resident + row, before, before * 0 + REPLACED, sem="acquire") == before:
             for chunk in range(_at(state, H_CHUNKS)):
                 entry = state + _at(state, H_TABLE) + chunk * 8

@@ -50,14 +50,16 @@ class ResidentRows:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=accelerator.device)
         first = -memory.data_ptr() % ALIGNMENT
         parts = [memory[first + at : first + at + size] for at, size in zip(begins, sizes, strict=True)]
-        self.schema, self.nbytes = store.schema, nbytes
+        self._of, self.nbytes = (store, store.schema), nbytes
         self.words, self.writes, self.lanes = (part.view(torch.int64) for part in parts[:3])
         self.fields = [part.view(capacity, math.prod(part.shape) // capacity) for part in parts[3:]]
         """uint8 ``[capacity, row bytes]`` each."""
         self.words.zero_()
         self.lanes.zero_()
         self.columns = Columns(
-            *(part.data_ptr() for part in parts[:3]),
+            self.words.data_ptr(),
+            self.writes.data_ptr(),
+            self.lanes.data_ptr(),
             capacity,
             store.lanes,
             store.lane_length,
@@ -66,3 +68,7 @@ class ResidentRows:
                 for part, field in zip(parts[3:], fields, strict=True)
             ),
         )
+
+    def fits(self, store: Store) -> bool:
+        """Whether it is for the rows of that store, with the fields that it has now."""
+        return self._of[0] is store and self._of[1] is store.schema
