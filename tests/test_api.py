@@ -284,6 +284,7 @@ def raised():
 #: Errors that are caught within the package, or are ones of the tree.
 INTERNAL = (
     "DriverError",
+    "NoRoom",
     "NoRows",
     "NotAdmitted",
     "NotDirect",
@@ -293,6 +294,7 @@ INTERNAL = (
     "TooMany",
     "WrongCount",
     "_AnotherStore",
+    "_Changed",
 )
 
 

@@ -64,8 +64,10 @@ class ResidentRows:
             store.lanes,
             store.lane_length,
             tuple(
-                Column(part.data_ptr(), field.row_bytes, field.row_bytes, torch_dtype(field), field.shape)
-                for part, field in zip(parts[3:], fields, strict=True)
+                Column(
+                    memory.data_ptr() + first + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape
+                )
+                for at, field in zip(begins[3:], fields, strict=True)
             ),
         )
 
