@@ -275,6 +275,7 @@ def raised():
 #: Errors that are caught within the package, or are ones of the tree.
 INTERNAL = (
     "DriverError",
+    "NoRoom",
     "NoRows",
     "NotAdmitted",
     "NotDirect",
@@ -284,6 +285,7 @@ INTERNAL = (
     "TooMany",
     "WrongCount",
     "_AnotherStore",
+    "_Changed",
 )
 
 

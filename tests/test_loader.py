@@ -256,15 +256,10 @@ def test_without_a_thread_nothing_is_drawn_before_it_is_asked_for(streams):
         assert len(drawn) == n
 
 
-def test_a_way_that_does_not_exist_yet(streams):
-    with pytest.raises(NotImplementedError, match="transport: 'resident' is not available yet"):
-        DeviceLoader(filled(), "cuda", transport="resident")
-
-
 def test_ways(streams, monkeypatch):
     for transport in (None, "block"):
         assert DeviceLoader(filled(), "cuda", transport=transport).transport == "block"
-    with pytest.raises(ValueError, match="transport: expected 'direct', 'block' or None, got 'magic'"):
+    with pytest.raises(ValueError, match="transport: expected 'direct', 'resident', 'block' or None, got 'magic'"):
         DeviceLoader(filled(), "cuda", transport="magic")
     monkeypatch.undo()
     assert DeviceLoader(filled(), "cpu").transport == DeviceLoader(filled(), "meta").transport == "none"

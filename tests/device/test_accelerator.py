@@ -209,7 +209,7 @@ class TestCuda:
 
     def test_the_device_reads_registered_memory(self, device):
         host = torch.arange(1 << 20)
-        with Registry().register(device, [host]) as registered:
+        with contextlib.closing(Registry().register(device, [host])) as registered:
             assert host.is_pinned()
             copy = torch.empty_like(host, device="cuda")
             registered.use()
@@ -247,7 +247,7 @@ class TestCuda:
 
     def test_private_memory_after_a_fork(self, device):
         host, registry = torch.zeros(1 << 20), Registry()
-        with registry.register(device, [host]) as registered:
+        with contextlib.closing(registry.register(device, [host])) as registered:
             registered.use()
             pid = os.fork()
             if pid == 0:

@@ -1,5 +1,6 @@
 """Registered memory: counted by pages, waited for, kept mapped; and what an imitated device notices otherwise."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -22,7 +23,7 @@ from tests.device.memory import PAGE, block, read_later
 def test_the_device_reads_what_is_registered(device, registry):
     memory = block()
     memory[5] = 9
-    with registry.register(device, [memory]) as registered:
+    with contextlib.closing(registry.register(device, [memory])) as registered:
         assert registered.addresses == (device.device_address(memory.data_ptr()),)
         assert registered.addresses != (memory.data_ptr(),)
         assert read_later(device, registered, 6).tolist() == [1, 1, 1, 1, 1, 9]
@@ -296,7 +297,7 @@ def test_a_handle_that_is_forgotten_and_its_registry_in_a_cycle(device, registry
 
 def test_short_users_beside_a_long_one_leave_nothing(device, registry):
     memory = block()
-    with registry.register(device, [memory]):
+    with contextlib.closing(registry.register(device, [memory])):
         for _ in range(20):
             registry.register(device, [memory[:100]]).close()
         (span,) = registry._spans
@@ -325,7 +326,7 @@ def test_handles_of_many_threads(device, registry):
         try:
             for turn in range(50):
                 part = memory[(number + turn) % 7 * PAGE :][: PAGE + 10]
-                with registry.register(device, [part]) as registered:
+                with contextlib.closing(registry.register(device, [part])) as registered:
                     assert read_later(device, registered, 3).tolist() == [1, 1, 1]
         except BaseException as error:  # noqa: BLE001 - the test raises it
             errors.append(error)
@@ -422,5 +423,5 @@ def test_pieces_that_the_device_sees_apart(device, registry):
 
 def test_readonly(device, registry):
     registry.register(device, [block()], readonly=True).use()
-    with registry.register(device, [block()], readonly=True):
+    with contextlib.closing(registry.register(device, [block()], readonly=True)):
         assert [region.readonly for region in device.regions] == [True]

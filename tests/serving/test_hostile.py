@@ -238,11 +238,14 @@ def test_batches_of_a_message_have_their_rows_and_none_beyond_its_end():
     ]
     sent = [torch.randint(0, 256, (40, 4096), dtype=torch.uint8), torch.arange(40) % 3 == 0, torch.zeros(40, 0).long()]
     batch = wire.record_batch(wire.arrow_schema(columns), sent, 40)
-    for begin, found in zip((0, 17, 17), wire.batches_in(batch, columns, [17, 0, 23]), strict=True):
+    for begin, copied in zip((0, 17, 17), wire.batches_in(batch, columns, [17, 0, 23]), strict=True):
+        found = copied()
         assert all(torch.equal(one, all_[begin : begin + len(one)]) for one, all_ in zip(found, sent, strict=True))
     assert len(found[0]) == 23
     assert found[0].data_ptr() == sent[0].data_ptr() + 17 * 4096  # a large column stays where it is
     with pytest.raises(ValueError, match="bytes of all rows"):
         wire.batches_in(batch, columns, [17, 24])
+    with pytest.raises(ValueError, match="bytes of all rows"):
+        wire.batches_in(batch, columns, [17, -1])
     with pytest.raises(ValueError, match="expected 24 bytes for 3 rows, got 12"):
         wire.record_batch(wire.arrow_schema([wire.Column("x", "float32", (2,))]), [torch.zeros(3)], 3)

@@ -18,6 +18,7 @@ from engram.store import Key
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -45,8 +46,8 @@ class RequestsUnderWay:
         self._keys: deque[int] = deque()
         #: Keys of the messages under way.
         self._asked: deque[list[int]] = deque()
-        #: Batches that came, with their keys.
-        self._ready: deque[tuple[int, Drawn]] = deque()
+        #: Batches that came, with their keys. Each is copied out of its message when it is taken.
+        self._ready: deque[tuple[int, Callable[[], Drawn]]] = deque()
         self._key = Key()
         self._lock = _fork.rlock()
 
@@ -79,7 +80,9 @@ class RequestsUnderWay:
                         raise
                     break  # those that were asked for come first
             if self._ready:
-                return self._ready.popleft()[1]
+                drawn = self._ready[0][1]()
+                self._ready.popleft()
+                return drawn
             refused = self._received()
             if refused is not None:
                 if not asked_before:

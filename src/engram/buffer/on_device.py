@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from engram.store.device.columns import Batch
 
 
-def _on_disk(store: Store) -> bool:
-    return store.directory is not None and store.has_files and not store.directory.is_relative_to(shared_memory())
-
-
 class OnDevice:
     """What a buffer's batches need of the host, and what an accelerator needs of the buffer: a ``DeviceReadable``."""
 
@@ -34,11 +30,23 @@ class OnDevice:
         self._wiring, self._settings, self._reading = wiring, settings, reading
         self._key = Key()
 
+    def device_readable(self) -> OnDevice:
+        """This: it is what ``DeviceReplay`` needs of a buffer."""
+        return self
+
     @property
     def store(self) -> Store | None:
         """The rows; None: nothing was ever written."""
         found: Store | None = self._wiring.storage.memory
         return found
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether rows are in files on a disk, which no device reads."""
+        store = self.store
+        if store is None or store.directory is None:
+            return False
+        return store.has_files and not store.directory.is_relative_to(shared_memory())
 
     @property
     def kind(self) -> Kind:
@@ -64,7 +72,6 @@ class OnDevice:
             "rows on a server": storage.traits.is_remote,
             "rows in a list": not storage.traits.has_fields,
             "rows on an accelerator": store is not None and not store.is_native,
-            "rows in files on a disk": store is not None and _on_disk(store),
             "a store that is only read": store is not None and store.readonly,
             "a transform": wiring.transform.reads,
             "collate_fn": wiring.collate_fn is not None,

@@ -489,7 +489,10 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         Args:
             batch_size: rows; default the constructor's, and nothing else with ``prefetch``.
             return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
-            device: where every tensor of the batch and of ``info`` is to be; from pinned memory without waiting for the copy.
+            device: where every tensor of the batch and of ``info`` is to be. A GPU reads rows in RAM or in shared memory by itself, as
+                with ``DeviceReplay``, whose one-line form this is: nothing waits, and after a first call outside a CUDA graph may
+                capture it. Where something of a batch needs the host (``docs/gpu.md`` says what), the host draws and sends it, from
+                pinned memory without waiting for the copy.
             timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever. With ``prefetch``, until a thread
                 has been admitted that makes the batch.
 
@@ -505,7 +508,8 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
             RateLimited: the limits of the store did not admit the batch in time. Nothing is drawn.
             ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's; ``device`` with
                 ``output="numpy"``; with ``"namedtuple"``, a name that cannot be an attribute.
-            TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16 or float8. RuntimeError: no such device.
+            TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16 or float8. RuntimeError: no such device; or a
+                graph is being captured on it, and the batch needs the host, with the cause.
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
 
@@ -530,6 +534,10 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "sample")
         target = None if device is None else target_of(device, settings.output)
+        if target is not None and target.type == "cuda":
+            read = self._rows.replays.sample(target, batch_size, return_info)
+            if read is not None:
+                return read
         sample = self._reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
 
@@ -1027,6 +1035,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
                 the step gets that the window was drawn by: its first one, or the first behind the burn-in.
             generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
 
+        Priorities on a GPU, of a batch of ``sample(device=)`` that the GPU read, are sent without waiting, as by
+        ``DeviceReplay.update_priority``: they show in draws some batches later.
+
         Raises:
             PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
             RowError: a row outside the storage. RuntimeError: another number of priorities than of rows, or of windows. Nothing is
@@ -1042,6 +1053,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         >>> rb.update_priority(info["index"], torch.rand(4), generation=info["index_generation"])
         """
         refuse_batch(index, priority)
+        replays = self._rows.replays
+        if replays.made and replays.update(index, priority, generation):
+            return
         rows, priority, generation = of_batch(self._wiring, index, priority, generation)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
         self._recipe.note_priorities()

@@ -13,7 +13,9 @@ from engram._tensordict import is_tensor_collection
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
+from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
+from engram.device.replay import Replays
 from engram.errors import EMPTY
 from engram.field_paths import checked_path, public
 from engram.nested import entries_of, find, flatten, has_entries, name_of
@@ -40,13 +42,14 @@ if TYPE_CHECKING:
 
 
 class RowAccess:
-    """Reads and replaces live rows. It keeps nothing of its own."""
+    """Reads and replaces live rows. It keeps what devices read by themselves, and nothing else."""
 
     def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath, prefetching: Prefetching | None) -> None:
         self._wiring = wiring
         self._settings = settings
         self._reading = reading
         self._prefetching = prefetching
+        self.replays = Replays(OnDevice(wiring, settings, reading))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from engram import _fork
+from engram.device.sender import Sender
 from engram.errors import PriorityError, WriterStalled
 from engram.store.device.chain import Chain, signed
 from engram.store.device.columns import columns_of
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
     from engram.store.device.chain import Kind
     from engram.store.device.columns import Batch
     from engram.store.device.registry import Registry
+    from engram.store.device.resident import ResidentRows
 
 #: Commands of a ring, and the words of one.
 _SLOTS, _WORDS = 64, 8
+#: What a chain counts of its batches, and their bytes.
+_COUNTS = ("batches", "bytes", "redraws", "repeated", "missing", "resident")
 #: Batches of priorities that may be under way to the host.
 _UPDATES = 32
 
@@ -35,6 +40,10 @@ class DeviceReadable(Protocol):
     @property
     def refusal(self) -> str | None:
         """What of its batches needs the host; None: nothing does."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether rows are in files on a disk, which no device reads: the host must send them."""
 
     @property
     def store(self) -> Store | None:
@@ -93,17 +102,20 @@ class _Commands:
         self.memory = torch.zeros(_SLOTS * (_WORDS + batch_size * with_ranks), dtype=torch.int64, device="cpu")
         self._words = self.memory.numpy().data
         self._accelerator, self._room = accelerator, batch_size
-        self._number, self._behind = 0, list[torch.Event]()
+        self.number, self._behind = 0, list[torch.Event]()
+        """Of the next batch."""
+        self.queueing = False
+        """Whether a batch was about to be queued when the number was written last: it may be, or may not."""
         self.address = 0
         """Where the device sees the memory."""
 
     def put(self, key: int, out: int, ranks: Tensor | None, stream: torch.Stream) -> None:
-        """Write the command of the next batch, which will be read on a stream. :meth:`advance` once that is queued.
+        """Write the command of the next batch, which will be read on a stream.
 
         Waits on the host if the batch that had the place is not read yet: half a ring of batches ago.
         """
-        slot = self._number % _SLOTS
-        if slot % (_SLOTS // 2) == 0 and self._number:
+        slot = self.number % _SLOTS
+        if slot % (_SLOTS // 2) == 0 and self.number:
             self._behind = [*self._behind[-1:], self._accelerator.mark(stream)]
             if len(self._behind) > 1:
                 self._behind[0].synchronize()
@@ -115,16 +127,18 @@ class _Commands:
             self._words[at + 2] = self.address + 8 * begin
         self._words[at], self._words[at + 1] = signed(key), out
 
-    def advance(self) -> None:
-        """The next command is that of another batch."""
-        self._number += 1
 
-
-def _not_in_graphs(rows: DeviceReadable) -> str | None:
-    """What keeps the draws of a buffer out of graphs; None: nothing does."""
-    if rows.kind == "permuted":
+def _not_readable(rows: DeviceReadable, *, counted: bool, resident: bool) -> str | None:
+    """What keeps a device from reading a buffer; None: nothing does. ``counted``: graphs capture it. ``resident``: rows stay there."""
+    if rows.refusal is not None:
+        return rows.refusal
+    if rows.on_disk and not resident:
+        return "rows in files on a disk"
+    if rows.on_disk and rows.kind == "prioritized":
+        return "priorities in files on a disk"
+    if counted and rows.kind == "permuted":
         return "a sampler without replacement, whose passes the host counts"
-    return "ndim > 1, by priority" if rows.kind == "prioritized" and rows.has_columns else None
+    return "ndim > 1, by priority" if counted and rows.kind == "prioritized" and rows.has_columns else None
 
 
 class DirectReader:
@@ -137,6 +151,7 @@ class DirectReader:
         seed: batches follow from these 64 bits and their number, which the device counts, so that a graph may capture :meth:`read`.
             None: each follows from the next key of the buffer, so that they are those of ``iter(rb)``.
         updates: priorities may be sent back.
+        resident: where all rows of the store stay on the device once they were read, or, if they are in files, sent. None: nowhere.
         registry: of the memory that devices read.
 
     Raises:
@@ -151,35 +166,35 @@ class DirectReader:
         *,
         seed: int | None = None,
         updates: bool = True,
+        resident: ResidentRows | None = None,
         registry: Registry = REGISTRY,
     ) -> None:
         store, index = rows.store, rows.priorities
-        reason = rows.refusal or accelerator.obstacle() or (None if seed is None else _not_in_graphs(rows))
+        reason = _not_readable(rows, counted=seed is not None, resident=resident is not None) or accelerator.obstacle()
         if reason is not None or store is None:
             raise NotDirect(reason or "nothing was ever written")
         self.rows, self.batch_size, self.accelerator, self.state = rows, batch_size, accelerator, rows.state()
-        commands = None if seed is not None else _Commands(accelerator, batch_size, with_ranks=rows.kind == "permuted")
-        memory = [*store.control_memory, *(tensor for tensor in store.tensors if tensor.nbytes)]
+        self._store, self._stream, self.resident = store, accelerator.current(), resident
+        self.transport = "direct" if resident is None else "resident"
+        """How rows get to the device: as ``DeviceLoader(transport=)``."""
+        self._commands = commands = (
+            None if seed is not None else _Commands(accelerator, batch_size, with_ranks=rows.kind == "permuted")
+        )
+        self._sender = None if resident is None or not rows.on_disk else Sender(store, resident, accelerator)
+        memory = [] if commands is None else [commands.memory]
+        if self._sender is None:
+            memory += [*store.control_memory, *(tensor for tensor in store.tensors if tensor.nbytes)]
         ring = None
         if index is not None:
             memory.append(index.block.tensor)
             if updates:
                 ring = torch.zeros(UpdateRing.words(batch_size, _UPDATES), dtype=torch.int64, device="cpu")
                 memory.append(ring)
-        if commands is not None:
-            memory.append(commands.memory)
         try:
             self._registered = registry.register(accelerator, memory)
             seen = dict(zip(map(torch.Tensor.data_ptr, memory), self._registered.addresses, strict=True))
-            columns = columns_of(store, seen.__getitem__, index)
             with accelerator.active():
-                given = {} if commands is None else {"commands": seen[commands.memory.data_ptr()], "slots": _SLOTS}
-                self._full = seed is None and store.lanes > 1 and store.core.size() == store.capacity
-                full = rows.kind == "permuted" or self._full  # ranks are rows
-                chain = Chain(
-                    columns, batch_size, accelerator.device, kind=rows.kind, full=full, seed=seed,
-                    launcher=accelerator.launch, **given,
-                )  # fmt: skip
+                self._chain = self._chain_over(seen, index, seed)
                 self.updates = None
                 if index is not None and ring is not None:
                     address = seen[ring.data_ptr()]
@@ -188,18 +203,34 @@ class DirectReader:
                         launcher=accelerator.launch,
                     )  # fmt: skip
                     self.updates.attach(index, store.indexes)
-                self._graph = None if commands is None else accelerator.capture(chain.launch)
+                self._graph = None if commands is None else accelerator.capture(self._chain.launch)
         except (NotRegistered, RuntimeError, ImportError) as error:
             raise NotDirect(str(error)) from error
-        if commands is not None:
-            commands.address = given["commands"]
-        self._chain, self._commands, self._store, self._stream = chain, commands, store, accelerator.current()
+        self.nbytes = self._chain.layout.nbytes
+        """Of a batch."""
+        #: Work is queued by one thread at a time: it uses the chain's own memory, in order.
+        self._lock = _fork.rlock()
         self._refused, self._pid = 0, os.getpid()
 
+    def _chain_over(self, seen: dict[int, int], index: PriorityIndex | None, seed: int | None) -> Chain:
+        """The kernels that read a batch. ``seen``: where the device sees memory of the host, by address."""
+        store, kind, commands, accelerator = self._store, self.rows.kind, self._commands, self.accelerator
+        if commands is not None:
+            commands.address = seen[commands.memory.data_ptr()]
+        sent = None if self._sender is None else self._sender.columns
+        columns = sent or columns_of(store, seen.__getitem__, index)
+        self._full = seed is None and store.lanes > 1 and store.core.size() == store.capacity
+        return Chain(
+            columns, self.batch_size, accelerator.device, kind=kind, full=kind == "permuted" or self._full,  # ranks are rows
+            seed=seed, commands=0 if commands is None else commands.address, slots=0 if commands is None else _SLOTS,
+            resident=self.resident if sent is None else None, launcher=accelerator.launch,
+        )  # fmt: skip
+
     @property
-    def counters(self) -> Tensor:
-        """As :attr:`Chain.counters`."""
-        return self._chain.counters
+    def counts(self) -> dict[str, int]:
+        """What happened to batches, for ``stats()``. Waits for the device."""
+        batches, _, *others = self._chain.counters[:6].tolist()
+        return dict(zip(_COUNTS, (batches, batches * self.nbytes, *others), strict=True))
 
     def is_current(self) -> bool:
         """Whether the buffer and its memory are still what they were. Raises ``ForkedHandle``: this is a forked child."""
@@ -224,25 +255,35 @@ class DirectReader:
 
     def read(self, *, return_info: bool) -> object:
         """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample`` raises."""
-        accelerator, commands, graph = self.accelerator, self._commands, self._graph
+        commands, graph, layout = self._commands, self._graph, self._chain.layout
         key, ranks = self.rows.next_draw(self.batch_size, keyed=commands is not None)
-        stream = self._follow()
-        batch = self._chain.layout.views(self._chain.layout.empty(accelerator.device))
-        if commands is None or graph is None:
-            self._chain.launch(batch.block.data_ptr())
-        else:
-            commands.put(key, batch.block.data_ptr(), ranks, stream)
-            graph.replay()
-            commands.advance()
+        with self._lock:
+            stream = self._follow()
+            if self._sender is not None:
+                self._sender.send()
+            batch = layout.views(layout.empty(self.accelerator.device))
+            if commands is None or graph is None:
+                self._chain.launch(batch.block.data_ptr())
+            else:
+                if commands.queueing:  # an interrupt came: the device knows whether that batch is queued
+                    commands.number = int(self._chain.counters[0])
+                commands.put(key, batch.block.data_ptr(), ranks, stream)
+                commands.queueing = True
+                graph.replay()
+                commands.number += 1
+                commands.queueing = False
         n = self.batch_size if ranks is None else len(ranks)
-        return self.rows.finish(batch, n, accelerator.device, return_info=return_info)
+        return self.rows.finish(batch, n, self.accelerator.device, return_info=return_info)
 
     def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
         """Queue new priorities, all ``[n]`` on the device, on the stream in use. Raises as :meth:`UpdateRing.send`."""
         assert self.updates is not None  # rows are drawn by priority
-        self._registered.use()
-        self._follow()
-        self.updates.send(rows.contiguous(), tickets.contiguous(), priorities.detach().to(torch.float32).contiguous())
+        with self._lock:
+            self._registered.use()
+            self._follow()
+            self.updates.send(
+                rows.contiguous(), tickets.contiguous(), priorities.detach().to(torch.float32).contiguous()
+            )
 
     def check(self, call: str) -> None:
         """Raise ``PriorityError`` for priorities that were none, since the last time."""
@@ -258,7 +299,9 @@ class DirectReader:
         """Wait until the priorities that were sent are in the buffer. Raises as :meth:`check`; ``WriterStalled``: it takes too long."""
         if self.updates is None or os.getpid() != self._pid:
             return
-        if not self.updates.flush():
+        with self._lock:
+            arrived = self.updates.flush()
+        if not arrived:
             raise WriterStalled(
                 f"{call}: expected priorities to be in the buffer by now, got none for too long. Try again."
             )
@@ -271,6 +314,8 @@ class DirectReader:
         _CAPTURED.discard(self)
         if self.updates is not None:
             self.updates.close()
+        if self.resident is not None and not self.accelerator.capturing():
+            self.accelerator.finish()  # what reads them may be on another stream than the one on which their memory was made
         self._registered.close()
 
 

@@ -21,11 +21,14 @@ from engram.device.direct import DirectReader, NotDirect, Readable
 from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
+from engram.store.device.resident import NoRoom, ResidentRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tensordict import TensorDictBase
+
+    from engram.store import Store
 
 __all__ = ["DeviceLoader"]
 
@@ -70,13 +73,14 @@ class DeviceLoader(Closes):
         depth: the most batches drawn ahead of the consumer, by a thread; 1: no thread.
         return_info: yield ``(batch, info)``, as ``rb.sample(return_info=True)``.
         transport: ``"direct"``: the device reads by itself, or an error says why it cannot. ``"block"``: the host copies. None: the
-            former where it is possible. On the CPU, and on ``meta``, there is neither.
+            former where it is possible. ``"resident"``: rows stay in the device's memory, which must have room for all; rows in a
+            directory are sent by the host, those that changed. On the CPU, and on ``meta``, there is none of these.
 
     Raises:
-        RuntimeError: there is no such device, or the buffer has no ``batch_size``.
+        RuntimeError: there is no such device; the buffer has no ``batch_size``; or the ``transport`` that you ask for is not possible,
+            with the cause.
         TypeError: ``depth`` is not an int.
         ValueError: ``depth`` is below 1; there is no such ``transport``, or not to this device.
-        NotImplementedError: ``transport`` is ``"resident"``.
 
     The tensors of a batch share the memory of one block on the device: one that you keep for long keeps all of it, so keep a
     ``clone()``. With a thread, a batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned, and
@@ -115,6 +119,7 @@ class DeviceLoader(Closes):
         self._streams = None if self.device.type in ("cpu", "meta") else Accelerator(self.device)
         self._readable = rb.device_readable() if self._may_read(rb) else None
         self._direct: DirectReader | None = None
+        self._resident: ResidentRows | None = None
         #: Why the host copies, and the state of the buffer for which that is so.
         self._refused: tuple[object, str | None] = (None, None)
         self._blocks = None if self._streams is None else Blocks(self._streams)
@@ -136,18 +141,19 @@ class DeviceLoader(Closes):
         """Whether it is worth asking whether the device can read by itself."""
         if self._streams is None or self._asked == "block":
             return False
-        if self._asked == "direct" and not isinstance(rb, Readable):
+        if self._asked is not None and not isinstance(rb, Readable):
             raise RuntimeError(
-                f"DeviceLoader: transport: 'direct' expects a ReplayBuffer, got {type(rb).__name__}. Leave it out."
+                f"DeviceLoader: transport: {self._asked!r} expects a ReplayBuffer, got {type(rb).__name__}. Leave it out."
             )
         return isinstance(rb, Readable)
 
     @property
     def transport(self) -> str:
-        """How rows get to the device: ``"direct"``: it reads them by itself; ``"block"``: the host copies them into one block per batch;
-        ``"none"``: they stay in the host's memory, or go nowhere (``meta``). It may change with the buffer, at the next batch.
+        """How rows get to the device: ``"direct"``: it reads them by itself; ``"resident"``: they stay there once they were read;
+        ``"block"``: the host copies them into one block per batch; ``"none"``: they stay in the host's memory, or go nowhere (``meta``).
+        It may change with the buffer, at the next batch.
         """
-        return "none" if self._streams is None else "block" if self._direct is None else "direct"
+        return "none" if self._streams is None else "block" if self._direct is None else self._direct.transport
 
     @property
     def draws_ahead(self) -> bool | None:
@@ -157,11 +163,12 @@ class DeviceLoader(Closes):
     def stats(self) -> dict[str, object]:
         """What went through the loader since it was made.
 
-        ``transport``; ``batches``: batches handed out; ``bytes``: of the blocks that were copied; ``spilled``: batches that were larger
-        than their block, which cost a copy on the host. Blocks grow with them, and the first batch has none. ``reason``: why the device
-        does not read by itself, where that was tried. Where it does: ``redraws``: rows that were read or drawn again; ``repeated``:
-        places that repeat another place's row; ``missing``: places without a row; ``dropped``: priorities for which there was no room on
-        the way. These wait for the device, and count from the last change of the buffer on.
+        ``transport``; ``batches``: batches handed out; ``bytes``: of the blocks of batches that were copied, or that the device read;
+        ``spilled``: batches that were larger than their block, which cost a copy on the host. Blocks grow with them, and the first batch
+        has none. ``reason``: why the device does not read by itself, where that was tried. Where it does: ``redraws``: rows that were
+        read or drawn again; ``repeated``: places that repeat another place's row; ``missing``: places without a row; ``resident``: places
+        whose row was on the device already, with that transport and without files; ``dropped``: priorities for which there was no room
+        on the way. These wait for the device, and count from the last change of the buffer on.
 
         >>> import torch
         >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer
@@ -172,7 +179,7 @@ class DeviceLoader(Closes):
         """
         found: dict[str, object] = {"transport": self.transport, **self._counts}
         if self._direct is not None:
-            found.update(zip(("redraws", "repeated", "missing"), self._direct.counters[2:5].tolist(), strict=True))
+            found |= {**self._direct.counts, **found}
             if self._direct.updates is not None:
                 found["dropped"] = int(self._direct.updates.counters[7])
         return found if self._refused[1] is None else {**found, "reason": self._refused[1]}
@@ -209,25 +216,40 @@ class DeviceLoader(Closes):
         if self._refused[1] is not None and self._refused[0] == state:
             return None
         try:
-            fresh = DirectReader(rows, self.rb.batch_size, streams)
-        except NotDirect as error:
-            if self._asked == "direct":
+            if self._asked == "resident" and rows.store is not None:
+                self._make_resident(rows.store, streams)
+            fresh = DirectReader(rows, self.rb.batch_size, streams, resident=self._resident)
+        except (NotDirect, NoRoom) as error:
+            if self._asked is not None:
                 raise RuntimeError(
-                    f"DeviceLoader: transport='direct': expected rows that {self.device} can read by itself, got a buffer that does not "
-                    f"allow it: {error}. Use transport='block', or leave it out."
+                    f"DeviceLoader: transport={self._asked!r}: expected rows that {self.device} can read by itself, got a buffer that does "
+                    f"not allow it: {error}. Use transport='block', or leave it out."
                 ) from error
             self._refused, fresh = (state, str(error)), None
-            if rows.refusal is None and self.device.type == "cuda":
+            if rows.refusal is None and not rows.on_disk and self.device.type == "cuda":
                 warn(
                     f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block')."
                 )
         else:
             self._refused = (None, None)
-        self._direct = fresh
-        if before is not None:
-            before.flush("DeviceLoader")
-            before.close()
+        self._read_by(fresh)
         return fresh
+
+    def _make_resident(self, store: Store, streams: Accelerator) -> None:
+        """Have memory on the device for all rows. Raises ``NoRoom``."""
+        if self._resident is None or not self._resident.fits(store):
+            self._read_by(None)  # memory is given back before more is taken
+            self._resident = None
+            self._resident = ResidentRows(store, streams)
+
+    def _read_by(self, fresh: DirectReader | None) -> None:
+        """Read by another one, or none. Priorities that are under way are applied, and memory is given back."""
+        before, self._direct = self._direct, fresh
+        if before is not None:
+            try:
+                before.flush("DeviceLoader")
+            finally:
+                before.close()
 
     def _read_by_device(self, begun: int) -> Iterator[object]:
         """As :meth:`_drawn`: where the buffer changes so that the device cannot go on, the host does. ``begun``: of :attr:`_closings`."""
@@ -244,6 +266,7 @@ class DeviceLoader(Closes):
             self._apply()
             batch = reader.read(return_info=self.return_info)
             self._counts["batches"] += 1
+            self._counts["bytes"] += reader.nbytes
             yield batch
             if rows.ran_out:
                 return
@@ -434,19 +457,13 @@ class DeviceLoader(Closes):
         finally:
             if self._direct is not None:
                 self._direct.close()
-                self._direct = None
+            self._direct = self._resident = None
 
 
 def _checked(transport: str | None, device: torch.device) -> str | None:
-    """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device.
-    ``NotImplementedError``: not yet.
-    """
-    if transport == "resident":
-        raise NotImplementedError(
-            "DeviceLoader: transport: 'resident' is not available yet. Leave it out, or use 'direct'."
-        )
-    if transport not in (None, "block", "direct"):
-        raise ValueError(f"DeviceLoader: transport: expected 'direct', 'block' or None, got {transport!r}.")
+    """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device."""
+    if transport not in (None, "block", "direct", "resident"):
+        raise ValueError(f"DeviceLoader: transport: expected 'direct', 'resident', 'block' or None, got {transport!r}.")
     if transport is not None and device.type in ("cpu", "meta"):
         raise ValueError(
             f"DeviceLoader: transport: expected an accelerator for {transport!r}, got device='{device}', where batches are handed on "

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import collections
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from engram._checks import check_count
 from engram._closing import Closes
-from engram._devices import existing_device
+from engram._devices import capturing, existing_device
 from engram.device.direct import DirectReader, NotDirect, Readable
 from engram.errors import NoSampleable
 from engram.nested import is_tensordict
 from engram.store.device.accelerator import Accelerator
+from engram.store.device.resident import NoRoom, ResidentRows
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-    from torch import Tensor
+
+    from engram.device.direct import DeviceReadable
 
 __all__ = ["DeviceReplay"]
 
@@ -33,11 +38,13 @@ class DeviceReplay(Closes):
         device: a CUDA device.
         batch_size: rows of a batch; default the buffer's.
         graphs: how many calls of :meth:`sample` graphs may capture. Each has memory of its own, so that graphs do not disturb each other.
+        transport: ``"direct"``: rows are read from host memory each time. ``"resident"``: they stay in the device's memory, which must
+            have room for all; rows in a directory are sent by the host, those that changed, and graphs cannot capture that.
 
     Raises:
         RuntimeError: the buffer, its memory or the device does not allow it, with the cause. Use :class:`DeviceLoader`, which then
             copies on the host.
-        TypeError: not a buffer, or ``batch_size`` and ``graphs`` are no ints. ValueError: they are below 1.
+        TypeError: not a buffer, or ``batch_size`` and ``graphs`` are no ints. ValueError: they are below 1, or no such ``transport``.
 
     A batch has whole rows that were live when it was read. A place for which none is found repeats another place's row; :meth:`stats`
     counts these. Of an empty buffer batches are zeros, and :meth:`check` raises. Fields that are added later, another sampler,
@@ -54,8 +61,16 @@ class DeviceReplay(Closes):
     """
 
     def __init__(
-        self, rb: object, device: torch.device | str | int, batch_size: int | None = None, *, graphs: int = 4
+        self,
+        rb: object,
+        device: torch.device | str | int,
+        batch_size: int | None = None,
+        *,
+        graphs: int = 4,
+        transport: str = "direct",
     ) -> None:
+        if transport not in ("direct", "resident"):
+            raise ValueError(f"DeviceReplay: transport: expected 'direct' or 'resident', got {transport!r}.")
         graphs = check_count("DeviceReplay: graphs", graphs)
         on = existing_device(device, "DeviceReplay: device")
         if on.type in ("cpu", "meta"):
@@ -67,15 +82,13 @@ class DeviceReplay(Closes):
             raise RuntimeError("DeviceReplay: expected a batch size: DeviceReplay(rb, device, batch_size=…).")
         self.rb, self.batch_size = rb, check_count("DeviceReplay: batch_size", found)
         self._rows, self._accelerator = rb.device_readable(), Accelerator(on)
-        seed = self._rows.next_seed()
+        seed, store = self._rows.next_seed(), self._rows.store
         try:
-            made = [
-                DirectReader(
-                    self._rows, self.batch_size, self._accelerator, seed=(seed + number) % (1 << 64), updates=not number
-                )
-                for number in range(graphs + 1)
-            ]
-        except NotDirect as error:
+            resident = ResidentRows(store, self._accelerator) if transport == "resident" and store is not None else None
+            reader = partial(DirectReader, self._rows, self.batch_size, self._accelerator, resident=resident)
+            numbers = range(1 if self._rows.on_disk else graphs + 1)
+            made = [reader(seed=(seed + number) % (1 << 64), updates=not number) for number in numbers]
+        except (NotDirect, NoRoom) as error:
             raise RuntimeError(
                 f"DeviceReplay: expected rows that {on} can read by itself, got a buffer that does not allow it: {error}. Use "
                 "DeviceLoader(rb, device), which copies on the host."
@@ -108,6 +121,10 @@ class DeviceReplay(Closes):
         ...     batch = DeviceReplay(rb, "cuda").sample()
         """
         reader = self._reader
+        if self._rows.on_disk:
+            self._accelerator.check_not_capturing(
+                "DeviceReplay.sample", "the host sends rows that are in files on a disk"
+            )
         if self._accelerator.capturing():
             if not self._spare:
                 raise RuntimeError(
@@ -118,7 +135,7 @@ class DeviceReplay(Closes):
             self._captured.append(reader)
         elif not reader.is_current():
             what = self._rows.refusal or "its fields, or its memory"
-            raise RuntimeError(
+            raise _Changed(
                 f"DeviceReplay.sample: expected a buffer as it was, got one that changed ({what}). Make a new DeviceReplay."
             )
         batch, info = cast("tuple[Any, dict[str, Tensor]]", reader.read(return_info=True))
@@ -232,9 +249,12 @@ class DeviceReplay(Closes):
     def stats(self) -> dict[str, int | str]:
         """What happened since this was made. Waits for the device: not in a capture.
 
-        ``transport``; ``batches``; ``redraws``: rows that were read again, or drawn again, because they moved; ``repeated``: places that
-        repeat another place's row; ``missing``: places without a row; and of updates of priorities ``updates``: batches of them that the
-        buffer has taken, ``dropped``: priorities for which there was no room on the way, and ``refused``: those that are none.
+        ``transport``; ``batches``, those of graphs among them; ``bytes``: of their blocks; ``redraws``: rows that were read again, or
+        drawn again, because they moved; ``repeated``: places that repeat another place's row; ``missing``: places without a row;
+        ``resident``: places whose row was on the device already, with that transport and without
+        files; and of updates of priorities ``updates``: batches
+        of them that the buffer has taken, ``dropped``: priorities for which there was no room on the way, and ``refused``: those that
+        are none.
 
         >>> import torch
         >>> from engram import DeviceReplay, LazyTensorStorage, ReplayBuffer
@@ -244,13 +264,14 @@ class DeviceReplay(Closes):
         ...     batches = DeviceReplay(rb, "cuda").stats()["batches"]
         """
         self._accelerator.check_not_capturing("DeviceReplay.stats", "it waits for the device")
-        counts = torch.stack([reader.counters for reader in (self._reader, *self._captured)]).sum(0).tolist()
+        found = collections.Counter[str]()
+        for reader in (self._reader, *self._captured):
+            found.update(reader.counts)
         updates, applied, dropped, refused = self._reader.updates, 0, 0, 0
         if updates is not None:
             (applied, _, refused), dropped = updates.stats, int(updates.counters[7])
-        said = ("batches", "redraws", "repeated", "missing", "updates", "dropped", "refused")
-        found = (counts[0], *counts[2:5], applied, dropped, refused)
-        return {"transport": "direct", **dict(zip(said, found, strict=True))}
+        sent = {"updates": applied, "dropped": dropped, "refused": refused}
+        return {"transport": self._reader.transport, **found, **sent}
 
     def close(self) -> None:
         """Apply the priorities that are under way, and give the memory up. Graphs must not be replayed afterwards. Repeatable.
@@ -270,3 +291,59 @@ class DeviceReplay(Closes):
             finally:
                 for reader in (self._reader, *self._spare, *self._captured):
                     reader.close()
+
+    def _sends(self, index: object, priority: object, generation: Tensor | None) -> bool:
+        """Send priorities of a batch, if all are on the device. False: those before are in the buffer then."""
+        last = self._last
+        known = generation if generation is not None or last is None or index is not last[0] else last[1]
+        given = [one for one in (index, priority, known) if isinstance(one, Tensor) and self._accelerator.holds(one)]
+        fits = len(given) == 3 and len({one.numel() for one in given}) == 1 and given[0].numel() <= self.batch_size
+        if not fits or self._reader.updates is None:
+            self.flush()
+            return False
+        self.update_priority(given[0], given[1], generation=given[2])
+        return True
+
+
+class _Changed(RuntimeError):
+    """A buffer is not what it was."""
+
+
+class Replays:
+    """The :class:`DeviceReplay` objects of a buffer, made when they are asked for."""
+
+    def __init__(self, rows: DeviceReadable) -> None:
+        self._rows = rows
+        self.made: dict[tuple[torch.device, int], DeviceReplay] = {}
+        """By device and size of batches."""
+        #: Why there is none, and the state of the buffer for which that is so.
+        self._refused: dict[tuple[torch.device, int], tuple[str, object]] = {}
+
+    def sample(self, device: torch.device, n: int, return_info: bool) -> object:
+        """A batch that the device reads. None: the host must draw it.
+
+        Raises ``RuntimeError``: it must, and a graph is being captured; or this was not called before with this device and size.
+        """
+        key, in_graph = (device, n), capturing(device)
+        why, state = self._refused.get(key, ("call it once before the capture, which registers the memory", None))
+        if not in_graph and key not in self.made and (state is None or state != self._rows.state()):
+            try:
+                self.made[key] = DeviceReplay(self._rows, device, n)
+            except RuntimeError as error:
+                self._refused[key] = str(error.__cause__ or error), self._rows.state()
+        if key in self.made:
+            try:
+                return self.made[key].sample(return_info)
+            except _Changed:
+                self.made.pop(key).close()
+                return self.sample(device, n, return_info)
+        if in_graph and (self._rows.store is None or self._rows.store.is_native):
+            raise RuntimeError(
+                f"sample: device: expected rows that {device} can read by itself while a graph is captured, got a buffer that does not "
+                f"allow it: {why}."
+            )
+        return None
+
+    def update(self, index: object, priority: object, generation: Tensor | None) -> bool:
+        """Send priorities of a batch to the buffer. False: the host must apply them; those before are applied."""
+        return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module

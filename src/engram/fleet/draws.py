@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from engram.fleet.members import Members, Shard
     from engram.remote.commands import Mass, Served
+    from engram.remote.storage import RemoteStorage
     from engram.types import Entry, Info
 
 #: Rounds in a row that give no row, after which there is none.
@@ -207,7 +208,7 @@ class Draws:
             while message.left:
                 shard, (losses, changes), which = message.left[0]
                 batches = [message.batches[k] for k in which]
-                drawn = self._received(message, shard, losses, partial(shard.storage.answer, 0))
+                drawn = self._received(message, shard, losses, partial(_answer, shard.storage))
                 for batch, part in zip(batches, drawn, strict=False):
                     self._take(batch, shard, part, tells=changes == shard.changes)
                 message.left.popleft()
@@ -350,3 +351,7 @@ class Draws:
 def _weighed(name: Entry, part: _Part) -> Tensor:
     value: Tensor = part.drawn.info[name]  # type: ignore[assignment] # a server sends nothing else
     return value * part.factor if name == _WEIGHT and part.factor != 1.0 else value
+
+
+def _answer(storage: RemoteStorage) -> list[Drawn]:
+    return [batch() for batch in storage.answer(0)]

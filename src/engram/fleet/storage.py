@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,7 +18,7 @@ from engram.fleet.draws import Draws
 from engram.fleet.ledger import Ledger
 from engram.fleet.members import Members
 from engram.remote.commands import State
-from engram.remote.served import ServedStorage
+from engram.remote.served import Drawn, ServedStorage
 from engram.storages import Storage
 from engram.types import Write
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from engram.limits import Rules
     from engram.persist.roles import Roles
     from engram.remote.commands import Served
-    from engram.remote.served import Drawn
     from engram.remote.storage import RemoteStorage
     from engram.types import WritePlan
 
@@ -233,9 +233,9 @@ class FleetStorage(ServedStorage):
         while len(self._ahead) > self.draws.messages:
             self.ledger.counted(self._ahead.popleft(), samples=True)
 
-    def answer(self, rows: int) -> list[Drawn]:  # noqa: ARG002 - the plan of the batch says it
+    def answer(self, rows: int) -> list[Callable[[], Drawn]]:  # noqa: ARG002 - the plan of the batch says it
         try:
-            return self.draws.answer()
+            return [partial(Drawn, *batch) for batch in self.draws.answer()]
         finally:
             self._count()
 

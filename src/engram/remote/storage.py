@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
@@ -189,11 +191,11 @@ class RemoteStorage(ServedStorage):
         with self._redrawing.lock:
             try:
                 self._redrawing.send(Message(msgspec.json.encode(command)))
-                return self._batches(self._redrawing.receive())
+                return [batch() for batch in self._batches(self._redrawing.receive())]
             finally:
                 self._redrawing.forget()  # of one that was interrupted
 
-    def answer(self, rows: int) -> list[Drawn]:
+    def answer(self, rows: int) -> list[Callable[[], Drawn]]:
         with self._learning.lock:
             try:
                 return self._batches(self._learning.receive())
@@ -213,24 +215,26 @@ class RemoteStorage(ServedStorage):
         with self._learning.lock:
             try:
                 self.ask_for([key], rows)
-                return self.answer(rows)[0]
+                return self.answer(rows)[0]()
             finally:
                 self._learning.forget()  # of one that was interrupted
 
-    def _batches(self, answer: Answer) -> list[Drawn]:
+    def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         said = msgspec.json.decode(answer.said, type=Sampled)
         fields, counts = len(self._schema.fields), [math.prod(shape) for shape in said.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
-        batches: list[Drawn] = []
-        for shape, flat in zip(said.sizes, wire.batches_in(answer.rows, answer.columns, counts), strict=True):
+
+        def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor]]) -> Drawn:
+            flat = copied()
             tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
-            number = len(batches)
             last = said.last and number == len(counts) - 1
             mass = said.masses[number] if said.masses else None
-            batches.append(Drawn(tensors[:fields], tensors[fields], info, last, mass))
-        return batches
+            return Drawn(tensors[:fields], tensors[fields], info, last, mass)
+
+        batches = wire.batches_in(answer.rows, answer.columns, counts)
+        return [partial(drawn, *of) for of in zip(itertools.count(), said.sizes, batches, strict=False)]
 
     def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         outside = rows[(rows < -1) | (rows >= self.max_size)]

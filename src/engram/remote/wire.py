@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from engram.format.schema import DTYPES, Field
 from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engram.format.schema import Schema
 
@@ -117,15 +118,18 @@ def record_batch(schema: pa.Schema, tensors: Sequence[Tensor], rows: int) -> pa.
 
 def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
     """The columns of a message, ``[rows, *shape]`` each. Raises as :func:`batches_in`."""
-    return batches_in(batch, columns, [batch.num_rows])[0]
+    return batches_in(batch, columns, [batch.num_rows])[0]()
 
 
-def batches_in(batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """The columns of the batches of a message, of these sizes and one behind the other: copies, in memory of their own.
+def batches_in(
+    batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]
+) -> list[Callable[[], list[Tensor]]]:
+    """The columns of the batches of a message, of these sizes and one behind the other.
 
-    Columns of 64 KiB or more stay where they are if the processor can read them there: they keep the whole message.
+    They are copied when they are called for: into the block of a loader that draws, else into memory of their own. Columns of 64 KiB or
+    more stay where they are if the processor can read them there: they keep the whole message.
 
-    Raises ``ValueError``: the buffers of the message are not what its schema says.
+    Raises ``ValueError``: the buffers of the message are not what its schema says, or it has fewer rows.
     """
     layout, row_bytes = _layout(tuple(columns))
     memories, rows = [], batch.num_rows
@@ -134,11 +138,10 @@ def batches_in(batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence
         if array.null_count or array.offset or (nbytes and (raw is None or raw.size < nbytes)):
             raise ValueError(f"column {column.name!r:.80}: expected {nbytes} bytes for {rows} rows, without nulls.")
         memories.append(raw)
-    begin, batches = 0, []
-    for size in sizes:
-        batches.append(received(memories, layout, begin, size))
-        begin += size
-    return batches
+    begins = [0, *itertools.accumulate(sizes)]
+    if begins[-1] > rows or min(sizes, default=0) < 0:
+        raise ValueError(f"expected columns with the bytes of all rows, {begins[-1]}, got those of {rows}.")
+    return [partial(received, memories, layout, begin, size) for begin, size in zip(begins, sizes, strict=False)]
 
 
 @lru_cache

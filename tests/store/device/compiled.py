@@ -13,15 +13,19 @@ from engram.store.device import kernels
 POINTERS = {"priorities": "*fp32"}
 
 
+def chosen(kind, lanes, slots, counted, resident):
+    return {"KIND": kind, "LANES": lanes, "SLOTS": slots, "COUNTED": counted, "RESIDENT": resident}
+
+
 def variants():
     yield kernels.extents, 4, {"BLOCK": 1024}
-    for kind in range(3):
-        yield kernels.draw, 1, {"BLOCK": 1, "KIND": kind, "LANES": -1, "SLOTS": 4, "COUNTED": True}
-        yield kernels.repair, 4, {"CHUNK": 2048, "KIND": kind, "LANES": 7, "SLOTS": 0, "COUNTED": False}
-    yield kernels.draw, 1, {"BLOCK": 1, "KIND": 0, "LANES": 0, "SLOTS": 0, "COUNTED": False}
+    for kind, resident in ((0, False), (1, False), (2, False), (0, True), (1, True)):
+        yield kernels.draw, 1, {"BLOCK": 1, **chosen(kind, -1, 4, True, resident)}
+        yield kernels.repair, 4, {"CHUNK": 2048, **chosen(kind, 7, 0, False, resident)}
+    yield kernels.draw, 1, {"BLOCK": 1, **chosen(0, 0, 0, False, False)}
     for chunk, warps in ((256, 1), (2048, 4), (16384, 8)):
-        yield kernels.gather, warps, {"CHUNK": chunk, "SLOTS": 4}
-    yield kernels.repair, 8, {"CHUNK": 16384, "KIND": 0, "LANES": -1, "SLOTS": 0, "COUNTED": False}
+        yield kernels.gather, warps, {"CHUNK": chunk, "SLOTS": 4, "RESIDENT": chunk == 2048}
+    yield kernels.repair, 8, {"CHUNK": 16384, **chosen(0, -1, 0, False, False)}
     yield kernels.update, 4, {"SLOTS": 4, "BLOCK": 1024}
     yield kernels.publish, 1, {"SLOTS": 4}
 
@@ -45,11 +49,11 @@ def from_device(ttir):
             definitions[defined[1]] = definitions.get(defined[2], defined[2])
         elif (other := re.search(r"(%\w+) = ", line)) is not None:
             definitions.pop(other[1], None)
-        atomic = re.search(r"tt\.atomic_rmw \w+, (\w+), (\w+), (%\w+)", line)
+        atomic = re.search(r"tt\.atomic_(?:rmw \w+,|cas) (\w+), (\w+), (%\w+)", line)
         if (
             atomic is not None
             and atomic.groups()[:2] != ("acquire", "sys")
-            and definitions.get(atomic[3], atomic[3]) != "%state"
+            and definitions.get(atomic[3], atomic[3]) not in ("%state", "%resident")
         ):
             return False
     return True
@@ -74,7 +78,7 @@ def found(kernel, warps, constants, capability):
         "fused": count(r"\bfma\.rn\.f64\b"),
         "unrounded": count(r"\b(mul|add|sub)\.f64\b"),
         "atomics of tickets": len(re.findall(r"tt\.atomic_rmw add, acquire, sys", ttir)),
-        "other atomics": len(re.findall(r"tt\.atomic_rmw add, (?!acquire, sys)", ttir)),
+        "other atomics": len(re.findall(r"tt\.atomic_(rmw|cas) (?!add, acquire, sys)", ttir)),
         "of the device": from_device(ttir),
     }
 

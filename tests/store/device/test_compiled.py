@@ -8,9 +8,13 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_no_cached_load_and_no_atomic_reaches_memory_of_the_host(capability, tmp_path):
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    env = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
     env.pop("TRITON_INTERPRET", None)
     program = [sys.executable, "-m", "tests.store.device.compiled", str(capability)]
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)

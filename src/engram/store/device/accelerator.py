@@ -9,6 +9,7 @@ No test of this project has run these calls on a GPU yet, because the prototypes
   ``cudaHostRegister`` with flags 0), ``cuMemHostUnregister``, ``cuMemHostGetDevicePointer_v2``, ``cuGetErrorName``
 - of torch: ``cuda.graph(stream=…, capture_error_mode="thread_local")``, ``cuda.is_current_stream_capturing``,
   ``cuda.mem_get_info``, ``cuda.get_device_capability``, ``cuda.device(…)``, ``Event.query``
+- of Triton: ``atomic_cas`` and ``atomic_xchg`` of words of 64 bits, with which kernels keep resident rows
 
 ``DeviceLoader`` has used streams, events, ``record_stream`` and pinned memory on a GPU.
 """

@@ -9,12 +9,13 @@ import torch
 from engram.store.device.columns import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from torch import Tensor
 
     from engram.store.device.columns import Batch, Columns
+    from engram.store.device.resident import ResidentRows
 
 #: How rows are chosen: ``permuted`` takes ranks that the host has chosen.
 Kind: TypeAlias = Literal["uniform", "prioritized", "permuted"]
@@ -27,7 +28,7 @@ _CHUNKS = {256: 1, 2048: 4, 16384: 8}
 _LANES_AT_ONCE = 1024
 _ENTRY_WORDS = 8
 #: Where counters and places begin in the state of a chain: as in kernels.py.
-_COUNTERS, _PLACES = 64, 72
+_COUNTERS, _PLACES, _PLACE_WORDS = 64, 72, 6
 
 
 def kernels_of(device: torch.device) -> ModuleType:
@@ -49,18 +50,20 @@ def kernels_of(device: torch.device) -> ModuleType:
     return kernels
 
 
-def chunk_table(columns: Columns, layout: Layout, chunk: int) -> list[list[int]]:
-    """What the gather copies of each row: source, stride, where it goes in the block and how far apart, bytes, and bytes per load.
+def chunk_table(columns: Columns, layout: Layout, chunk: int, resident: Sequence[int] | None = None) -> list[list[int]]:
+    """What the gather copies of each row: source, stride, where it goes in the block and how far apart, bytes, bytes per load, and where
+    rows are resident, of which the addresses of the fields are given.
 
     A load is as wide as all addresses of a chunk allow, 8 bytes at most.
     """
     entries = []
-    for field, offset in zip(columns.fields, layout.fields, strict=True):
+    kept = [0] * len(columns.fields) if resident is None else resident
+    for field, offset, at in zip(columns.fields, layout.fields, kept, strict=True):
         aligned = field.address | field.stride | field.row_bytes | 8
         for begin in range(0, field.row_bytes, chunk):
             nbytes = min(chunk, field.row_bytes - begin)
             place = (field.address + begin, field.stride, offset + begin, field.row_bytes)
-            entries.append([*place, nbytes, aligned & -aligned, 0, 0])
+            entries.append([*place, nbytes, aligned & -aligned, at + begin, 0])
     return entries
 
 
@@ -95,6 +98,7 @@ class Chain:
         commands: address on the device of a ring of commands, 64 bytes each: key, address of the output block, address of the
             ranks. Batch ``b`` follows command ``b % slots`` in place of what :meth:`launch` was given.
         slots: commands of that ring; 0: there is none.
+        resident: where rows stay on the device once they were read whole; of the store's capacity, empty at first. None: nowhere.
         programs: how many programs of gather share its chunks at most; None: one each.
         rows_per_program: of draw; more than one is for Triton's interpreter alone.
         launcher: queues a kernel, which it calls with the rest, on the stream in use: ``Accelerator.launch``.
@@ -115,6 +119,7 @@ class Chain:
         seed: int | None = None,
         commands: int = 0,
         slots: int = 0,
+        resident: ResidentRows | None = None,
         programs: int | None = None,
         rows_per_program: int = 1,
         launcher: Launcher = call,
@@ -138,13 +143,17 @@ class Chain:
         steps = 0 if full else -1 if columns.lanes == 1 else columns.lanes.bit_length()
         self._looks_at_lanes = steps > 0 and kind != "prioritized"
         self._slots = slots
-        self._chosen = {"KIND": KINDS.index(kind), "LANES": steps, "COUNTED": seed is not None, "SLOTS": slots}
+        self._chosen = {"KIND": KINDS.index(kind), "LANES": steps, "COUNTED": seed is not None}
+        self._in_all = {"SLOTS": slots, "RESIDENT": resident is not None}
+        self._resident = resident
         self._chunks = len(chunk_table(columns, self.layout, self._chunk))
         self._programs = min(batch_size * self._chunks, programs or 1 << 30)
-        words = _PLACES + 5 * batch_size + _ENTRY_WORDS * self._chunks + columns.lanes
+        words = _PLACES + _PLACE_WORDS * batch_size + _ENTRY_WORDS * self._chunks + columns.lanes
         self._state = torch.zeros(words, dtype=torch.int64, device=self.device)
         self.counters = self._state[_COUNTERS:_PLACES]
-        """int64 on the device: batches, then internal, rows read again, places that repeat another one's row, places without a row."""
+        """int64 on the device: batches, then internal, rows read again, places that repeat another one's row, places without a row, and
+        places whose row was resident.
+        """
         if not self._kernels.INTERPRETED:
             self._warm_up(columns)
         self.replace(columns, commands)
@@ -167,18 +176,21 @@ class Chain:
         if self._looks_at_lanes:
             self._launch("extents", 1, 4, self._state, BLOCK=_LANES_AT_ONCE)
         per = self._rows_per_program
-        self._launch("draw", -(-self.batch_size // per), 1, *given, BLOCK=per, **self._chosen)
+        beside = self._state if self._resident is None else self._resident.words
+        chosen = {**self._chosen, **self._in_all}
+        self._launch("draw", -(-self.batch_size // per), 1, *given, beside, BLOCK=per, **chosen)
         if self._chunks:
-            self._launch("gather", self._programs, _CHUNKS[self._chunk], *given, CHUNK=self._chunk, SLOTS=self._slots)
-        self._launch("repair", self.batch_size, _CHUNKS[self._chunk], *given, CHUNK=self._chunk, **self._chosen)
+            self._launch("gather", self._programs, _CHUNKS[self._chunk], *given, CHUNK=self._chunk, **self._in_all)
+        self._launch("repair", self.batch_size, _CHUNKS[self._chunk], *given, beside, CHUNK=self._chunk, **chosen)
 
     def replace(self, columns: Columns, commands: int = 0) -> None:
         """Take over new addresses of the same rows, and of the ring, after their memory was registered again. Graphs follow.
 
         Copies from the host: not inside of a capture. Batches under way must be over.
         """
-        table = chunk_table(columns, self.layout, self._chunk)
-        at = _PLACES + 5 * self.batch_size
+        kept = None if self._resident is None else [field.address for field in self._resident.columns.fields]
+        table = chunk_table(columns, self.layout, self._chunk, kept)
+        at = _PLACES + _PLACE_WORDS * self.batch_size
         ends = at + _ENTRY_WORDS * len(table)
         tree = columns.tree
         levels = [] if tree is None else [word for level in zip(tree.sums, tree.sizes, strict=True) for word in level]

@@ -9,8 +9,12 @@ Rules that the tests check in what is compiled:
 
 All that a chain keeps on the device is one tensor of int64, ``state``: a header in the order of the ``H_`` constants, at ``H_TREE`` the
 addresses of the tree's levels and their sizes, the leaves first; counters in the order of the ``C_`` constants; at ``PLACES``, ``n``
-words each, row, ticket word, attempt, number of the write and bits of the weight of each place; then the table of chunks and the ends of
-the lanes.
+words each, row, ticket word, attempt, number of the write, bits of the weight of each place, and whether its row is resident; then the
+table of chunks and the ends of the lanes.
+
+``RESIDENT``: rows stay on the device once they were read whole, and ``resident`` has the ticket word of each. draw() compares that with
+the ticket in the store; gather() reads from there where they are equal; repair() reads the store, and keeps rows that are whole. A row is
+replaced by a later one only, and by one program at a time.
 """
 
 import triton
@@ -26,10 +30,14 @@ H_TREE = tl.constexpr(18)
 C_BATCHES, C_FINISHED, C_REDRAWS, C_REPEATED, C_MISSING, C_SENT, C_ACCEPTED, C_DROPPED = map(
     tl.constexpr, range(64, 72)
 )
+#: Of a chain, which sends nothing: places whose row was resident.
+C_RESIDENT = C_SENT
 PLACES = tl.constexpr(72)
 UNIFORM, PRIORITIZED, PERMUTED = map(tl.constexpr, range(3))
 #: How often a place is drawn, and how often again where its row moved.
 ATTEMPTS = tl.constexpr(32)
+#: The ticket word of a resident row that is being replaced; and the bits of a word that later writes and edits raise.
+REPLACED, NUMBER = map(tl.constexpr, (1, (1 << 63) - 4))
 #: Words of a ring's header, and before the entries of each of its slots.
 RING_HEADER, SLOT_HEADER = map(tl.constexpr, (8, 4))
 _GAMMA, _ATTEMPT = map(tl.constexpr, (0x9E3779B97F4A7C15, 0xD1342543DE82EF95))
@@ -213,8 +221,9 @@ def _command(state, key, ranks, out, SLOTS: tl.constexpr, COUNTED: tl.constexpr)
 
 @triton.jit(do_not_specialize=["key", "ranks", "out"])
 def draw(
-    state, key: tl.int64, ranks: tl.int64, out: tl.int64,
+    state, key: tl.int64, ranks: tl.int64, out: tl.int64, resident,
     BLOCK: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, COUNTED: tl.constexpr,
+    RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Chooses a row for each place, and reads its ticket. Places for which none is found get ticket word 0."""
     key, ranks, _ = _command(state, key, ranks, out, SLOTS, COUNTED)
@@ -234,6 +243,12 @@ def draw(
     tl.store(places + 2 * n, attempt, mask=mine)
     tl.store(places + 3 * n, _write_of(row, word, state), mask=mine)
     tl.store(places + 4 * n, weight.to(tl.int64, bitcast=True), mask=mine)
+    if RESIDENT:
+        there = (tl.load(resident + row, volatile=True) == word).to(tl.int64)
+        tl.store(places + 5 * n, there, mask=mine)
+        found = tl.sum(tl.where(mine, there, 0), 0)
+        if found > 0:
+            tl.atomic_add(state + C_RESIDENT, found, sem="relaxed")
     redraws = tl.sum(tl.where(mine, attempt, 0), 0)
     if redraws > 0:
         tl.atomic_add(state + C_REDRAWS, redraws, sem="relaxed")
@@ -251,10 +266,15 @@ def _move(source, to, nbytes, zeros: tl.constexpr, dtype: tl.constexpr, WIDTH: t
 
 @triton.jit
 def _copy(state, chunk, row, place, out, zeros: tl.constexpr, CHUNK: tl.constexpr):
-    """One chunk of a row into its place. An entry is six words: source, stride, where it goes and how far apart, bytes, width."""
+    """One chunk of a row of the store into its place."""
     entry = state + _at(state, H_TABLE) + chunk * 8
-    source = _at(entry, 0) + row * _at(entry, 1)
-    to = out + _at(entry, 2) + place * _at(entry, 3)
+    source, to = _at(entry, 0) + row * _at(entry, 1), out + _at(entry, 2) + place * _at(entry, 3)
+    _copy_chunk(entry, source, to, zeros, CHUNK)
+
+
+@triton.jit
+def _copy_chunk(entry, source, to, zeros: tl.constexpr, CHUNK: tl.constexpr):
+    """An entry is seven words: source, stride, where it goes and how far apart, bytes, width, and where the rows are resident."""
     nbytes, width = _at(entry, 4), _at(entry, 5)
     if width == 8:
         _move(source, to, nbytes, zeros, tl.int64, 8, CHUNK)
@@ -267,19 +287,40 @@ def _copy(state, chunk, row, place, out, zeros: tl.constexpr, CHUNK: tl.constexp
 
 
 @triton.jit(do_not_specialize=["key", "ranks", "out"])
-def gather(state, key: tl.int64, ranks: tl.int64, out: tl.int64, CHUNK: tl.constexpr, SLOTS: tl.constexpr):
+def gather(
+    state, key: tl.int64, ranks: tl.int64, out: tl.int64, CHUNK: tl.constexpr, SLOTS: tl.constexpr, RESIDENT: tl.constexpr
+):  # fmt: skip
     """Copies all chunks of all places. Programs share them: there may be fewer than chunks."""
     _, _, out = _command(state, key, ranks, out, SLOTS, False)
-    chunks = _at(state, H_CHUNKS)
-    for at in range(tl.program_id(0).to(tl.int64), _at(state, H_N) * chunks, tl.num_programs(0)):
+    chunks, n = _at(state, H_CHUNKS), _at(state, H_N)
+    for at in range(tl.program_id(0).to(tl.int64), n * chunks, tl.num_programs(0)):
         place, chunk = at // chunks, at % chunks
-        _copy(state, chunk, _at(state, PLACES + place), place, out, False, CHUNK)
+        row, entry = _at(state, PLACES + place), state + _at(state, H_TABLE) + chunk * 8
+        source, apart = _at(entry, 0) + row * _at(entry, 1), _at(entry, 3)
+        if RESIDENT:
+            source = tl.where(_at(state, PLACES + 5 * n + place) == 1, _at(entry, 6) + row * apart, source)
+        _copy_chunk(entry, source, out + _at(entry, 2) + place * apart, False, CHUNK)
+
+
+@triton.jit
+def _keep(state, resident, row, word, place, out, CHUNK: tl.constexpr):
+    """Make the row in a place resident, unless it is, or a later one is, or another program is at it."""
+    before = tl.load(resident + row, volatile=True)
+    if (before != REPLACED) & ((before & NUMBER) < (word & NUMBER)):  # noqa: SIM102 - Triton evaluates both sides
+        if tl.atomic_cas(resident + row, before, before * 0 + REPLACED, sem="acquire") == before:
+            for chunk in range(_at(state, H_CHUNKS)):
+                entry = state + _at(state, H_TABLE) + chunk * 8
+                apart = _at(entry, 3)
+                _copy_chunk(entry, out + _at(entry, 2) + place * apart, _at(entry, 6) + row * apart, False, CHUNK)
+            tl.debug_barrier()
+            tl.atomic_xchg(resident + row, word, sem="release")
 
 
 @triton.jit(do_not_specialize=["key", "ranks", "out"])
 def repair(
-    state, key: tl.int64, ranks: tl.int64, out: tl.int64,
+    state, key: tl.int64, ranks: tl.int64, out: tl.int64, resident,
     CHUNK: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, COUNTED: tl.constexpr,
+    RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a place: reads the ticket again, and reads other rows until one was whole throughout. Then says which it is."""
     key, ranks, out = _command(state, key, ranks, out, SLOTS, COUNTED)
@@ -314,6 +355,8 @@ def repair(
         for chunk in range(_at(state, H_CHUNKS)):
             _copy(state, chunk, place, place, out, True, CHUNK)
         tl.atomic_add(state + C_MISSING, 1, sem="relaxed")
+    elif RESIDENT:
+        _keep(state, resident, tl.sum(row, 0), tl.sum(word, 0), place, out, CHUNK)
     _store(out + _at(state, H_ROWS_AT) + i * 8, tl.where(good == 1, row, -1))
     _store(out + _at(state, H_TICKETS_AT) + i * 8, tl.where(good == 1, write, -1))
     _store(out + _at(state, H_VALID_AT) + i, good.to(tl.int8) + tl.zeros([1], tl.int8), tl.int8)

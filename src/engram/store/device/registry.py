@@ -28,7 +28,6 @@ from engram.store.device.accelerator import ALREADY_REGISTERED, DriverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import Self
 
     import torch
     from torch import Tensor
@@ -122,12 +121,6 @@ class Registered:
         #: Where the device sees the first byte of each tensor; 0 for one without bytes.
         self.addresses: tuple[int, ...] = ()
         self._finalizer = weakref.finalize(self, registry.end, spans)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def closed(self) -> bool:

@@ -1,0 +1,79 @@
+"""``rb.sample(device=)`` on a device that reads by itself: the one-line form of ``DeviceReplay``."""
+
+import pytest
+import torch
+
+from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from engram.buffer import replay_buffer
+from engram.device import replay
+from tests.device import test_direct
+from tests.device.test_direct import by_priority, pair, same
+
+device = test_direct.device
+
+
+@pytest.fixture(autouse=True)
+def target(device, monkeypatch):
+    monkeypatch.setattr(replay_buffer, "target_of", lambda device, form: torch.device("cuda", 0))
+    monkeypatch.setattr(replay_buffer, "moved", lambda sample, target: ("by the host", sample))
+    monkeypatch.setattr(replay, "capturing", lambda on: device.capturing())
+
+
+def test_batches_are_read_by_the_device(device):
+    rb, _ = pair()
+    batch = rb.sample(device="cuda")
+    assert same(batch, rb[batch["index"]].set("index", batch["index"]))
+    launches = device.counts["launch"]
+    with pytest.warns(UserWarning, match="batch_size=3"):
+        batch, info = rb.sample(3, return_info=True, device="cuda")
+    assert batch.shape == (3,)
+    assert torch.equal(info["index"], batch["index"])
+    assert device.counts["launch"] > launches
+    rb.add_field("more", torch.tensor(5.0))
+    assert "more" in rb.sample(device="cuda")
+    assert not device.faults
+
+
+def test_in_a_graph_with_its_update(device):
+    rb, _ = pair(TensorDictPrioritizedReplayBuffer, sampler=by_priority)
+    rb.sample(device="cuda")
+    drawn = []
+
+    def step():
+        batch = rb.sample(device="cuda")
+        batch["td_error"] = torch.full((8,), 3.0)
+        drawn.append(batch)
+        rb.update_tensordict_priority(batch)
+
+    graph = device.capture(step)
+    before = device.counts.copy()
+    graph.replay()
+    assert device.counts - before == {"replay": 1}
+    rows = drawn[0]["index"].clone()
+    rb.update_priority([0], 7.0)  # on the host: what was sent comes first
+    leaves = rb.sampler.priorities().leaves_of(rows[rows != 0])
+    torch.testing.assert_close(leaves, torch.full_like(leaves, 3.0**0.7))
+    assert float(rb.sampler.priorities().leaves_of(torch.tensor([0]))) == pytest.approx(7.0**0.7)
+
+
+def test_what_the_host_must_draw(device):
+    rb, _ = pair(transform=lambda batch: batch)
+    assert rb.sample(device="cuda")[0] == "by the host"
+    with pytest.raises(
+        RuntimeError, match="while a graph is captured, got a buffer that does not allow it: a transform"
+    ):
+        device.capture(lambda: rb.sample(device="cuda"))
+    rb, _ = pair()
+    with pytest.raises(RuntimeError, match="call it once before the capture"):
+        device.capture(lambda: rb.sample(device="cuda"))
+    rb.sample(device="cuda")
+    rb.append_transform(lambda batch: batch)
+    assert rb.sample(device="cuda")[0] == "by the host"
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    with pytest.raises(NoSampleable):
+        rb.sample(device="cuda")
+    rb.extend(torch.arange(4))
+    assert torch.is_tensor(rb.sample(device="cuda"))
+    rb.empty()
+    with pytest.raises(NoSampleable):
+        rb.sample(device="cuda")
