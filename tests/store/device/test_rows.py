@@ -12,7 +12,8 @@ from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError
 from engram.priorities import DeviceIndex, PriorityConfig
 from engram.store import DeviceStore, Key
 from engram.types import Plan
-from tests.store.device.test_priorities import There, steps_of
+from tests.store.device.test_priorities import steps_of
+from tests.store.device.there import There
 from tests.store.test_device import columns, schema
 from tests.waiting import until
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from engram import _native
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.blocks import Masses
+from engram.store.device.row_chain import KERNEL_DTYPES, tree_state
 from engram.store.device.tree import SumTree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from engram.store.device.row_chain import Beside, RowKernels
     from engram.store.device.rows import DeviceRows
     from engram.store.device.store import DeviceStore
     from engram.store.keys import Key
@@ -33,7 +35,8 @@ class DevicePriorities:
         self._most = 1e300 / rows.capacity
         self.tree = SumTree(rows.capacity, rows.device)
         #: alpha, beta, and the largest priority of all updates, 0 before the first: on the device, so that graphs see them change.
-        self._alpha, self._beta, self._highest = torch.zeros(3, dtype=torch.float64, device=rows.device).unbind()
+        powers = torch.zeros(3, dtype=torch.float64, device=rows.device)
+        self._alpha, self._beta, self._highest = powers.unbind()
         self._alpha.fill_(alpha)
         self._beta.fill_(beta)
         self._zero = torch.zeros_like(self._alpha)
@@ -41,6 +44,10 @@ class DevicePriorities:
         self._closed: object = None
         self.retired = False
         """Whether the priorities of that name are elsewhere now."""
+        self._state = powers
+        if rows.kernels is not None:
+            self._state = tree_state(self.tree, powers, eps, self._most)
+            rows.kernels.warm_up_tree(self._state)
 
     @property
     def core(self) -> DevicePriorities:
@@ -124,6 +131,10 @@ class DevicePriorities:
         """Consecutive rows, at least one, hold new writes."""
         self.tree.put_span(start, stop, self._default())
 
+    def for_kernels(self) -> tuple[Tensor, Tensor | None]:
+        """The tree as the kernels find it, and the leaf of new rows where they cannot know it."""
+        return self._state, self._default() if self.within_buffer else None
+
     def emptied(self) -> None:
         """The store was emptied."""
         self._highest.zero_()
@@ -148,11 +159,24 @@ class DevicePriorities:
 
         def drawn() -> tuple[Tensor, Tensor, Tensor]:
             rows, leaves = self._draw(key.value, n)
-            least = torch.where(leaves > 0, leaves, torch.inf).amin() if over_batch else self.tree.least()
-            weights = torch.where(leaves > 0, (least / leaves) ** self._beta, self._zero)
-            return rows, self._rows.numbers[rows], weights.float() if single_precision else weights
+            return rows, self._rows.numbers[rows], self._weights(leaves, over_batch)
 
-        return store.sample_rows(drawn)
+        def read(kernels: RowKernels) -> list[Tensor]:
+            beside: Beside = "leaves" if over_batch else "single" if single_precision else "double"
+            columns = kernels.read(n, key.value, tree=self._state, beside=beside)
+            if over_batch:
+                columns.append(self._weights(columns.pop(), over_batch))
+            return columns
+
+        columns = store.sample_rows(n, drawn, read)
+        if single_precision:
+            columns.append(columns.pop().float())
+        return columns
+
+    def _weights(self, leaves: Tensor, over_batch: bool) -> Tensor:
+        """float64 ``[n]``: the weights of drawn rows with these leaves."""
+        least = torch.where(leaves > 0, leaves, torch.inf).amin() if over_batch else self.tree.least()
+        return torch.where(leaves > 0, (least / leaves) ** self._beta, self._zero)
 
     def _draw(self, key: int, n: int) -> tuple[Tensor, Tensor]:
         ledger = self._rows
@@ -210,9 +234,16 @@ class DevicePriorities:
 
         A priority that is negative, not finite or too large leaves its row as it is, and is counted, too; so is a row outside.
         """
-        ledger = self._rows
+        ledger, kernels = self._rows, self._rows.kernels
         with ledger:
-            rows, priorities = ledger.sent(rows, "update_priority"), ledger.sent(priorities, "update_priority").double()
+            rows, priorities = ledger.sent(rows, "update_priority"), ledger.sent(priorities, "update_priority")
+            if kernels is not None:
+                priorities = priorities if priorities.dtype in KERNEL_DTYPES else priorities.double()
+                expected = None if expected is None else ledger.sent(expected, "update_priority").contiguous()
+                levels = len(self.tree.sums)
+                kernels.update(self._state, levels, rows.contiguous(), priorities.contiguous(), expected)
+                return
+            priorities = priorities.double()
             leaves = (priorities + self.eps) ** self._alpha
             good = (priorities >= 0) & (leaves < self._most)
             inside = (rows >= 0) & (rows < ledger.capacity)

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from engram import _fork
 from engram._devices import after_stream, capturing, sent
+from engram._words import warn
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
+from engram.store.device.accelerator import Accelerator
+from engram.store.device.row_chain import MOST_ROWS, RowKernels
 from engram.store.memory import torch_dtype
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class DeviceRows:
 
     def __init__(self, schema: Schema, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
         self.device, self.capacity = device, schema.capacity
+        self.lane_length = schema.capacity // schema.lanes
         self.spare = schema.capacity
         self.whole = [
             torch.zeros((schema.capacity + 1, *field.shape), dtype=torch_dtype(field), device=device)
@@ -49,7 +53,8 @@ class DeviceRows:
         self.tally = torch.zeros(4, dtype=torch.int64, device=device)
         #: The spare row, on the device.
         self.nowhere = torch.full((), self.spare, device=device)
-        self._last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
+        #: By row the position of an entry that names it, as :meth:`last_of` and the kernels compare them.
+        self.last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
         self._stream = after_stream(device, None)
         #: Held around every call by what enters these rows, so that the operations of two threads do not mix.
@@ -66,6 +71,8 @@ class DeviceRows:
         #: What the cursor on the device was when the host last knew.
         self.known = (0, 0, 0)
         self.trees: list[DevicePriorities] = []
+        #: What reads, appends and updates in few launches; None: operations of torch do it.
+        self.kernels = kernels_for(self)
 
     @property
     def capturing(self) -> bool:
@@ -99,6 +106,10 @@ class DeviceRows:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
+    def kernels_of_append(self, n: int) -> RowKernels | None:
+        """The kernels, if they append ``n`` steps."""
+        return self.kernels if n <= MOST_ROWS else None
+
     def last_of(self, rows: Tensor) -> Tensor | None:
         """For each entry the position of the last one that names its row: int64 ``[n]``. None: there is one entry only."""
         n, places = len(rows), torch.arange(len(rows), device=self.device)
@@ -106,8 +117,8 @@ class DeviceRows:
             return None
         if n <= _PAIRS:
             return torch.where(rows.unsqueeze(1) == rows, places, -1).amax(1)
-        self._last.index_fill_(0, rows, -1)
-        return self._last.scatter_reduce_(0, rows, places, "amax")[rows]
+        self.last.index_fill_(0, rows, -1)
+        return self.last.scatter_reduce_(0, rows, places, "amax")[rows]
 
     def put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], last: Tensor | None) -> None:
         """Replace fields of rows. ``last``: of rows that may be named several times, as :meth:`last_of` has it."""
@@ -175,3 +186,18 @@ class DeviceRows:
             raise RowError(f"expected rows that hold data, got {outside} others {left_out}")
         if empty:
             raise NoSampleable(f"{EMPTY} Since the last look at the device {empty} draws found no row, or no priority.")
+
+
+def kernels_for(rows: DeviceRows) -> RowKernels | None:
+    """The kernels for rows on a CUDA device; None: there are none, which warns where the device could run them."""
+    if rows.device.type != "cuda":
+        return None
+    accelerator = Accelerator(rows.device)
+    obstacle = accelerator.obstacle()
+    if obstacle is None:
+        with accelerator.active():
+            return RowKernels(rows, accelerator.launch)
+    warn(
+        f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
+    )
+    return None

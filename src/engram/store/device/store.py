@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.device.row_chain import RowKernels
     from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
@@ -211,7 +212,12 @@ class DeviceStore(HostedStore):
         else:
             which, copied = self._for_core(self._which, columns)
             write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
-        columns, skipped = self._sent(columns, "extend"), max(n - length, 0)
+        columns, moves, skipped = self._sent(columns, "extend"), self.lanes == 1 and rows.ring, max(n - length, 0)
+        if (kernels := rows.kernels_of_append(n)) is not None:
+            trees = [tree.for_kernels() for tree in rows.trees]
+            base = lane * length
+            kernels.append(columns, n, trees, base=base, position=position, number=first, moves=moves)
+            skipped = n
         while skipped < n:  # at most twice
             at = (position + skipped) % length
             k = min(n - skipped, length - at)
@@ -221,8 +227,9 @@ class DeviceStore(HostedStore):
             for tree in rows.trees:
                 tree.written_span(start, start + k)
             skipped += k
-        if self.lanes == 1 and rows.ring:
-            rows.cursor.add_(n)
+        if moves:
+            if kernels is None:
+                rows.cursor.add_(n)
             rows.known = position + n, first + n, rows.known[2] + n
         if not later:
             self._follow()
@@ -240,6 +247,10 @@ class DeviceStore(HostedStore):
             )
         columns = self._sent(columns, "extend")
         rows.captured = True
+        if (kernels := rows.kernels_of_append(n)) is not None:
+            index = torch.empty((2, n), dtype=torch.int64, device=self.device)
+            kernels.append(columns, n, [tree.for_kernels() for tree in rows.trees], index=index)
+            return Write(index[0], 0, index[1])
         at, first = rows.next_rows(n)
         rows.put(at[-self.capacity :], self._which, [column[-self.capacity :] for column in columns], None)
         rows.number(at[-self.capacity :], first + max(n - self.capacity, 0), None)
@@ -341,8 +352,9 @@ class DeviceStore(HostedStore):
         return self.rows.take(self.rows.sent(rows, "read"), which)
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+        fields, ledger = len(self._which), self.rows
+
         def drawn() -> tuple[Tensor, ...]:
-            ledger = self.rows
             if ledger.capturing:
                 at = ledger.drawn(n)
             else:
@@ -351,29 +363,41 @@ class DeviceStore(HostedStore):
                 at = ledger.sent(rows, "sample")
             return (at, ledger.numbers[at]) if with_numbers else (at,)
 
-        if (self.lanes > 1 or self.bare.void_rows or not self.rows.ring) and not self.rows.capturing:
-            found = super().sample_uniform(key, n, with_rows, with_numbers)
-            fields = len(self._which)
-            return [*found[:fields], *(self.rows.sent(beside, "sample") for beside in found[fields:])]
-        columns = self.sample_rows(drawn)
-        if not with_rows:
-            del columns[len(self._which)]
-        return columns
+        def read(kernels: RowKernels) -> list[Tensor]:
+            return kernels.read(n, key.value, size=0 if ledger.capturing else self._size())
 
-    def sample_rows(self, draw: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
-        """All fields of rows on the device that ``draw()`` returns, and what it returns: the rows first.
+        if (self.lanes > 1 or self.bare.void_rows or not ledger.ring) and not ledger.capturing:
+            found = super().sample_uniform(key, n, with_rows, with_numbers)
+            return [*found[:fields], *(ledger.sent(beside, "sample") for beside in found[fields:])]
+        columns = self.sample_rows(n, drawn, read)
+        return [*columns[:fields], *columns[fields : fields + 1] * with_rows, *columns[fields + 1 :] * with_numbers]
+
+    def sample_rows(
+        self, n: int, draw: Callable[[], tuple[Tensor, ...]], read: Callable[[RowKernels], list[Tensor]]
+    ) -> list[Tensor]:
+        """All fields of ``n`` rows on the device, the rows, and what is said beside them.
+
+        Args:
+            n: rows.
+            draw: returns rows, and what is said beside them: where there are no kernels.
+            read: returns all of it by kernels.
 
         Raises ``NoSampleable``: the store is empty.
         """
-        with self.rows:
-            if not self.rows.capturing and not self._size():
+        ledger, fields = self.rows, len(self._which)
+        with ledger:
+            if not ledger.capturing and not self._size():
                 raise NoSampleable(EMPTY)
-            rows, *beside = draw()
-            if any(kind == "usage" for _, kind in self.indexes):
-                self.count_sampled(rows.cpu())
+            if ledger.kernels is not None:
+                columns = read(ledger.kernels)
             else:
-                self.bare.count_all_sampled(len(rows))
-            return [*self.rows.take(rows, self._which), rows, *beside]
+                rows, *beside = draw()
+                columns = [*ledger.take(rows, self._which), rows, *beside]
+            if any(kind == "usage" for _, kind in self.indexes):
+                self.count_sampled(columns[fields].cpu())
+            else:
+                self.bare.count_all_sampled(n)
+            return columns
 
     def _size(self) -> int:
         """Rows that hold data: without telling the core of them, where it only has to count them."""

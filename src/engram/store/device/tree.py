@@ -10,14 +10,12 @@ from torch import Tensor
 #: Children of a node.
 FANOUT = 128
 _SHIFT = 7
-#: Nodes that the highest level has at most: every draw sums them up.
-_TOP = 1 << 14
 
 
 class SumTree:
-    """float64 leaves, and of every 128 of them the sum and the smallest above zero, level on level.
+    """float64 leaves, and of every 128 of them the sum and the smallest above zero, level on level up to a single node.
 
-    A level of at most 16,384 nodes is the highest one. Behind the leaves there is at least one that belongs to no row
+    Behind the leaves there is at least one that belongs to no row
     (:attr:`spare`): entries that change nothing are written there, as zero.
 
     >>> import torch
@@ -34,7 +32,7 @@ class SumTree:
         self.spare = leaves
         n = leaves + 1
         sizes: list[int] = []
-        while not sizes or n > _TOP:
+        while n > 1 or not sizes:
             n = math.ceil(n / FANOUT)
             sizes.append(n * FANOUT)
         #: The leaves, and the sums of each level over the one below.
@@ -47,7 +45,6 @@ class SumTree:
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._infinite = torch.full_like(self._zero, torch.inf)
         self._none = torch.full((), 2 * FANOUT, device=device)
-        self._ends = torch.zeros(n + 1, dtype=torch.float64, device=device)
 
     @property
     def leaves(self) -> Tensor:
@@ -56,11 +53,11 @@ class SumTree:
 
     def total(self) -> Tensor:
         """The sum of all leaves, on the device."""
-        return self.sums[-1].sum()
+        return self.sums[-1][0]
 
     def least(self) -> Tensor:
         """The smallest leaf above zero, on the device; infinite if there is none."""
-        return self.lows[-1].amin()
+        return self.lows[-1][0]
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -105,12 +102,7 @@ class SumTree:
 
         No row of leaf zero is drawn, unless all are zero.
         """
-        top = self.sums[-1]
-        # What is rounded must neither decrease nor end at a node without mass.
-        self._ends[1:].copy_(torch.where(top > 0, top.cumsum(0), self._zero).cummax(0).values)
-        x = u * self._ends[-1]
-        nodes = torch.searchsorted(self._ends[1:], x, right=True).clamp_(max=len(top) - 1)
-        x = x - self._ends[nodes]
+        x, nodes = u * self.total(), torch.zeros_like(u, dtype=torch.int64)
         for level in reversed(range(len(self.lows))):
             block = self.sums[level].view(-1, FANOUT)[nodes]
             ends = block.cumsum(1)
