@@ -69,8 +69,8 @@ def state_of(storage, sampler=None):
     """All that calls on a storage on a device change there."""
     rows = storage.store.rows
     state = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, rows.last]
-    if rows.kernels is not None:
-        state.append(rows.kernels._state)
+    if isinstance(rows.work, RowKernels):
+        state.append(rows.work._state)
     for tree in rows.trees:
-        state += [*tree.tree.sums, *tree.tree.lows, tree._highest]
+        state += [*tree.tree.sums, *tree.tree.lows, tree.highest_there]
     return state

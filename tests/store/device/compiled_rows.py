@@ -7,20 +7,20 @@ from engram.store.device import row_kernels
 from tests.store.device.compiled import found
 
 BLOCKS = ((256, 1, 16), (2048, 4, 2), (16384, 8, 1))
-#: Kinds of reads: how rows are chosen, whether in a graph, and what is said beside them.
-KINDS = ((0, False, 0), (1, False, 0), (1, True, 0), (2, False, 0), (2, True, 1), (2, True, 2))
+#: Kinds of reads: whether by priority, in a graph, and with weights.
+KINDS = ((False, False, True), (False, True, True), (True, False, True), (True, True, True), (True, True, False))
 
 
 def variants():
     for chunk, warps, rows in BLOCKS:
-        for kind, captured, beside in KINDS if chunk == 256 else KINDS[:1]:
-            given = {"BLOCK": 1, "CHUNK": chunk, "KIND": kind, "BESIDE": beside, "CAPTURED": captured}
+        for tree, captured, weighed in KINDS if chunk == 256 else KINDS[:1]:
+            given = {"BLOCK": 1, "CHUNK": chunk, "TREE": tree, "WEIGHED": weighed, "CAPTURED": captured}
             yield row_kernels.read, warps, given
         yield row_kernels.place, max(warps, 4), {"BLOCK": rows, "CHUNK": chunk, "CAPTURED": chunk > 256}
     for tree in (False, True):
         yield row_kernels.record, 8, {"BLOCK": 1024, "NODES": 64, "TREE": tree, "CAPTURED": tree, "LAST": True}
-    for phase, warps in ((-1, 16), (0, 16), (1, 16), (2, 4)):
-        yield row_kernels.update, warps, {"BLOCK": 1024, "NODES": 64, "EXPECTED": phase < 1, "PHASE": phase}
+    for expected in (False, True):
+        yield row_kernels.update, 16, {"BLOCK": 1024, "NODES": 64, "EXPECTED": expected}
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ def test_kernels_of_rows_on_a_device(capability, tmp_path):
     assert {entry["kernel"] for entry in all_found} == {"read", "place", "record", "update"}
     for entry in all_found:
         assert entry["unrounded"] == entry["acquiring loads"] == 0, entry
-        weighs = entry["constants"].get("KIND") == 2 and entry["constants"]["BESIDE"] < 2
-        powers = weighs or entry["constants"].get("TREE") or entry["constants"].get("PHASE", 2) < 2
+        powers = entry["kernel"] == "update" or entry["constants"].get("TREE")
         assert powers or entry["fused"] == 0, entry  # exp and log have some
 
 

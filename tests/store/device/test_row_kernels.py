@@ -226,8 +226,8 @@ def test_one_leaf_above_zero_is_always_drawn(place):
     rb, _ = pair(40_000)
     rb.extend(numbers_of(40_000))
     tree = rb.sampler.priorities().tree
-    tree.put_span(0, 40_000, torch.zeros((), dtype=torch.float64))
-    tree.put_span(place, place + 1, torch.tensor(1e-200, dtype=torch.float64))
+    tree.leaves.zero_()
+    tree.put(torch.tensor([place]), torch.tensor([1e-200], dtype=torch.float64))
     batch = rb.sample()
     assert batch["index"].tolist() == batch["a"].tolist() == [place] * 64
     assert batch["priority_weight"].tolist() == [1.0] * 64
@@ -243,7 +243,7 @@ def test_addresses_of_ten_million_rows():
     index.update_there(torch.arange(3), torch.zeros(3), None)
     index.update_there(there, torch.full((8,), 0.5), None)
     assert [float(sums.sum()) for sums in index.tree.sums] == [4.0] * 5
-    columns = rows.kernels.read(64, 3, tree=index.for_kernels()[0])
+    columns = rows.work.read(64, 3, 0, index)
     assert torch.equal(columns[0], columns[1])
     assert set(columns[1].tolist()) == set(there.tolist())
     assert torch.equal(columns[2], columns[1] - 9_999_991)
@@ -321,9 +321,9 @@ def test_nothing_to_draw():
 
 
 def launches_of(rb, act):
-    before = rows_of(rb).kernels.launches
+    before = rows_of(rb).work.launches
     act()
-    return rows_of(rb).kernels.launches - before
+    return rows_of(rb).work.launches - before
 
 
 def test_launches():
@@ -397,4 +397,4 @@ def test_captured_draws_pass_over_removed_rows(monkeypatch):
 def test_rows_of_the_cpu_have_no_kernels():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend(steps_of(1))
-    assert DeviceRows(rb.storage.store.schema, torch.device("cpu")).kernels is None
+    assert not isinstance(DeviceRows(rb.storage.store.schema, torch.device("cpu")).work, RowKernels)

@@ -230,7 +230,7 @@ def looks_only(function):
 def memory_of(store, index):
     rows, tree = store.rows, index.tree
     own = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, *tree.sums, *tree.lows]
-    own += [index._alpha, index._beta, index._highest]
+    own += [index._alpha, index._beta, index.highest_there]
     return {tensor.untyped_storage().data_ptr() for tensor in own}
 
 

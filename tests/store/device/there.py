@@ -16,7 +16,7 @@ class There(LazyTensorStorage):
         store = DeviceStore.on(schema, self._device)
         store.keeps_priorities = True
         if self.kernels:
-            store.rows.kernels = RowKernels(store.rows)
+            store.rows.work = RowKernels(store.rows)
         return store
 
 

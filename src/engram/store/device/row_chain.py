@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from engram.store.device.chain import call, kernels_of, signed
+from engram.store.device.row_operations import RowOperations
 from engram.store.device.tree import FANOUT
 
 if TYPE_CHECKING:
@@ -17,17 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.chain import Launcher
+    from engram.store.device.priorities import DevicePriorities
     from engram.store.device.rows import DeviceRows
     from engram.store.device.tree import SumTree
 
-#: What a draw by priority says beside its rows.
-Beside: TypeAlias = Literal["single", "double", "leaves"]
-BESIDE: tuple[Beside, ...] = ("single", "double", "leaves")
 #: Of a part of a block: dtype, shape, strides, and where it begins, in elements.
 _Part: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
-_GIVEN, _UNIFORM, _PRIORITIZED = range(3)
 #: dtypes of priorities that updates take.
-KERNEL_DTYPES = (torch.float32, torch.float64)
+_PRIORITIES = (torch.float32, torch.float64)
 
 #: Bytes that a program copies at once, with how many warps.
 _CHUNKS = {256: 1, 2048: 4, 16384: 8}
@@ -39,15 +37,13 @@ _FIELDS = 8
 _TABLE, _ENTRY = 16, 8
 #: Entries of updates are numbered from here on: the other numbers in ``_last`` are positions in a batch.
 _FIRST_UPDATE = 1 << 40
-#: Entries of an update that one program takes; more are shared by several, a launch per level.
-_ALONE = 1_024
 #: Rows of an append that the kernels take: one program has their numbers and leaves.
-MOST_ROWS = 1 << 16
+_MOST_ROWS = 1 << 16
 #: Bytes that a block has per place for row, number and weight. Places are padded to a multiple of 16, so every part begins at one.
 _BESIDE_BYTES, _PADDED = 24, 16
 
 
-class RowKernels:
+class RowKernels(RowOperations):
     """The kernels for the rows of one ring on a device. No method waits for it.
 
     Args:
@@ -59,13 +55,13 @@ class RowKernels:
     """
 
     def __init__(self, rows: DeviceRows, launcher: Launcher = call) -> None:
+        super().__init__(rows)
         self._interpreted, self._launcher = kernels_of(rows.device).INTERPRETED, launcher
         from engram.store.device import row_kernels
 
         self._kernels = vars(row_kernels)
         self.launches = 0
         """Kernels launched so far."""
-        self._rows, self._device = rows, rows.device
         widths = [column[0].nbytes for column in rows.whole]
         longest = max(widths, default=0)
         self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
@@ -82,39 +78,28 @@ class RowKernels:
         addresses = [tensor.data_ptr() for tensor in (rows.numbers, rows.cursor, rows.tally, rows.last)]
         words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE]
         words += [0] * (_TABLE - len(words)) + table
-        self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(self._device)
+        self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
         self._parts = 1 if self._interpreted else min(_PARTS, max(self._chunks, 1))
         self._warps = _CHUNKS[self._chunk]
         self._dtypes = {column.dtype for column in rows.whole} | {torch.int64}
         self._views = functools.lru_cache(maxsize=32)(self._view_parts)
-        if not self._interpreted:
-            self._warm_up()
+        self.warm_up()
 
     # ---- reads -------------------------------------------------------------------------------------------------------
 
     def read(
-        self, n: int, key: int = 0, *, size: int = 0, given: Tensor | None = None, tree: Tensor | None = None, beside: Beside = "single"
-    ) -> list[Tensor]:  # fmt: skip
-        """A batch in a block of its own: one tensor per field, rows, numbers of their writes, and with a tree weights or leaves.
-
-        Args:
-            n: rows.
-            key: 64 random bits, ``0 <= key < 2 ** 64``. A graph draws other rows at each replay.
-            size: how many rows hold data, all below it; of the replay of a graph the ring says it.
-            given: rows, int64 ``[n]`` on the device; None: they are drawn.
-            tree: :func:`tree_state` of the priorities to draw by; None: uniformly.
-            beside: what is said of rows drawn by priority.
-        """
+        self, n: int, key: int, size: int, tree: DevicePriorities | None = None, *, weighed: bool = True
+    ) -> list[Tensor]:
+        """As :meth:`RowOperations.read`: one launch, and one block of memory for all of the batch."""
         padded = -(-n // _PADDED) * _PADDED
-        block = torch.empty(padded * (_BESIDE_BYTES + self._row_bytes), dtype=torch.uint8, device=self._device)
-        kind = _GIVEN if given is not None else _UNIFORM if tree is None else _PRIORITIZED
-        rows = 0 if given is None else given.data_ptr()
-        self._read(kind, beside, self._rows.capturing and given is None, key, size, rows, block.data_ptr(), n, tree)
-        weights = None if kind != _PRIORITIZED else torch.float32 if beside == "single" else torch.float64
-        typed = {dtype: block.view(dtype) for dtype in (*self._dtypes, *([weights] if weights else []))}
+        block = torch.empty(padded * (_BESIDE_BYTES + self._row_bytes), dtype=torch.uint8, device=self._rows.device)
+        state = None if tree is None else tree.state_there
+        self._read(state, weighed, self._rows.capturing, key, size, block.data_ptr(), n)
+        beside = None if tree is None else torch.float32 if weighed else torch.float64
+        typed = {dtype: block.view(dtype) for dtype in (*self._dtypes, *([beside] if beside else []))}
         # data: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
         return [
-            typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in self._views(n, weights)
+            typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in self._views(n, beside)
         ]
 
     def _view_parts(self, n: int, weights: torch.dtype | None) -> list[_Part]:
@@ -128,15 +113,12 @@ class RowKernels:
         parts += [(torch.int64, (n,), (1,), 0), (torch.int64, (n,), (1,), padded)]
         return parts if weights is None else [*parts, (weights, (n,), (1,), padded * 16 // weights.itemsize)]
 
-    def _read(
-        self, kind: int, beside: Beside, captured: bool, key: int, size: int, given: int, out: int, n: int, tree: Tensor | None
-    ) -> None:  # fmt: skip
+    def _read(self, tree: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int) -> None:
+        n, state, drawn = numbers[-1], self._state, tree is not None
         block = self._block(n, 1)
+        given = {"BLOCK": block, "CHUNK": self._chunk, "TREE": drawn, "WEIGHED": weighed, "CAPTURED": captured}
         grid = (max(1, -(-n // block)), self._parts)
-        self._launch(
-            "read", grid, self._warps, self._state, self._state if tree is None else tree, signed(key), size, given, out, n,
-            BLOCK=block, CHUNK=self._chunk, KIND=kind, BESIDE=BESIDE.index(beside), CAPTURED=captured,
-        )  # fmt: skip
+        self._launch("read", grid, self._warps, state, state if tree is None else tree, signed(key), *numbers, **given)
 
     # ---- appends -----------------------------------------------------------------------------------------------------
 
@@ -144,25 +126,15 @@ class RowKernels:
         self,
         columns: Sequence[Tensor],
         n: int,
-        trees: Sequence[tuple[Tensor, Tensor | None]],
         *,
         base: int = 0,
         position: int = 0,
         number: int = 0,
         moves: bool = True,
-        index: Tensor | None = None,
-    ) -> None:
-        """Steps at the end of a ring; of more than it has rows, the last ones. In a graph, where the cursor on the device is then.
-
-        Args:
-            columns: of all fields, on the device.
-            n: steps, at most :data:`MOST_ROWS`.
-            trees: of priorities, each by :func:`tree_state`, with the leaf of new rows; None: that follows from the largest priority.
-            base: the first row of the ring.
-            position, number: of the first step. Graphs take those of the cursor.
-            moves: whether the cursor moves on.
-            index: int64 ``[2, n]`` on the device, contiguous: gets the rows and their numbers.
-        """
+    ) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`RowOperations.append`: two launches, of more than 8 fields or one tree one for each 8 and each tree."""
+        if n > _MOST_ROWS:
+            return super().append(columns, n, base=base, position=position, number=number, moves=moves)
         captured, kept = self._rows.capturing, []
         for column, whole in zip(columns, self._rows.whole, strict=True):
             if nbytes := whole[0].nbytes:
@@ -174,10 +146,13 @@ class RowKernels:
             some = addresses[start : start + _FIELDS]
             begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
             self._place(captured, base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+        index = torch.empty((2, n), dtype=torch.int64, device=self._rows.device) if captured else None
+        trees = [tree.for_kernels() for tree in self._rows.trees]
         for place, (tree, leaf) in enumerate(trees or [(self._state, None)]):
             last = place >= len(trees) - 1
-            given, to = (0 if tensor is None else tensor.data_ptr() for tensor in (leaf, index if last else None))
+            given, to = (0 if tensor is None else tensor.data_ptr() for tensor in (leaf, index))
             self._record(bool(trees), captured, last and moves, tree, base, position, number, n, given, to)
+        return None if index is None else (index[0], index[1])
 
     def _place(self, captured: bool, base: int, position: int, n: int, begin: int, end: int, *sources: int) -> None:
         block, parts = self._block(n, max(1, 4096 // self._chunk)), min(self._parts, end - begin)
@@ -193,61 +168,40 @@ class RowKernels:
 
     # ---- updates of priorities ---------------------------------------------------------------------------------------
 
-    def update(self, tree: Tensor, levels: int, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
-        """New priorities, float64 or float32 ``[n]``, of rows int64 ``[n]``: ``DevicePriorities.update_there``.
+    def update(self, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
+        """As :meth:`RowOperations.update`: one launch."""
+        priorities = priorities if priorities.dtype in _PRIORITIES else priorities.double()
+        others = (rows, priorities, rows if expected is None else expected)
+        self._update(expected is not None, tree.state_there, *(tensor.contiguous() for tensor in others), len(rows))
 
-        All tensors are on the device, and contiguous. One launch; of more than 1,024 rows two and one per level.
-        """
-        n, arguments = len(rows), (tree, rows, priorities, rows if expected is None else expected, len(rows))
-        if n <= _ALONE:
-            self._update(-1, 1, expected is not None, *arguments, 0)
-            return
-        self._update(0, -(-n // _ALONE), expected is not None, *arguments, 0)
-        self._update(1, -(-n // _ALONE), expected is not None, *arguments, 0)
-        for level in range(1, levels):
-            programs = 1 if level == levels - 1 else -(-n // 64)
-            self._update(2, programs, expected is not None, *arguments, level)
+    def _update(self, expects: bool, *arguments: object) -> None:
+        self._launch("update", (1,), 16, self._state, *arguments, BLOCK=1024, NODES=64, EXPECTED=expects)
 
-    def _update(self, phase: int, programs: int, expects: bool, *arguments: object) -> None:
-        given = {"EXPECTED": expects, "PHASE": phase}
-        warps = 4 if phase == 2 else 16
-        self._launch("update", (programs,), warps, self._state, *arguments, BLOCK=1024, NODES=64, **given)
+    # ---- launches ----------------------------------------------------------------------------------------------------
 
     def _block(self, n: int, on_device: int) -> int:
         """Rows of a program. In Triton's interpreter, where a program takes long, as many as can be."""
         return min(256, 1 << max(n - 1, 0).bit_length()) if self._interpreted else on_device
-
-    # ---- launches ----------------------------------------------------------------------------------------------------
 
     def _launch(self, name: str, grid: tuple[int, ...], warps: int, *arguments: object, **constants: object) -> None:
         """One kernel. Without fused multiply-adds: they would draw other rows than the host."""
         self.launches += 1
         self._launcher(self._kernels[name][grid], *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
-    def _warm_up(self) -> None:
-        """Compile and load what graphs may capture, by calls for no rows."""
-        for captured in (False, True):
-            self._read(_UNIFORM, "single", captured, 0, 0, 0, 0, 0, None)
-            if self._chunks:
-                self._place(captured, 0, 0, 0, 0, 1, *[0] * _FIELDS)
-            self._record(False, captured, True, self._state, *[0] * 6)
-        self.launches = 0
-
-    def warm_up_tree(self, tree: Tensor) -> None:
-        """The same, of a tree that was made."""
+    def warm_up(self, tree: Tensor | None = None) -> None:
+        """Compile and load what graphs may capture, perhaps with a tree that was made, by calls for no rows."""
         if self._interpreted:
             return
-        none, launches = self._state[:0], self.launches
+        none, state = self._state[:0], self._state if tree is None else tree
         for captured in (False, True):
-            for beside in BESIDE:
-                self._read(_PRIORITIZED, beside, captured, 0, 0, 0, 0, 0, tree)
-            for moves in (False, True):
-                self._record(True, captured, moves, tree, *[0] * 6)
-        for phase in (-1, 0, 1, 2):
-            for expects in (False, True):
-                for dtype in KERNEL_DTYPES:
-                    self._update(phase, 1, expects, tree, none, none.to(dtype), none, 0, 1)
-        self.launches = launches
+            for either in (False, True):
+                self._read(tree, either, captured, 0, 0, 0, 0)
+                self._record(tree is not None, captured, either, state, *[0] * 6)
+                for dtype in () if tree is None else _PRIORITIES:
+                    self._update(either, tree, none, none.to(dtype), none, 0)
+            if self._chunks:
+                self._place(captured, 0, 0, 0, 0, 1, *[0] * _FIELDS)
+        self.launches = 0
 
 
 def tree_state(tree: SumTree, powers: Tensor, eps: float, most: float) -> Tensor:

@@ -6,7 +6,7 @@ row's bytes, the chunk's bytes, bytes per load, and the number of the field amon
 another one: words in the order of the ``T_`` constants, then at ``LEVELS`` per level the address of its sums, of its smallest leaves,
 and its size; the leaves come first.
 
-A phase that needs what the phase before has written comes after a barrier in a single program, or in a launch of its own.
+A phase that needs what the phase before has written comes after a barrier of a single program.
 """
 
 import triton
@@ -21,9 +21,6 @@ TABLE, ENTRY = map(tl.constexpr, (16, 8))
 #: Address of alpha, beta and the largest priority; bits of eps, and of the largest leaf that can be summed.
 T_LEVELS, T_POWERS, T_EPS, T_MOST = map(tl.constexpr, range(4))
 LEVELS = tl.constexpr(4)
-GIVEN, UNIFORM, PRIORITIZED = map(tl.constexpr, range(3))
-#: What is said beside rows drawn by priority: weights of single or double precision, or leaves.
-SINGLE, DOUBLE, LEAVES = map(tl.constexpr, range(3))
 #: How often a captured draw looks for a row that holds something, before it takes one of another place of the batch.
 TRIES = tl.constexpr(16)
 _FANOUT, _SHIFT = map(tl.constexpr, (128, 7))
@@ -98,12 +95,12 @@ def _live(key, i, n, state):
     return row, tl.maximum(number, 0)
 
 
-@triton.jit(do_not_specialize=["key", "size", "given", "out", "n"])
+@triton.jit(do_not_specialize=["key", "size", "out", "n"])
 def read(
-    state, tree, key: tl.int64, size: tl.int64, given: tl.int64, out: tl.int64, n: tl.int64,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, BESIDE: tl.constexpr, CAPTURED: tl.constexpr,
+    state, tree, key: tl.int64, size: tl.int64, out: tl.int64, n: tl.int64,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WEIGHED: tl.constexpr, CAPTURED: tl.constexpr,
 ):  # fmt: skip
-    """Chooses ``n`` rows, or takes ``given`` ones, and copies them into a block: rows, numbers, weights, then the fields.
+    """Chooses ``n`` rows, and copies them into a block: rows, numbers, weights or leaves, then the fields.
 
     Programs of the second dimension share the chunks of a place. ``size``: live rows, all below it. CAPTURED: of the ring as it is then,
     by random numbers of the key and of how many batches were drawn so.
@@ -114,26 +111,24 @@ def read(
     if CAPTURED:
         mixed = _bits(mixed, _at(state, R_DRAWN), _at(state, R_DRAWN) * 0)
     leaf = tl.zeros([BLOCK], tl.float64)
-    if KIND == GIVEN:
-        row = _load(given + i * 8)
-    elif KIND == PRIORITIZED:
+    if TREE:
         row, leaf = _fall((_bits(mixed, i, i * 0) >> 11).to(tl.float64) * 1.1102230246251565e-16, tree, BLOCK)
         row = tl.where(leaf > 0, row, 0)
-    elif not CAPTURED:
-        bits = _bits(mixed, i, i * 0)
-        row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
-    if (KIND == UNIFORM) & CAPTURED:
+        number = _load(_at(state, R_NUMBERS) + row * 8)
+    elif CAPTURED:
         row, number = _live(mixed, i, n, state)
     else:
+        bits = _bits(mixed, i, i * 0)
+        row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
         number = _load(_at(state, R_NUMBERS) + row * 8)
     if tl.program_id(1) == 0:
         _store_where(out + i * 8, row, mine)
         _store_where(out + (padded + i) * 8, number, mine)
         found = tl.max(number, 0) > 0
-        if KIND == PRIORITIZED:
+        if TREE:
             found = tl.max(leaf, 0) > 0
-            _say(tree, leaf, out + padded * 16, i, mine, BESIDE)
-        if (tl.program_id(0) == 0) & (KIND != GIVEN) & (n > 0) & (found == 0):
+            _say(tree, leaf, out + padded * 16, i, mine, WEIGHED)
+        if (tl.program_id(0) == 0) & (n > 0) & (found == 0):
             tl.atomic_add(_at(state, R_TALLY).to(tl.pointer_type(tl.int64)) + 3, 1, sem="relaxed")
     for chunk in range(tl.program_id(1).to(tl.int64), _at(state, R_CHUNKS), tl.num_programs(1)):
         entry = state + TABLE + chunk * ENTRY
@@ -145,17 +140,15 @@ def read(
 
 
 @triton.jit
-def _say(tree, leaf, out, i, mine, BESIDE: tl.constexpr):
+def _say(tree, leaf, out, i, mine, WEIGHED: tl.constexpr):
     """Writes the weights of rows that were drawn, or their leaves."""
-    beside = leaf
-    if BESIDE != LEAVES:
+    if WEIGHED:
         least = _load(_at(tree, LEVELS + (_at(tree, T_LEVELS) - 1) * 3 + 1), tl.float64)
         beta = _load(_at(tree, T_POWERS) + 8, tl.float64)
-        beside = tl.where(leaf > 0, _power(least / tl.where(leaf > 0, leaf, 1.0), beta), 0.0)
-    if BESIDE == SINGLE:
-        tl.store((out + i * 4).to(tl.pointer_type(tl.float32)), beside.to(tl.float32), mask=mine)
+        weight = tl.where(leaf > 0, _power(least / tl.where(leaf > 0, leaf, 1.0), beta), 0.0)
+        tl.store((out + i * 4).to(tl.pointer_type(tl.float32)), weight.to(tl.float32), mask=mine)
     else:
-        tl.store((out + i * 8).to(tl.pointer_type(tl.float64)), beside, mask=mine)
+        tl.store((out + i * 8).to(tl.pointer_type(tl.float64)), leaf, mask=mine)
 
 
 @triton.jit
@@ -285,7 +278,7 @@ def _claim(state, tree, rows, priorities, expected, n, BLOCK: tl.constexpr, EXPE
     """Counts entries that are left out, and notes for each row the last entry that names it."""
     capacity, before, powers = _at(state, R_CAPACITY), _at(state, R_UPDATED), _at(tree, T_POWERS)
     tally = _at(state, R_TALLY).to(tl.pointer_type(tl.int64))
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+    for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
         mine = i < n
         row = tl.load(rows + i, mask=mine, other=-1)
@@ -321,7 +314,7 @@ def _count(tally, mask):
 def _set_leaves(state, tree, rows, priorities, n, BLOCK: tl.constexpr):
     """The leaves of rows, by the entries that _claim() has noted."""
     capacity, before = _at(state, R_CAPACITY), _at(state, R_UPDATED)
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+    for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
         row = tl.load(rows + i, mask=i < n, other=-1)
         inside = (row >= 0) & (row < capacity)
@@ -336,7 +329,7 @@ def _set_leaves(state, tree, rows, priorities, n, BLOCK: tl.constexpr):
 def _sum_up_entries(tree, level, rows, n, capacity, NODES: tl.constexpr):
     """The nodes of a level above entries; all of the level, if these are fewer."""
     size = _at(tree, LEVELS + level * 3 + 2)
-    for start in range(tl.program_id(0).to(tl.int64) * NODES, tl.minimum(n, size), tl.num_programs(0) * NODES):
+    for start in range(0, tl.minimum(n, size), NODES):
         i = start + tl.arange(0, NODES).to(tl.int64)
         if size <= n:
             node, mine = i, i < size
@@ -347,27 +340,16 @@ def _sum_up_entries(tree, level, rows, n, capacity, NODES: tl.constexpr):
         _sum_up(tree, level, tl.where(mine, node, 0), mine)
 
 
-@triton.jit(do_not_specialize=["n", "level"], do_not_specialize_on_alignment=["rows", "priorities", "expected"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "priorities", "expected"])
 def update(
-    state, tree, rows, priorities, expected, n: tl.int64, level: tl.int64,
-    BLOCK: tl.constexpr, NODES: tl.constexpr, EXPECTED: tl.constexpr, PHASE: tl.constexpr,
+    state, tree, rows, priorities, expected, n: tl.int64, BLOCK: tl.constexpr, NODES: tl.constexpr, EXPECTED: tl.constexpr
 ):  # fmt: skip
-    """``DevicePriorities.update_there``. PHASE 0: what is good is counted, and who names a row last; 1: leaves; 2: sums of ``level``; -1:
-    all of it, in one program.
-    """
-    if PHASE < 1:
-        _claim(state, tree, rows, priorities, expected, n, BLOCK, EXPECTED)
-    if PHASE == -1:
+    """One program: ``RowOperations.update``."""
+    _claim(state, tree, rows, priorities, expected, n, BLOCK, EXPECTED)
+    tl.debug_barrier()
+    _set_leaves(state, tree, rows, priorities, n, BLOCK)
+    for level in range(1, _at(tree, T_LEVELS)):
         tl.debug_barrier()
-    if (PHASE == 1) | (PHASE == -1):
-        _set_leaves(state, tree, rows, priorities, n, BLOCK)
-    first, end = level, level + 1
-    if PHASE == -1:
-        first, end = level * 0 + 1, _at(tree, T_LEVELS)
-    if (PHASE == 2) | (PHASE == -1):
-        for each in range(first, end):
-            tl.debug_barrier()
-            _sum_up_entries(tree, each, rows, n, _at(state, R_CAPACITY), NODES)
-        if end == _at(tree, T_LEVELS):  # a single program: entries are numbered on
-            tl.debug_barrier()
-            tl.store(state + R_UPDATED, _at(state, R_UPDATED) + n)
+        _sum_up_entries(tree, level, rows, n, _at(state, R_CAPACITY), NODES)
+    tl.debug_barrier()
+    tl.store(state + R_UPDATED, _at(state, R_UPDATED) + n)

@@ -12,7 +12,8 @@ from engram._devices import after_stream, capturing, sent
 from engram._words import warn
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.device.accelerator import Accelerator
-from engram.store.device.row_chain import MOST_ROWS, RowKernels
+from engram.store.device.row_chain import RowKernels
+from engram.store.device.row_operations import RowOperations
 from engram.store.memory import torch_dtype
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Rows of a write of which the last entry of each row is found by comparing all pairs.
 _PAIRS = 1_024
-#: How often a captured draw looks for a row that holds something.
-_TRIES = 16
 
 
 class DeviceRows:
@@ -71,8 +70,8 @@ class DeviceRows:
         #: What the cursor on the device was when the host last knew.
         self.known = (0, 0, 0)
         self.trees: list[DevicePriorities] = []
-        #: What reads, appends and updates in few launches; None: operations of torch do it.
-        self.kernels = kernels_for(self)
+        #: What reads, appends and updates them.
+        self.work = work_on(self)
 
     @property
     def capturing(self) -> bool:
@@ -106,10 +105,6 @@ class DeviceRows:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
-    def kernels_of_append(self, n: int) -> RowKernels | None:
-        """The kernels, if they append ``n`` steps."""
-        return self.kernels if n <= MOST_ROWS else None
-
     def last_of(self, rows: Tensor) -> Tensor | None:
         """For each entry the position of the last one that names its row: int64 ``[n]``. None: there is one entry only."""
         n, places = len(rows), torch.arange(len(rows), device=self.device)
@@ -135,12 +130,6 @@ class DeviceRows:
         numbers = torch.arange(len(rows), device=self.device) + first
         self.numbers.index_put_((rows,), numbers if last is None else numbers[last])
 
-    def next_rows(self, n: int) -> tuple[Tensor, Tensor]:
-        """The next ``n`` rows of the ring as the cursor of the device has it, and the number of the first; it moves on."""
-        rows, first = (self.cursor[0] + torch.arange(n, device=self.device)) % self.capacity, self.cursor[1].clone()
-        self.cursor.add_(n)
-        return rows, first
-
     def size(self) -> Tensor:
         """Rows of the ring that hold data, on the device."""
         return self.cursor[2].clamp(max=self.capacity)
@@ -152,22 +141,11 @@ class DeviceRows:
         self.tally[2].add_(wrong.sum())
         return torch.where(wrong, self.nowhere, at)
 
-    # ---- drawing -----------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Fields of rows, copied."""
         return [self.whole[number].index_select(0, rows) for number in which]
-
-    def drawn(self, n: int) -> Tensor:
-        """Rows of the ring, uniformly, as it is at the replay of a graph; zeros where there are none.
-
-        Of a row that was removed another takes the place: one of 16, else one of the batch.
-        """
-        tried = (torch.rand((n, _TRIES), dtype=torch.float64, device=self.device) * self.size()).long()
-        held = (self.numbers[tried] > 0).long()
-        rows, good = tried.gather(1, held.argmax(1, keepdim=True)).squeeze(1), held.amax(1)
-        self.tally[3].add_(1 - good.amax())
-        return torch.where(good > 0, rows, rows[good.argmax(0, keepdim=True)])
 
     # ---- what the host asks for: each waits ------------------------------------------------------------------------------
 
@@ -188,10 +166,10 @@ class DeviceRows:
             raise NoSampleable(f"{EMPTY} Since the last look at the device {empty} draws found no row, or no priority.")
 
 
-def kernels_for(rows: DeviceRows) -> RowKernels | None:
-    """The kernels for rows on a CUDA device; None: there are none, which warns where the device could run them."""
+def work_on(rows: DeviceRows) -> RowOperations:
+    """Kernels on a CUDA device, else operations of torch. Warns where the device could run kernels, but something is missing."""
     if rows.device.type != "cuda":
-        return None
+        return RowOperations(rows)
     accelerator = Accelerator(rows.device)
     obstacle = accelerator.obstacle()
     if obstacle is None:
@@ -200,4 +178,4 @@ def kernels_for(rows: DeviceRows) -> RowKernels | None:
     warn(
         f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
     )
-    return None
+    return RowOperations(rows)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.store.device.row_chain import RowKernels
+    from engram.store.device.priorities import DevicePriorities
     from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
@@ -212,24 +212,10 @@ class DeviceStore(HostedStore):
         else:
             which, copied = self._for_core(self._which, columns)
             write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
-        columns, moves, skipped = self._sent(columns, "extend"), self.lanes == 1 and rows.ring, max(n - length, 0)
-        if (kernels := rows.kernels_of_append(n)) is not None:
-            trees = [tree.for_kernels() for tree in rows.trees]
-            base = lane * length
-            kernels.append(columns, n, trees, base=base, position=position, number=first, moves=moves)
-            skipped = n
-        while skipped < n:  # at most twice
-            at = (position + skipped) % length
-            k = min(n - skipped, length - at)
-            start = lane * length + at
-            rows.put_span(start, self._which, [column[skipped : skipped + k] for column in columns])
-            torch.arange(first + skipped, first + skipped + k, out=rows.numbers[start : start + k])
-            for tree in rows.trees:
-                tree.written_span(start, start + k)
-            skipped += k
+        moves = self.lanes == 1 and rows.ring
+        sent = self._sent(columns, "extend")
+        rows.work.append(sent, n, base=lane * length, position=position, number=first, moves=moves)
         if moves:
-            if kernels is None:
-                rows.cursor.add_(n)
             rows.known = position + n, first + n, rows.known[2] + n
         if not later:
             self._follow()
@@ -247,16 +233,8 @@ class DeviceStore(HostedStore):
             )
         columns = self._sent(columns, "extend")
         rows.captured = True
-        if (kernels := rows.kernels_of_append(n)) is not None:
-            index = torch.empty((2, n), dtype=torch.int64, device=self.device)
-            kernels.append(columns, n, [tree.for_kernels() for tree in rows.trees], index=index)
-            return Write(index[0], 0, index[1])
-        at, first = rows.next_rows(n)
-        rows.put(at[-self.capacity :], self._which, [column[-self.capacity :] for column in columns], None)
-        rows.number(at[-self.capacity :], first + max(n - self.capacity, 0), None)
-        for tree in rows.trees:
-            tree.written(at[-self.capacity :])
-        return Write(at, 0, first + torch.arange(n, device=self.device))
+        at, numbers = rows.work.append(columns, n) or (rows.numbers, rows.numbers)
+        return Write(at, 0, numbers)
 
     def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
         """Write where the plan says for each row."""
@@ -286,7 +264,7 @@ class DeviceStore(HostedStore):
                     tensor[start:stop].zero_()
                 self._renumber(start, stop)
                 for tree in self.rows.trees:
-                    tree.written_span(start, stop)
+                    tree.written(torch.arange(start, stop, device=self.device))
 
     def empty(self, *, keep_write_count: bool) -> None:
         with self.rows:
@@ -353,48 +331,24 @@ class DeviceStore(HostedStore):
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         fields, ledger = len(self._which), self.rows
-
-        def drawn() -> tuple[Tensor, ...]:
-            if ledger.capturing:
-                at = ledger.drawn(n)
-            else:
-                rows = _native.empty_rows(n)
-                _native.uniform(key.value, self._size(), rows)
-                at = ledger.sent(rows, "sample")
-            return (at, ledger.numbers[at]) if with_numbers else (at,)
-
-        def read(kernels: RowKernels) -> list[Tensor]:
-            return kernels.read(n, key.value, size=0 if ledger.capturing else self._size())
-
         if (self.lanes > 1 or self.bare.void_rows or not ledger.ring) and not ledger.capturing:
             found = super().sample_uniform(key, n, with_rows, with_numbers)
             return [*found[:fields], *(ledger.sent(beside, "sample") for beside in found[fields:])]
-        columns = self.sample_rows(n, drawn, read)
+        columns = self.sample_rows(n, key.value)
         return [*columns[:fields], *columns[fields : fields + 1] * with_rows, *columns[fields + 1 :] * with_numbers]
 
     def sample_rows(
-        self, n: int, draw: Callable[[], tuple[Tensor, ...]], read: Callable[[RowKernels], list[Tensor]]
+        self, n: int, key: int, tree: DevicePriorities | None = None, *, weighed: bool = True
     ) -> list[Tensor]:
-        """All fields of ``n`` rows on the device, the rows, and what is said beside them.
-
-        Args:
-            n: rows.
-            draw: returns rows, and what is said beside them: where there are no kernels.
-            read: returns all of it by kernels.
-
-        Raises ``NoSampleable``: the store is empty.
-        """
-        ledger, fields = self.rows, len(self._which)
+        """As :meth:`RowOperations.read`. Raises ``NoSampleable``: the store is empty."""
+        ledger = self.rows
         with ledger:
-            if not ledger.capturing and not self._size():
+            size = 0 if ledger.capturing else self._size()
+            if not ledger.capturing and not size:
                 raise NoSampleable(EMPTY)
-            if ledger.kernels is not None:
-                columns = read(ledger.kernels)
-            else:
-                rows, *beside = draw()
-                columns = [*ledger.take(rows, self._which), rows, *beside]
+            columns = ledger.work.read(n, key, size, tree, weighed=weighed)
             if any(kind == "usage" for _, kind in self.indexes):
-                self.count_sampled(columns[fields].cpu())
+                self.count_sampled(columns[len(self._which)].cpu())
             else:
                 self.bare.count_all_sampled(n)
             return columns
