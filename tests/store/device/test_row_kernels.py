@@ -1,5 +1,8 @@
 """Kernels of rows on a device in Triton's interpreter, beside the operations of torch that do the same."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -243,7 +246,7 @@ def test_addresses_of_ten_million_rows():
     index.update_there(torch.arange(3), torch.zeros(3), None)
     index.update_there(there, torch.full((8,), 0.5), None)
     assert [float(sums.sum()) for sums in index.tree.sums] == [4.0] * 5
-    columns = rows.work.read(64, 3, 0, index)
+    columns = rows.work.read(rows, 64, 3, 0, index)
     assert torch.equal(columns[0], columns[1])
     assert set(columns[1].tolist()) == set(there.tolist())
     assert torch.equal(columns[2], columns[1] - 9_999_991)
@@ -315,6 +318,22 @@ def test_nothing_to_draw():
     rb.sample()
     with pytest.raises(NoSampleable, match="1 draws found no row"):
         rb.stats()
+
+
+@pytest.mark.parametrize("storage", [ByKernels, LazyTensorStorage])
+def test_rows_go_with_their_buffer(storage):
+    """Nothing refers to the rows in a circle, so the device has their memory back at once."""
+    rb = TensorDictReplayBuffer(
+        storage=storage(20, device="meta" if storage is LazyTensorStorage else "cpu"), batch_size=4
+    )
+    rb.extend(numbers_of(9))
+    gone = weakref.ref(rows_of(rb))
+    gc.disable()
+    try:
+        del rb
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------------

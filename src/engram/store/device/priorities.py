@@ -176,7 +176,7 @@ class DevicePriorities:
         if self.total == 0:
             raise NoSampleable(f"{EMPTY} Or all priorities are zero.")
         with self._rows:
-            rows, numbers, found = self._rows.work.read(n, key, 0, self, weighed=False)[-3:]
+            rows, numbers, found = self._rows.work.read(self._rows, n, key, 0, self, weighed=False)[-3:]
             return rows.cpu(), numbers.cpu(), (found if leaves else self.weigh(found)).cpu()
 
     # ---- changing ----------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class DevicePriorities:
         ledger, call = self._rows, "update_priority"
         with ledger:
             expected = None if expected is None else ledger.sent(expected, call)
-            ledger.work.update(self, ledger.sent(rows, call), ledger.sent(priorities, call), expected)
+            ledger.work.update(ledger, self, ledger.sent(rows, call), ledger.sent(priorities, call), expected)
 
     def update_arrays(self, *_: object) -> None:
         """Raises ``TypeError``: arrays become tensors first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -31,6 +30,8 @@ _PRIORITIES = (torch.float32, torch.float64)
 _CHUNKS = {256: 1, 2048: 4, 16384: 8}
 #: Programs that share the chunks of a row, at most.
 _PARTS = 16
+#: Sizes of batches whose parts are known.
+_SIZES = 64
 #: Fields that one launch appends.
 _FIELDS = 8
 #: Where the table begins, and words of an entry: as in row_kernels.py.
@@ -55,7 +56,6 @@ class RowKernels(RowOperations):
     """
 
     def __init__(self, rows: DeviceRows, launcher: Launcher = call) -> None:
-        super().__init__(rows)
         self._interpreted, self._launcher = kernels_of(rows.device).INTERPRETED, launcher
         from engram.store.device import row_kernels
 
@@ -81,37 +81,49 @@ class RowKernels(RowOperations):
         self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
         self._parts = 1 if self._interpreted else min(_PARTS, max(self._chunks, 1))
         self._warps = _CHUNKS[self._chunk]
-        self._dtypes = {column.dtype for column in rows.whole} | {torch.int64}
-        self._views = functools.lru_cache(maxsize=32)(self._view_parts)
+        #: Of each field dtype, shape and strides of a row's values, and its bytes.
+        self._fields = [(column.dtype, column.shape[1:], column.stride(), column[0].nbytes) for column in rows.whole]
+        self._length, self._device = rows.lane_length, rows.device
+        self._known: dict[tuple[int, torch.dtype | None], list[_Part]] = {}
         self.warm_up()
 
     # ---- reads -------------------------------------------------------------------------------------------------------
 
     def read(
-        self, n: int, key: int, size: int, tree: DevicePriorities | None = None, *, weighed: bool = True
+        self,
+        ledger: DeviceRows,
+        n: int,
+        key: int,
+        size: int,
+        tree: DevicePriorities | None = None,
+        *,
+        weighed: bool = True,
     ) -> list[Tensor]:
         """As :meth:`RowOperations.read`: one launch, and one block of memory for all of the batch."""
-        padded = -(-n // _PADDED) * _PADDED
-        block = torch.empty(padded * (_BESIDE_BYTES + self._row_bytes), dtype=torch.uint8, device=self._rows.device)
-        state = None if tree is None else tree.state_there
-        self._read(state, weighed, self._rows.capturing, key, size, block.data_ptr(), n)
         beside = None if tree is None else torch.float32 if weighed else torch.float64
-        typed = {dtype: block.view(dtype) for dtype in (*self._dtypes, *([beside] if beside else []))}
+        parts = self._known.get((n, beside)) or self._parts_of(n, beside)
+        nbytes = -(-n // _PADDED) * _PADDED * (_BESIDE_BYTES + self._row_bytes)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        state = None if tree is None else tree.state_there
+        self._read(state, weighed, ledger.capturing, key, size, block.data_ptr(), n)
+        typed = {dtype: block.view(dtype) for dtype in {part[0] for part in parts}}
         # data: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
-        return [
-            typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in self._views(n, beside)
-        ]
+        return [typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in parts]
 
-    def _view_parts(self, n: int, weights: torch.dtype | None) -> list[_Part]:
-        """The parts of a block: fields, rows, numbers, perhaps weights."""
+    def _parts_of(self, n: int, beside: torch.dtype | None) -> list[_Part]:
+        """The parts of a block: fields, rows, numbers, perhaps weights or leaves. They are noted for the next batch."""
         padded, before = -(-n // _PADDED) * _PADDED, _BESIDE_BYTES
         parts: list[_Part] = []
-        for column in self._rows.whole:
-            shape, dtype = (n, *column.shape[1:]), column.dtype
-            parts.append((dtype, shape, column.stride(), padded * before // dtype.itemsize))
-            before += column[0].nbytes
+        for dtype, shape, strides, nbytes in self._fields:
+            parts.append((dtype, (n, *shape), strides, padded * before // dtype.itemsize))
+            before += nbytes
         parts += [(torch.int64, (n,), (1,), 0), (torch.int64, (n,), (1,), padded)]
-        return parts if weights is None else [*parts, (weights, (n,), (1,), padded * 16 // weights.itemsize)]
+        if beside is not None:
+            parts.append((beside, (n,), (1,), padded * 16 // beside.itemsize))
+        if len(self._known) > _SIZES:
+            self._known.clear()
+        self._known[n, beside] = parts
+        return parts
 
     def _read(self, tree: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int) -> None:
         n, state, drawn = numbers[-1], self._state, tree is not None
@@ -124,6 +136,7 @@ class RowKernels(RowOperations):
 
     def append(
         self,
+        ledger: DeviceRows,
         columns: Sequence[Tensor],
         n: int,
         *,
@@ -134,11 +147,11 @@ class RowKernels(RowOperations):
     ) -> tuple[Tensor, Tensor] | None:
         """As :meth:`RowOperations.append`: two launches, of more than 8 fields or one tree one for each 8 and each tree."""
         if n > _MOST_ROWS:
-            return super().append(columns, n, base=base, position=position, number=number, moves=moves)
-        captured, kept = self._rows.capturing, []
-        for column, whole in zip(columns, self._rows.whole, strict=True):
-            if nbytes := whole[0].nbytes:
-                values = column.to(whole.dtype).resolve_conj().resolve_neg().contiguous()
+            return super().append(ledger, columns, n, base=base, position=position, number=number, moves=moves)
+        captured, kept = ledger.capturing, []
+        for column, (dtype, _, _, nbytes) in zip(columns, self._fields, strict=True):
+            if nbytes:
+                values = column.to(dtype).resolve_conj().resolve_neg().contiguous()
                 aligned = not values.data_ptr() % (nbytes & -nbytes & 15 or 8)
                 kept.append(values if aligned else values.clone())
         addresses = [values.data_ptr() for values in kept]
@@ -146,8 +159,8 @@ class RowKernels(RowOperations):
             some = addresses[start : start + _FIELDS]
             begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
             self._place(captured, base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
-        index = torch.empty((2, n), dtype=torch.int64, device=self._rows.device) if captured else None
-        trees = [tree.for_kernels() for tree in self._rows.trees]
+        index = torch.empty((2, n), dtype=torch.int64, device=self._device) if captured else None
+        trees = [tree.for_kernels() for tree in ledger.trees]
         for place, (tree, leaf) in enumerate(trees or [(self._state, None)]):
             last = place >= len(trees) - 1
             given, to = (0 if tensor is None else tensor.data_ptr() for tensor in (leaf, index))
@@ -156,7 +169,7 @@ class RowKernels(RowOperations):
 
     def _place(self, captured: bool, base: int, position: int, n: int, begin: int, end: int, *sources: int) -> None:
         block, parts = self._block(n, max(1, 4096 // self._chunk)), min(self._parts, end - begin)
-        grid = (max(1, -(-min(n, self._rows.lane_length) // block)), parts)
+        grid = (max(1, -(-min(n, self._length) // block)), parts)
         numbers = (base, position, n, begin, end, *sources)
         self._launch(
             "place", grid, max(self._warps, 4), self._state, *numbers, BLOCK=block, CHUNK=self._chunk, CAPTURED=captured
@@ -168,7 +181,9 @@ class RowKernels(RowOperations):
 
     # ---- updates of priorities ---------------------------------------------------------------------------------------
 
-    def update(self, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
+    def update(
+        self, ledger: DeviceRows, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None  # noqa: ARG002 - as operations need it
+    ) -> None:  # fmt: skip
         """As :meth:`RowOperations.update`: one launch."""
         priorities = priorities if priorities.dtype in _PRIORITIES else priorities.double()
         others = (rows, priorities, rows if expected is None else expected)

@@ -23,15 +23,18 @@ _TRIES = 16
 class RowOperations:
     """What a store on a device does with its rows in every step. In a graph draws use torch's random numbers.
 
-    Args:
-        rows: columns, numbers and cursor.
+    The ``ledger`` of each call is the rows: columns, numbers and cursor. Nothing here keeps them.
     """
 
-    def __init__(self, rows: DeviceRows) -> None:
-        self._rows = rows
-
     def read(
-        self, n: int, key: int, size: int, tree: DevicePriorities | None = None, *, weighed: bool = True
+        self,
+        ledger: DeviceRows,
+        n: int,
+        key: int,
+        size: int,
+        tree: DevicePriorities | None = None,
+        *,
+        weighed: bool = True,
     ) -> list[Tensor]:
         """A batch: one tensor per field, rows, numbers of their writes, and of a draw by priority weights or leaves.
 
@@ -42,29 +45,28 @@ class RowOperations:
             tree: the priorities to draw by; None: uniformly.
             weighed: whether float32 weights over the largest in the store are said, or else float64 leaves.
         """
-        ledger, beside = self._rows, []
+        beside = []
         if tree is not None:
-            rows, leaves = tree.tree.draw(self._numbers(key, 1 << 53, n) * 2.0**-53)
+            rows, leaves = tree.tree.draw(self._numbers(ledger, key, 1 << 53, n) * 2.0**-53)
             ledger.tally[3].add_((leaves <= 0).any())
             rows, beside = torch.where(leaves > 0, rows, 0), [tree.weigh(leaves).float() if weighed else leaves]
         else:
-            rows = self._live(n) if ledger.capturing else self._numbers(key, size, n)
+            rows = self._live(ledger, n) if ledger.capturing else self._numbers(ledger, key, size, n)
         return [*ledger.take(rows, range(len(ledger.whole))), rows, ledger.numbers[rows], *beside]
 
-    def _numbers(self, key: int, end: int, n: int) -> Tensor:
+    def _numbers(self, ledger: DeviceRows, key: int, end: int, n: int) -> Tensor:
         """int64 ``[n]`` below ``end``, on the device."""
-        if self._rows.capturing:
-            return torch.randint(end, (n,), device=self._rows.device)
+        if ledger.capturing:
+            return torch.randint(end, (n,), device=ledger.device)
         numbers = _native.empty_rows(n)
         _native.uniform(key, end, numbers)
-        return self._rows.sent(numbers, "sample")
+        return ledger.sent(numbers, "sample")
 
-    def _live(self, n: int) -> Tensor:
+    def _live(self, ledger: DeviceRows, n: int) -> Tensor:
         """Rows of the ring, uniformly, as it is at the replay of a graph; zeros where there are none.
 
         Of a row that was removed another takes the place: one of 16, else one of the batch.
         """
-        ledger = self._rows
         tried = (torch.rand((n, _TRIES), dtype=torch.float64, device=ledger.device) * ledger.size()).long()
         held = (ledger.numbers[tried] > 0).long()
         rows, good = tried.gather(1, held.argmax(1, keepdim=True)).squeeze(1), held.amax(1)
@@ -73,6 +75,7 @@ class RowOperations:
 
     def append(
         self,
+        ledger: DeviceRows,
         columns: Sequence[Tensor],
         n: int,
         *,
@@ -90,7 +93,7 @@ class RowOperations:
             position, number: of the first step. Graphs take those of the cursor.
             moves: whether the cursor moves on.
         """
-        ledger, steps = self._rows, torch.arange(n, device=self._rows.device)
+        steps = torch.arange(n, device=ledger.device)
         cursor = ledger.cursor.clone() if ledger.capturing else (position, number)
         rows, numbers = base + (cursor[0] + steps) % ledger.lane_length, cursor[1] + steps
         kept = slice(max(n - ledger.lane_length, 0), n)
@@ -102,9 +105,11 @@ class RowOperations:
             ledger.cursor.add_(n)
         return (rows, numbers) if ledger.capturing else None
 
-    def update(self, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
+    def update(
+        self, ledger: DeviceRows, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None
+    ) -> None:
         """As :meth:`DevicePriorities.update_there`, of tensors on the device."""
-        ledger, priorities = self._rows, priorities.double()
+        priorities = priorities.double()
         leaves = tree.leaf(priorities)
         good = (priorities >= 0) & (leaves < tree.most)
         inside = (rows >= 0) & (rows < ledger.capacity)

@@ -169,7 +169,7 @@ class DeviceRows:
 def work_on(rows: DeviceRows) -> RowOperations:
     """Kernels on a CUDA device, else operations of torch. Warns where the device could run kernels, but something is missing."""
     if rows.device.type != "cuda":
-        return RowOperations(rows)
+        return RowOperations()
     accelerator = Accelerator(rows.device)
     obstacle = accelerator.obstacle()
     if obstacle is None:
@@ -178,4 +178,4 @@ def work_on(rows: DeviceRows) -> RowOperations:
     warn(
         f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
     )
-    return RowOperations(rows)
+    return RowOperations()

@@ -214,7 +214,7 @@ class DeviceStore(HostedStore):
             write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
         moves = self.lanes == 1 and rows.ring
         sent = self._sent(columns, "extend")
-        rows.work.append(sent, n, base=lane * length, position=position, number=first, moves=moves)
+        rows.work.append(rows, sent, n, base=lane * length, position=position, number=first, moves=moves)
         if moves:
             rows.known = position + n, first + n, rows.known[2] + n
         if not later:
@@ -233,7 +233,7 @@ class DeviceStore(HostedStore):
             )
         columns = self._sent(columns, "extend")
         rows.captured = True
-        at, numbers = rows.work.append(columns, n) or (rows.numbers, rows.numbers)
+        at, numbers = rows.work.append(rows, columns, n) or (rows.numbers, rows.numbers)
         return Write(at, 0, numbers)
 
     def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
@@ -346,7 +346,7 @@ class DeviceStore(HostedStore):
             size = 0 if ledger.capturing else self._size()
             if not ledger.capturing and not size:
                 raise NoSampleable(EMPTY)
-            columns = ledger.work.read(n, key, size, tree, weighed=weighed)
+            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed)
             if any(kind == "usage" for _, kind in self.indexes):
                 self.count_sampled(columns[len(self._which)].cpu())
             else:
