@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import LazyTensorStorage, NoSampleable, PrioritizedSampler, PriorityError, RowError, TensorDictReplayBuffer
+from engram.samplers.prioritized import as_priorities
 from engram.store.device.row_chain import RowKernels
 from engram.store.device.rows import DeviceRows
 from tests.device.graphs import Graph, state_of
@@ -355,6 +356,13 @@ def test_launches():
     uniform, _ = pair(1_000, prioritized=False)
     uniform.extend(steps_of(900))
     assert launches_of(uniform, uniform.sample) == 1
+
+
+def test_priorities_of_the_device_are_taken_as_they_are():
+    errors = torch.rand(3, device="meta", requires_grad=True)
+    taken = as_priorities(errors, 3, lambda value: value, there=True)
+    assert taken.dtype is torch.float32
+    assert not taken.requires_grad
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------
