@@ -141,13 +141,15 @@ class PriorityIndex(TicketIndex[_native.Priorities]):
         def make(block: Block) -> None:
             _native.format_priorities(block.address, block.nbytes, store.capacity, *config)
 
-        moved = None if store.is_native else DeviceIndex.taken_off(store, name)
         nbytes = _native.priority_bytes(store.capacity, config.within_buffer)
-        index, made = store.indexes.lasting(name, KIND, nbytes, make)
+        # No other thread looks while they are on neither the device nor the host.
+        with store.placing() if isinstance(store, DeviceStore) else contextlib.nullcontext():
+            moved = DeviceIndex.taken_off(store, name)
+            index, made = store.indexes.lasting(name, KIND, nbytes, make)
+            if moved is not None:
+                index.restore(moved)
         if (index.core.eps, index.core.within_buffer) != (config.eps, config.within_buffer):
             raise other_parameters(name, index.core, config)
-        if moved is not None:
-            index.restore(moved)
         return index, made
 
     @classmethod
@@ -322,7 +324,7 @@ class DeviceIndex(DevicePriorities):
 
     @classmethod
     def taken_off(cls, store: Store, name: str) -> dict[str, object] | None:
-        """The state of the priorities of that name, which lie on the device no more; None: they did not."""
+        """The state of the priorities of that name, which lie on the device no more; None: they did not. The caller holds the store."""
         known = store.indexes.get((name, KIND))
         if not (isinstance(store, DeviceStore) and isinstance(known, cls)):
             return None

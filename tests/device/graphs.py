@@ -1,9 +1,14 @@
 """CUDA graphs as torch has them, imitated on the CPU: what was recorded is done again on the same memory at each replay."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from engram.store.device.row_chain import RowKernels
 
 CAPTURING = "engram.store.device.rows.capturing"
+
+
+LAUNCH = "engram.store.device.row_chain.RowKernels._launch"
 
 
 class _Recorder(TorchDispatchMode):
@@ -31,10 +36,21 @@ class Graph:
         before = [tensor.clone() for tensor in state]
         with monkeypatch.context() as patched:
             patched.setattr(CAPTURING, lambda device: True)
+            patched.setattr(LAUNCH, self._launched(RowKernels._launch))
             with _Recorder(self._steps):
                 self.result = call()
         for tensor, was in zip(state, before, strict=True):
             tensor.copy_(was)
+
+    def _launched(self, launch):
+        """What launches a kernel, and notes it."""
+
+        def launched(kernels, *arguments, **constants):
+            with _disable_current_modes():  # kernels run in the interpreter, whose operations are none of the graph's
+                launch(kernels, *arguments, **constants)
+            self._steps.append((launch, (kernels, *arguments), constants, None))
+
+        return launched
 
     def replay(self):
         for func, args, kwargs, result in self._steps:
@@ -52,7 +68,9 @@ def _tensors(result):
 def state_of(storage, sampler=None):
     """All that calls on a storage on a device change there."""
     rows = storage.store.rows
-    state = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, rows._last]
+    state = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, rows.last]
+    if isinstance(rows.work, RowKernels):
+        state.append(rows.work._state)
     for tree in rows.trees:
-        state += [*tree.tree.sums, *tree.tree.lows, tree._highest]
+        state += [*tree.tree.sums, *tree.tree.lows, tree.highest_there]
     return state

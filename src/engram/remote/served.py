@@ -123,8 +123,11 @@ class ServedRows(Protocol):
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
         """Ask for a batch of each key, and do not wait for it. Raises ``ValueError``: a batch is larger than a message may be."""
 
-    def answer(self, rows: int) -> list[Drawn]:
-        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised."""
+    def answer(self, rows: int) -> list[Callable[[], Drawn]]:
+        """The batches, of so many rows, that were asked for first. Raises what drawing the first raised.
+
+        Each is copied out of what came when it is called for.
+        """
 
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""

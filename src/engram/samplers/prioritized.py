@@ -556,8 +556,8 @@ def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor],
     rows. ``reduced``: makes ``[n]`` of ``[n, ...]``. Raises as :meth:`PrioritizedSampler.update_priority`, unless a priority itself is bad.
     """
     value = as_numbers("update_priority: priority", priority, torch.float64)
-    if value.shape == (n,) and value.dtype in _AS_THEY_ARE and value.is_cpu and value.is_contiguous():
-        return value
+    if value.shape == (n,) and value.dtype in _AS_THEY_ARE and (there or value.is_cpu) and value.is_contiguous():
+        return value if value.is_cpu else value.detach()
     if value.is_complex():
         raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
     value = value.detach().to(value.device if there else "cpu", torch.float64)

@@ -8,18 +8,30 @@ import sys
 import pytest
 
 
+def found(program, capability, cache):
+    """What is in the kernels that a program compiles."""
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", f"tests.store.device.{program}", str(capability)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_of_rows_on_a_device(capability, tmp_path):
+    all_found = found("compiled_rows", capability, tmp_path)
+    assert {entry["kernel"] for entry in all_found} == {"read", "place", "record", "update"}
+    for entry in all_found:
+        assert entry["unrounded"] == entry["acquiring loads"] == 0, entry
+        powers = entry["kernel"] == "update" or entry["constants"].get("TREE")
+        assert powers or entry["fused"] == 0, entry  # exp and log have some
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_no_cached_load_and_no_atomic_reaches_memory_of_the_host(capability, tmp_path):
-    env = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-    }
-    env.pop("TRITON_INTERPRET", None)
-    program = [sys.executable, "-m", "tests.store.device.compiled", str(capability)]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    all_found = json.loads(done.stdout)
+    all_found = found("compiled", capability, tmp_path)
     assert {entry["kernel"] for entry in all_found} == {"extents", "draw", "gather", "repair", "update", "publish"}
     for entry in all_found:
         assert entry["plain loads"] == 0, entry

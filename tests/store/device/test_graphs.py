@@ -6,7 +6,9 @@ from tensordict import TensorDict
 
 from engram import LazyTensorStorage, NoSampleable, PrioritizedSampler, RowError, TensorDictReplayBuffer
 from tests.device.graphs import CAPTURING, Graph, state_of
-from tests.store.device.test_priorities import There
+from tests.store.device.there import There, both_ways  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def made(capacity=20, *, prioritized=False, **arguments):

@@ -17,16 +17,9 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.priorities import DeviceIndex, PriorityIndex
-from engram.store import DeviceStore
+from tests.store.device.there import There, both_ways  # noqa: F401 - a fixture
 
-
-class There(LazyTensorStorage):
-    """As a storage on an accelerator, priorities included, without one."""
-
-    def _allocate(self, schema):
-        store = DeviceStore.on(schema, self._device)
-        store.keeps_priorities = True
-        return store
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def steps_of(n, first=0, seed=0):

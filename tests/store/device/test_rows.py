@@ -9,10 +9,11 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
-from engram.priorities import DeviceIndex, PriorityConfig
+from engram.priorities import KIND, DeviceIndex, PriorityConfig, PriorityIndex
 from engram.store import DeviceStore, Key
 from engram.types import WritePlan
-from tests.store.device.test_priorities import There, steps_of
+from tests.store.device.test_priorities import steps_of
+from tests.store.device.there import There
 from tests.store.test_device import columns, schema
 from tests.waiting import until
 
@@ -229,7 +230,7 @@ def looks_only(function):
 def memory_of(store, index):
     rows, tree = store.rows, index.tree
     own = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, *tree.sums, *tree.lows]
-    own += [index._alpha, index._beta, index._highest]
+    own += [index._alpha, index._beta, index.highest_there]
     return {tensor.untyped_storage().data_ptr() for tensor in own}
 
 
@@ -289,3 +290,37 @@ def test_two_threads_make_one_index(monkeypatch):
     assert one is other
     assert {first, second} == {True, False}
     assert store.rows.trees == [index, one]
+
+
+def test_two_threads_move_one_index_to_the_host(monkeypatch):
+    """Both find it on the device if nothing keeps them apart, or the second one an index on the host without its priorities."""
+    store, index = written()
+    live = int((store.rows.numbers > 0).sum())
+    index.update_there(torch.arange(live), torch.arange(1.0, live + 1), None)
+    expected = index.leaves(live)
+    (name,) = [name for name, kind in store.indexes if kind == KIND]
+    meeting, state = threading.Barrier(2), DeviceIndex.state
+
+    def look(*given):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(timeout=0.2)
+        return state(*given)
+
+    monkeypatch.setattr(DeviceIndex, "state", look)
+    made, failures = [], []
+
+    def move():
+        try:
+            host, _ = PriorityIndex.of_store(store, name, CONFIG)
+            made.append((host, host.leaves(live)))
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    both(move, move)
+    assert not failures
+    (one, leaves), (other, later) = made
+    assert one is other
+    assert torch.equal(leaves, expected)
+    assert torch.equal(later, expected)
+    assert store.rows.trees == []
+    assert index.retired

@@ -48,7 +48,7 @@ def test_sums_follow_every_change(n):
         start = int(torch.randint(n, (), generator=random))
         stop = start + int(torch.randint(n - start, (), generator=random)) + 1
         leaves[start:stop] = 0.25
-        tree.put_span(start, stop, torch.tensor(0.25, dtype=torch.float64))
+        tree.put(torch.arange(start, stop), torch.tensor(0.25, dtype=torch.float64))
         check(tree, leaves)
     tree.put(torch.full((3,), tree.spare), torch.zeros(3, dtype=torch.float64))
     check(tree, leaves)

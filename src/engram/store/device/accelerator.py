@@ -9,7 +9,10 @@ No test of this project has run these calls on a GPU yet, because the prototypes
   ``cudaHostRegister`` with flags 0), ``cuMemHostUnregister``, ``cuMemHostGetDevicePointer_v2``, ``cuGetErrorName``
 - of torch: ``cuda.graph(stream=…, capture_error_mode="thread_local")``, ``cuda.is_current_stream_capturing``,
   ``cuda.mem_get_info``, ``cuda.get_device_capability``, ``cuda.device(…)``, ``Event.query``
-- of Triton: ``atomic_cas`` and ``atomic_xchg`` of words of 64 bits, with which kernels keep resident rows
+- of Triton: ``atomic_cas`` and ``atomic_xchg`` of words of 64 bits, with which kernels keep resident rows, and all kernels of
+  ``row_kernels.py``. What the interpreter cannot show of them: a barrier between phases that orders writes to the device's memory for one
+  program (``tl.debug_barrier``), ``tl.atomic_max`` of int64, cumulative sums of float64 in several warps, and loads of kernels before a
+  capture, by launches for no rows
 
 ``DeviceLoader`` has used streams, events, ``record_stream`` and pinned memory on a GPU.
 """

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram import _native
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.blocks import Masses
+from engram.store.device.row_chain import RowKernels, tree_state
 from engram.store.device.tree import SumTree
 
 if TYPE_CHECKING:
@@ -30,17 +30,22 @@ class DevicePriorities:
     def __init__(self, rows: DeviceRows, alpha: float, beta: float, eps: float, within_buffer: bool) -> None:
         self._rows, self.eps, self.within_buffer = rows, eps, within_buffer
         self.rows = rows.capacity
-        self._most = 1e300 / rows.capacity
+        self.most = 1e300 / rows.capacity
         self.tree = SumTree(rows.capacity, rows.device)
         #: alpha, beta, and the largest priority of all updates, 0 before the first: on the device, so that graphs see them change.
-        self._alpha, self._beta, self._highest = torch.zeros(3, dtype=torch.float64, device=rows.device).unbind()
+        powers = torch.zeros(3, dtype=torch.float64, device=rows.device)
+        self._alpha, self._beta, self.highest_there = powers.unbind()
         self._alpha.fill_(alpha)
         self._beta.fill_(beta)
-        self._zero = torch.zeros_like(self._alpha)
+        self.zero = torch.zeros_like(self._alpha)
         self._powers = (alpha, beta)
         self._closed: object = None
         self.retired = False
         """Whether the priorities of that name are elsewhere now."""
+        self.state_there = tree_state(self.tree, powers, eps, self.most)
+        """The tree, as the kernels find it."""
+        if isinstance(rows.work, RowKernels):
+            rows.work.warm_up(self.state_there)
 
     @property
     def core(self) -> DevicePriorities:
@@ -63,7 +68,7 @@ class DevicePriorities:
         power, leaves = alpha / self.alpha if self.alpha > 0 else 1.0, self.tree.leaves
         with self._rows:
             raised = torch.where(leaves > 0, leaves**power, leaves)
-            if bool((raised >= self._most).any()):
+            if bool((raised >= self.most).any()):
                 raise ValueError("with that alpha a priority is too large")
             leaves.copy_(raised)
             self.tree.sum_up()
@@ -85,7 +90,7 @@ class DevicePriorities:
     def highest(self) -> float:
         """The largest priority of all updates, 0.0 before the first."""
         with self._rows:
-            return float(self._highest)
+            return float(self.highest_there)
 
     @property
     def total(self) -> float:
@@ -108,7 +113,7 @@ class DevicePriorities:
 
     def _default(self) -> Tensor:
         """The leaf of new rows, on the device."""
-        leaf = (torch.where(self._highest > 0, self._highest, 1.0) + self.eps) ** self._alpha
+        leaf = self.leaf(torch.where(self.highest_there > 0, self.highest_there, 1.0))
         if not self.within_buffer:
             return leaf
         largest = self.tree.leaves.amax()
@@ -120,13 +125,13 @@ class DevicePriorities:
         """Rows on the device, which may be named several times, hold new writes."""
         self.tree.put(rows, self._default())
 
-    def written_span(self, start: int, stop: int) -> None:
-        """Consecutive rows, at least one, hold new writes."""
-        self.tree.put_span(start, stop, self._default())
+    def for_kernels(self) -> tuple[Tensor, Tensor | None]:
+        """The tree as the kernels find it, and the leaf of new rows where they cannot know it."""
+        return self.state_there, self._default() if self.within_buffer else None
 
     def emptied(self) -> None:
         """The store was emptied."""
-        self._highest.zero_()
+        self.highest_there.zero_()
         self._set_all(torch.zeros_like(self.tree.leaves[: self.rows]))
 
     def scan(self, begin: int, end: int) -> None:
@@ -145,26 +150,23 @@ class DevicePriorities:
 
     def sample(self, store: DeviceStore, key: Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]:
         """Rows by priority, on the device: one tensor per field, then rows, numbers of their writes and weights."""
+        weighed = single_precision and not over_batch
+        columns = store.sample_rows(n, key.value, self, weighed=weighed)
+        if not weighed:
+            leaves = columns.pop()
+            least = torch.where(leaves > 0, leaves, torch.inf).amin() if over_batch else None
+            weights = self.weigh(leaves, least)
+            columns.append(weights.float() if single_precision else weights)
+        return columns
 
-        def drawn() -> tuple[Tensor, Tensor, Tensor]:
-            rows, leaves = self._draw(key.value, n)
-            least = torch.where(leaves > 0, leaves, torch.inf).amin() if over_batch else self.tree.least()
-            weights = torch.where(leaves > 0, (least / leaves) ** self._beta, self._zero)
-            return rows, self._rows.numbers[rows], weights.float() if single_precision else weights
+    def weigh(self, leaves: Tensor, least: Tensor | None = None) -> Tensor:
+        """float64 ``[n]``: the weights of rows with these leaves, over that of ``least``, which is by default the smallest one."""
+        least = self.tree.least() if least is None else least
+        return torch.where(leaves > 0, (least / leaves) ** self._beta, self.zero)
 
-        return store.sample_rows(drawn)
-
-    def _draw(self, key: int, n: int) -> tuple[Tensor, Tensor]:
-        ledger = self._rows
-        if ledger.capturing:
-            u = torch.rand(n, dtype=torch.float64, device=ledger.device)
-        else:
-            bits = _native.empty_rows(n)
-            _native.uniform(key, 1 << 53, bits)
-            u = ledger.sent(bits, "sample") * 2.0**-53
-        rows, leaves = self.tree.draw(u)
-        ledger.tally[3].add_((leaves <= 0).any())
-        return torch.where(leaves > 0, rows, 0), leaves
+    def leaf(self, priorities: Tensor) -> Tensor:
+        """float64: the leaves of priorities, on the device."""
+        return (priorities + self.eps) ** self._alpha
 
     def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """The same on the host, which waits for it: rows, numbers, and float64 weights, or ``leaves`` in place of these.
@@ -174,9 +176,8 @@ class DevicePriorities:
         if self.total == 0:
             raise NoSampleable(f"{EMPTY} Or all priorities are zero.")
         with self._rows:
-            rows, found = self._draw(key, n)
-            weights = found if leaves else (self.tree.least() / found) ** self._beta
-            return rows.cpu(), self._rows.numbers[rows].cpu(), weights.cpu()
+            rows, numbers, found = self._rows.work.read(self._rows, n, key, 0, self, weighed=False)[-3:]
+            return rows.cpu(), numbers.cpu(), (found if leaves else self.weigh(found)).cpu()
 
     # ---- changing ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class DevicePriorities:
         """Raise ``PriorityError`` for priorities on the host of which one is negative, not finite or too large."""
         if not priorities.is_cpu:
             return
-        good = (priorities >= 0) & ((priorities.double() + self.eps) ** self.alpha < self._most)
+        good = (priorities >= 0) & ((priorities.double() + self.eps) ** self.alpha < self.most)
         if not bool(good.all()):
             at = int(good.long().argmin())
             raise PriorityError(
@@ -210,22 +211,10 @@ class DevicePriorities:
 
         A priority that is negative, not finite or too large leaves its row as it is, and is counted, too; so is a row outside.
         """
-        ledger = self._rows
+        ledger, call = self._rows, "update_priority"
         with ledger:
-            rows, priorities = ledger.sent(rows, "update_priority"), ledger.sent(priorities, "update_priority").double()
-            leaves = (priorities + self.eps) ** self._alpha
-            good = (priorities >= 0) & (leaves < self._most)
-            inside = (rows >= 0) & (rows < ledger.capacity)
-            at = torch.where(inside & good, rows, ledger.nowhere)
-            held = ledger.numbers[at]
-            used = held > 0 if expected is None else (held > 0) & (held == ledger.sent(expected, "update_priority"))
-            ledger.tally[:3].add_(torch.stack((inside & good & ~used, ~good, ~inside & (rows != -1))).sum(1))
-            leaves = torch.where(used, torch.where(leaves > 0, leaves, -self._zero), self._zero)
-            at = torch.where(used, at, ledger.nowhere)
-            if len(at):
-                torch.maximum(self._highest, torch.where(used, priorities, self._zero).amax(), out=self._highest)
-            last = ledger.last_of(at)
-            self.tree.put(at, leaves if last is None else leaves[last])
+            expected = None if expected is None else ledger.sent(expected, call)
+            ledger.work.update(ledger, self, ledger.sent(rows, call), ledger.sent(priorities, call), expected)
 
     def update_arrays(self, *_: object) -> None:
         """Raises ``TypeError``: arrays become tensors first."""
@@ -273,5 +262,5 @@ class DevicePriorities:
             self._powers = (alpha, beta)
             self._alpha.fill_(alpha)
             self._beta.fill_(beta)
-            self._highest.fill_(float(highest))  # type: ignore[arg-type] # a number
+            self.highest_there.fill_(float(highest))  # type: ignore[arg-type] # a number
             self._set_all(leaves.to(self._rows.device))

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from engram import _fork
 from engram._devices import after_stream, capturing, sent
+from engram._words import warn
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
+from engram.store.device.accelerator import Accelerator
+from engram.store.device.row_chain import RowKernels
+from engram.store.device.row_operations import RowOperations
 from engram.store.memory import torch_dtype
 
 if TYPE_CHECKING:
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Rows of a write of which the last entry of each row is found by comparing all pairs.
 _PAIRS = 1_024
-#: How often a captured draw looks for a row that holds something.
-_TRIES = 16
 
 
 class DeviceRows:
@@ -32,6 +34,7 @@ class DeviceRows:
 
     def __init__(self, schema: Schema, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
         self.device, self.capacity = device, schema.capacity
+        self.lane_length = schema.capacity // schema.lanes
         self.spare = schema.capacity
         self.whole = [
             torch.zeros((schema.capacity + 1, *field.shape), dtype=torch_dtype(field), device=device)
@@ -49,7 +52,8 @@ class DeviceRows:
         self.tally = torch.zeros(4, dtype=torch.int64, device=device)
         #: The spare row, on the device.
         self.nowhere = torch.full((), self.spare, device=device)
-        self._last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
+        #: By row the position of an entry that names it, as :meth:`last_of` and the kernels compare them.
+        self.last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
         self._stream = after_stream(device, None)
         #: Held around every call by what enters these rows, so that the operations of two threads do not mix.
@@ -66,6 +70,8 @@ class DeviceRows:
         #: What the cursor on the device was when the host last knew.
         self.known = (0, 0, 0)
         self.trees: list[DevicePriorities] = []
+        #: What reads, appends and updates them.
+        self.work = work_on(self)
 
     @property
     def capturing(self) -> bool:
@@ -106,8 +112,8 @@ class DeviceRows:
             return None
         if n <= _PAIRS:
             return torch.where(rows.unsqueeze(1) == rows, places, -1).amax(1)
-        self._last.index_fill_(0, rows, -1)
-        return self._last.scatter_reduce_(0, rows, places, "amax")[rows]
+        self.last.index_fill_(0, rows, -1)
+        return self.last.scatter_reduce_(0, rows, places, "amax")[rows]
 
     def put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], last: Tensor | None) -> None:
         """Replace fields of rows. ``last``: of rows that may be named several times, as :meth:`last_of` has it."""
@@ -124,12 +130,6 @@ class DeviceRows:
         numbers = torch.arange(len(rows), device=self.device) + first
         self.numbers.index_put_((rows,), numbers if last is None else numbers[last])
 
-    def next_rows(self, n: int) -> tuple[Tensor, Tensor]:
-        """The next ``n`` rows of the ring as the cursor of the device has it, and the number of the first; it moves on."""
-        rows, first = (self.cursor[0] + torch.arange(n, device=self.device)) % self.capacity, self.cursor[1].clone()
-        self.cursor.add_(n)
-        return rows, first
-
     def size(self) -> Tensor:
         """Rows of the ring that hold data, on the device."""
         return self.cursor[2].clamp(max=self.capacity)
@@ -141,22 +141,11 @@ class DeviceRows:
         self.tally[2].add_(wrong.sum())
         return torch.where(wrong, self.nowhere, at)
 
-    # ---- drawing -----------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Fields of rows, copied."""
         return [self.whole[number].index_select(0, rows) for number in which]
-
-    def drawn(self, n: int) -> Tensor:
-        """Rows of the ring, uniformly, as it is at the replay of a graph; zeros where there are none.
-
-        Of a row that was removed another takes the place: one of 16, else one of the batch.
-        """
-        tried = (torch.rand((n, _TRIES), dtype=torch.float64, device=self.device) * self.size()).long()
-        held = (self.numbers[tried] > 0).long()
-        rows, good = tried.gather(1, held.argmax(1, keepdim=True)).squeeze(1), held.amax(1)
-        self.tally[3].add_(1 - good.amax())
-        return torch.where(good > 0, rows, rows[good.argmax(0, keepdim=True)])
 
     # ---- what the host asks for: each waits ------------------------------------------------------------------------------
 
@@ -175,3 +164,18 @@ class DeviceRows:
             raise RowError(f"expected rows that hold data, got {outside} others {left_out}")
         if empty:
             raise NoSampleable(f"{EMPTY} Since the last look at the device {empty} draws found no row, or no priority.")
+
+
+def work_on(rows: DeviceRows) -> RowOperations:
+    """Kernels on a CUDA device, else operations of torch. Warns where the device could run kernels, but something is missing."""
+    if rows.device.type != "cuda":
+        return RowOperations()
+    accelerator = Accelerator(rows.device)
+    obstacle = accelerator.obstacle()
+    if obstacle is None:
+        with accelerator.active():
+            return RowKernels(rows, accelerator.launch)
+    warn(
+        f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
+    )
+    return RowOperations()

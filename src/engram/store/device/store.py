@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.device.priorities import DevicePriorities
     from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
@@ -211,18 +212,10 @@ class DeviceStore(HostedStore):
         else:
             which, copied = self._for_core(self._which, columns)
             write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
-        columns, skipped = self._sent(columns, "extend"), max(n - length, 0)
-        while skipped < n:  # at most twice
-            at = (position + skipped) % length
-            k = min(n - skipped, length - at)
-            start = lane * length + at
-            rows.put_span(start, self._which, [column[skipped : skipped + k] for column in columns])
-            torch.arange(first + skipped, first + skipped + k, out=rows.numbers[start : start + k])
-            for tree in rows.trees:
-                tree.written_span(start, start + k)
-            skipped += k
-        if self.lanes == 1 and rows.ring:
-            rows.cursor.add_(n)
+        moves = self.lanes == 1 and rows.ring
+        sent = self._sent(columns, "extend")
+        rows.work.append(rows, sent, n, base=lane * length, position=position, number=first, moves=moves)
+        if moves:
             rows.known = position + n, first + n, rows.known[2] + n
         if not later:
             self._follow()
@@ -240,12 +233,8 @@ class DeviceStore(HostedStore):
             )
         columns = self._sent(columns, "extend")
         rows.captured = True
-        at, first = rows.next_rows(n)
-        rows.put(at[-self.capacity :], self._which, [column[-self.capacity :] for column in columns], None)
-        rows.number(at[-self.capacity :], first + max(n - self.capacity, 0), None)
-        for tree in rows.trees:
-            tree.written(at[-self.capacity :])
-        return Write(at, 0, first + torch.arange(n, device=self.device))
+        at, numbers = rows.work.append(rows, columns, n) or (rows.numbers, rows.numbers)
+        return Write(at, 0, numbers)
 
     def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
         """Write where the plan says for each row."""
@@ -275,7 +264,7 @@ class DeviceStore(HostedStore):
                     tensor[start:stop].zero_()
                 self._renumber(start, stop)
                 for tree in self.rows.trees:
-                    tree.written_span(start, stop)
+                    tree.written(torch.arange(start, stop, device=self.device))
 
     def empty(self, *, keep_write_count: bool) -> None:
         with self.rows:
@@ -341,39 +330,28 @@ class DeviceStore(HostedStore):
         return self.rows.take(self.rows.sent(rows, "read"), which)
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        def drawn() -> tuple[Tensor, ...]:
-            ledger = self.rows
-            if ledger.capturing:
-                at = ledger.drawn(n)
-            else:
-                rows = _native.empty_rows(n)
-                _native.uniform(key.value, self._size(), rows)
-                at = ledger.sent(rows, "sample")
-            return (at, ledger.numbers[at]) if with_numbers else (at,)
-
-        if (self.lanes > 1 or self.bare.void_rows or not self.rows.ring) and not self.rows.capturing:
+        fields, ledger = len(self._which), self.rows
+        if (self.lanes > 1 or self.bare.void_rows or not ledger.ring) and not ledger.capturing:
             found = super().sample_uniform(key, n, with_rows, with_numbers)
-            fields = len(self._which)
-            return [*found[:fields], *(self.rows.sent(beside, "sample") for beside in found[fields:])]
-        columns = self.sample_rows(drawn)
-        if not with_rows:
-            del columns[len(self._which)]
-        return columns
+            return [*found[:fields], *(ledger.sent(beside, "sample") for beside in found[fields:])]
+        columns = self.sample_rows(n, key.value)
+        return [*columns[:fields], *columns[fields : fields + 1] * with_rows, *columns[fields + 1 :] * with_numbers]
 
-    def sample_rows(self, draw: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
-        """All fields of rows on the device that ``draw()`` returns, and what it returns: the rows first.
-
-        Raises ``NoSampleable``: the store is empty.
-        """
-        with self.rows:
-            if not self.rows.capturing and not self._size():
+    def sample_rows(
+        self, n: int, key: int, tree: DevicePriorities | None = None, *, weighed: bool = True
+    ) -> list[Tensor]:
+        """As :meth:`RowOperations.read`. Raises ``NoSampleable``: the store is empty."""
+        ledger = self.rows
+        with ledger:
+            size = 0 if ledger.capturing else self._size()
+            if not ledger.capturing and not size:
                 raise NoSampleable(EMPTY)
-            rows, *beside = draw()
+            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed)
             if any(kind == "usage" for _, kind in self.indexes):
-                self.count_sampled(rows.cpu())
+                self.count_sampled(columns[len(self._which)].cpu())
             else:
-                self.bare.count_all_sampled(len(rows))
-            return [*self.rows.take(rows, self._which), rows, *beside]
+                self.bare.count_all_sampled(n)
+            return columns
 
     def _size(self) -> int:
         """Rows that hold data: without telling the core of them, where it only has to count them."""

@@ -1,0 +1,233 @@
+"""Launches of the kernels for rows that lie on an accelerator: one for a batch, two for an append, one for an update."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from engram.store.device.chain import call, kernels_of, signed
+from engram.store.device.row_operations import RowOperations
+from engram.store.device.tree import FANOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.store.device.chain import Launcher
+    from engram.store.device.priorities import DevicePriorities
+    from engram.store.device.rows import DeviceRows
+    from engram.store.device.tree import SumTree
+
+#: Of a part of a block: dtype, shape, strides, and where it begins, in elements.
+_Part: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+#: dtypes of priorities that updates take.
+_PRIORITIES = (torch.float32, torch.float64)
+
+#: Bytes that a program copies at once, with how many warps.
+_CHUNKS = {256: 1, 2048: 4, 16384: 8}
+#: Programs that share the chunks of a row, at most.
+_PARTS = 16
+#: Sizes of batches whose parts are known.
+_SIZES = 64
+#: Fields that one launch appends.
+_FIELDS = 8
+#: Where the table begins, and words of an entry: as in row_kernels.py.
+_TABLE, _ENTRY = 16, 8
+#: Entries of updates are numbered from here on: the other numbers in ``_last`` are positions in a batch.
+_FIRST_UPDATE = 1 << 40
+#: Rows of an append that the kernels take: one program has their numbers and leaves.
+_MOST_ROWS = 1 << 16
+#: Bytes that a block has per place for row, number and weight. Places are padded to a multiple of 16, so every part begins at one.
+_BESIDE_BYTES, _PADDED = 24, 16
+
+
+class RowKernels(RowOperations):
+    """The kernels for the rows of one ring on a device. No method waits for it.
+
+    Args:
+        rows: columns, numbers and cursor. Their memory stays where it is.
+        launcher: queues a kernel, which it calls with the rest, on the stream in use: ``Accelerator.launch``.
+
+    Raises:
+        RuntimeError: as :func:`kernels_of`. Whatever Triton raises where it cannot compile.
+    """
+
+    def __init__(self, rows: DeviceRows, launcher: Launcher = call) -> None:
+        self._interpreted, self._launcher = kernels_of(rows.device).INTERPRETED, launcher
+        from engram.store.device import row_kernels
+
+        self._kernels = vars(row_kernels)
+        self.launches = 0
+        """Kernels launched so far."""
+        widths = [column[0].nbytes for column in rows.whole]
+        longest = max(widths, default=0)
+        self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
+        table, self._first_chunk, before = [], [0], 0
+        for column, nbytes in zip(rows.whole, widths, strict=True):
+            aligned = column.data_ptr() | nbytes | 8
+            for begin in range(0, nbytes, self._chunk):
+                field, size = len(self._first_chunk) - 1, min(self._chunk, nbytes - begin)
+                table += [column.data_ptr(), nbytes, begin, before, nbytes, size, aligned & -aligned, field]
+            if nbytes:
+                self._first_chunk.append(len(table) // _ENTRY)
+            before += nbytes
+        self._row_bytes, self._chunks = before, len(table) // _ENTRY
+        addresses = [tensor.data_ptr() for tensor in (rows.numbers, rows.cursor, rows.tally, rows.last)]
+        words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE]
+        words += [0] * (_TABLE - len(words)) + table
+        self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
+        self._parts = 1 if self._interpreted else min(_PARTS, max(self._chunks, 1))
+        self._warps = _CHUNKS[self._chunk]
+        #: Of each field dtype, shape and strides of a row's values, and its bytes.
+        self._fields = [(column.dtype, column.shape[1:], column.stride(), column[0].nbytes) for column in rows.whole]
+        self._length, self._device = rows.lane_length, rows.device
+        self._known: dict[tuple[int, torch.dtype | None], list[_Part]] = {}
+        self.warm_up()
+
+    # ---- reads -------------------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        ledger: DeviceRows,
+        n: int,
+        key: int,
+        size: int,
+        tree: DevicePriorities | None = None,
+        *,
+        weighed: bool = True,
+    ) -> list[Tensor]:
+        """As :meth:`RowOperations.read`: one launch, and one block of memory for all of the batch."""
+        beside = None if tree is None else torch.float32 if weighed else torch.float64
+        parts = self._known.get((n, beside)) or self._parts_of(n, beside)
+        nbytes = -(-n // _PADDED) * _PADDED * (_BESIDE_BYTES + self._row_bytes)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        state = None if tree is None else tree.state_there
+        self._read(state, weighed, ledger.capturing, key, size, block.data_ptr(), n)
+        typed = {dtype: block.view(dtype) for dtype in {part[0] for part in parts}}
+        # data: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
+        return [typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in parts]
+
+    def _parts_of(self, n: int, beside: torch.dtype | None) -> list[_Part]:
+        """The parts of a block: fields, rows, numbers, perhaps weights or leaves. They are noted for the next batch."""
+        padded, before = -(-n // _PADDED) * _PADDED, _BESIDE_BYTES
+        parts: list[_Part] = []
+        for dtype, shape, strides, nbytes in self._fields:
+            parts.append((dtype, (n, *shape), strides, padded * before // dtype.itemsize))
+            before += nbytes
+        parts += [(torch.int64, (n,), (1,), 0), (torch.int64, (n,), (1,), padded)]
+        if beside is not None:
+            parts.append((beside, (n,), (1,), padded * 16 // beside.itemsize))
+        if len(self._known) > _SIZES:
+            self._known.clear()
+        self._known[n, beside] = parts
+        return parts
+
+    def _read(self, tree: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int) -> None:
+        n, state, drawn = numbers[-1], self._state, tree is not None
+        block = self._block(n, 1)
+        given = {"BLOCK": block, "CHUNK": self._chunk, "TREE": drawn, "WEIGHED": weighed, "CAPTURED": captured}
+        grid = (max(1, -(-n // block)), self._parts)
+        self._launch("read", grid, self._warps, state, state if tree is None else tree, signed(key), *numbers, **given)
+
+    # ---- appends -----------------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        ledger: DeviceRows,
+        columns: Sequence[Tensor],
+        n: int,
+        *,
+        base: int = 0,
+        position: int = 0,
+        number: int = 0,
+        moves: bool = True,
+    ) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`RowOperations.append`: two launches, of more than 8 fields or one tree one for each 8 and each tree."""
+        if n > _MOST_ROWS:
+            return super().append(ledger, columns, n, base=base, position=position, number=number, moves=moves)
+        captured, kept = ledger.capturing, []
+        for column, (dtype, _, _, nbytes) in zip(columns, self._fields, strict=True):
+            if nbytes:
+                values = column.to(dtype).resolve_conj().resolve_neg().contiguous()
+                aligned = not values.data_ptr() % (nbytes & -nbytes & 15 or 8)
+                kept.append(values if aligned else values.clone())
+        addresses = [values.data_ptr() for values in kept]
+        for start in range(0, len(addresses), _FIELDS):
+            some = addresses[start : start + _FIELDS]
+            begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
+            self._place(captured, base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+        index = torch.empty((2, n), dtype=torch.int64, device=self._device) if captured else None
+        trees = [tree.for_kernels() for tree in ledger.trees]
+        for place, (tree, leaf) in enumerate(trees or [(self._state, None)]):
+            last = place >= len(trees) - 1
+            given, to = (0 if tensor is None else tensor.data_ptr() for tensor in (leaf, index))
+            self._record(bool(trees), captured, last and moves, tree, base, position, number, n, given, to)
+        return None if index is None else (index[0], index[1])
+
+    def _place(self, captured: bool, base: int, position: int, n: int, begin: int, end: int, *sources: int) -> None:
+        block, parts = self._block(n, max(1, 4096 // self._chunk)), min(self._parts, end - begin)
+        grid = (max(1, -(-min(n, self._length) // block)), parts)
+        numbers = (base, position, n, begin, end, *sources)
+        self._launch(
+            "place", grid, max(self._warps, 4), self._state, *numbers, BLOCK=block, CHUNK=self._chunk, CAPTURED=captured
+        )
+
+    def _record(self, has_tree: bool, captured: bool, moves: bool, tree: Tensor, *numbers: int) -> None:
+        given = {"TREE": has_tree, "CAPTURED": captured, "LAST": moves}
+        self._launch("record", (1,), 8, self._state, tree, *numbers, BLOCK=1024, NODES=64, **given)
+
+    # ---- updates of priorities ---------------------------------------------------------------------------------------
+
+    def update(
+        self, ledger: DeviceRows, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None  # noqa: ARG002 - as operations need it
+    ) -> None:  # fmt: skip
+        """As :meth:`RowOperations.update`: one launch."""
+        priorities = priorities if priorities.dtype in _PRIORITIES else priorities.double()
+        others = (rows, priorities, rows if expected is None else expected)
+        self._update(expected is not None, tree.state_there, *(tensor.contiguous() for tensor in others), len(rows))
+
+    def _update(self, expects: bool, *arguments: object) -> None:
+        self._launch("update", (1,), 16, self._state, *arguments, BLOCK=1024, NODES=64, EXPECTED=expects)
+
+    # ---- launches ----------------------------------------------------------------------------------------------------
+
+    def _block(self, n: int, on_device: int) -> int:
+        """Rows of a program. In Triton's interpreter, where a program takes long, as many as can be."""
+        return min(256, 1 << max(n - 1, 0).bit_length()) if self._interpreted else on_device
+
+    def _launch(self, name: str, grid: tuple[int, ...], warps: int, *arguments: object, **constants: object) -> None:
+        """One kernel. Without fused multiply-adds: they would draw other rows than the host."""
+        self.launches += 1
+        self._launcher(self._kernels[name][grid], *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+    def warm_up(self, tree: Tensor | None = None) -> None:
+        """Compile and load what graphs may capture, perhaps with a tree that was made, by calls for no rows."""
+        if self._interpreted:
+            return
+        none, state = self._state[:0], self._state if tree is None else tree
+        for captured in (False, True):
+            for either in (False, True):
+                self._read(tree, either, captured, 0, 0, 0, 0)
+                self._record(tree is not None, captured, either, state, *[0] * 6)
+                for dtype in () if tree is None else _PRIORITIES:
+                    self._update(either, tree, none, none.to(dtype), none, 0)
+            if self._chunks:
+                self._place(captured, 0, 0, 0, 0, 1, *[0] * _FIELDS)
+        self.launches = 0
+
+
+def tree_state(tree: SumTree, powers: Tensor, eps: float, most: float) -> Tensor:
+    """A tree as the kernels find it. ``powers``: float64 ``[3]``, alpha, beta and the largest priority, contiguous."""
+    words = [len(tree.sums), powers.data_ptr(), _bits_of(eps), _bits_of(most)]
+    for level, sums in enumerate(tree.sums):  # of which the nodes behind those above the level below are padding
+        size = len(tree.sums[level - 1]) // FANOUT if level else len(sums)
+        words += [sums.data_ptr(), tree.lows[level - 1].data_ptr() if level else 0, size]
+    return torch.tensor(words, dtype=torch.int64, device="cpu").to(sums.device)
+
+
+def _bits_of(number: float) -> int:
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
