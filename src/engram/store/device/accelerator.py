@@ -10,6 +10,9 @@ No test of this project has run these calls on a GPU yet, because the prototypes
 - of torch: ``cuda.graph(stream=…, capture_error_mode="thread_local")``, ``cuda.is_current_stream_capturing``,
   ``cuda.mem_get_info``, ``cuda.get_device_capability``, ``cuda.device(…)``, ``Event.query``
 
+- of a mirror (``mirror.py``): ``cuda.Stream`` and ``Event.synchronize`` in a thread of its own, in the relaxed capture mode, while the
+  learner's thread captures with torch's ``capture_error_mode="global"``; ``index_select(…, out=…)`` into views of one block of bytes
+
 ``DeviceLoader`` has used streams, events, ``record_stream`` and pinned memory on a GPU.
 """
 
@@ -185,6 +188,10 @@ class Accelerator:
             return False
         with self.active() if stream is None else self.on(stream):
             return bool(self._module.is_current_stream_capturing())
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """A context in which what this thread does leaves captures of other threads whole, also what they would otherwise forbid."""
+        return self._entered()
 
     def check_not_capturing(self, call: str, why: str) -> None:
         """Raises ``RuntimeError`` if a graph is being captured on the thread's stream: ``call`` needs the host, for the reason ``why``."""
