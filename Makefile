@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -58,6 +58,7 @@ help:
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
 	@echo "make gpu              the tests that need a CUDA device, and bench-gpu         TORCH=<a CUDA build>"
+	@echo "make gpu-pack         wheels for make gpu PACK=build/gpu-pack on a machine without a network"
 	@echo "make bench-gpu        measure pinning, copies to a GPU and storages on it  ARGS='...' TORCH=<a CUDA build>"
 	@echo "make clean            remove what was built; make distclean removes .venv too"
 	@echo
@@ -146,9 +147,31 @@ stress: $(VENV)/.engram-dev
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+# With PACK=build/gpu-pack: on a machine without a network, with the torch and Triton of its PYTHON and the wheels of gpu-pack.
+ifeq ($(PACK),)
 gpu: $(VENV)/.engram-dev $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(PYTEST) -m gpu $(ARGS)
 	@$(BIN)/python -m benchmarks.bench_gpu --quick
+else
+gpu:
+	@rm -rf build/gpu-site
+	@$(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu-site $(PACK)/*.whl
+	@PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -p no:cacheprovider -m gpu $(ARGS)
+	@PYTHONPATH=build/gpu-site $(PYTHON) -m benchmarks.bench_gpu --quick --out build/gpu-results
+endif
+
+# All that `make gpu PACK=build/gpu-pack` needs beside torch, Triton and NumPy: at most 64 MiB.
+GPU_PACK := build/gpu-pack
+GPU_NEEDS := tensordict msgspec xxhash click rich cloudpickle orjson pyvers importlib_metadata zipp packaging markdown-it-py mdurl \
+  pygments pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers
+gpu-pack:
+	@$(MAKE) --no-print-directory wheel PYTHON=$(if $(filter python3,$(PYTHON)),python3.12,$(PYTHON))
+	@rm -rf $(GPU_PACK)
+	@$(BIN)/python -m pip --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c $(VENV)/constraints.txt \
+	  -d $(GPU_PACK) $(GPU_NEEDS)
+	@cp build/wheels/$(subst /,_,$(if $(filter python3,$(PYTHON)),python3.12,$(PYTHON)))/*.whl $(GPU_PACK)
+	@du -sh $(GPU_PACK) && [ $$(du -sm $(GPU_PACK) | cut -f1) -le 64 ]
 
 bench-gpu: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks.bench_gpu $(ARGS)

@@ -122,6 +122,11 @@ def check_sampling_log(said):
     assert said == ("10 of 10 batches come again\nfrom the checkpoint: 10\nwhen their rows were overwritten: 0\n")
 
 
+def check_simulated_environments(said):
+    assert re.search(r"^1,024 environments on (cpu|cuda): 70 steps of all, 65,536 rows kept$", said, re.MULTILINE)
+    assert re.search(r"^mean reward -[\d.]+, in the end -[\d.]+$", said, re.MULTILINE)
+
+
 def check_returns(said):
     """An agent that learns tells the return of every episode."""
     assert re.fullmatch(r"(step \d+: return -?\d+\n)+", said)
@@ -142,6 +147,7 @@ CHECKS = {
     "offline_to_online.py": check_offline_to_online,
     "own_storage.py": check_own_storage,
     "sampling_log.py": check_sampling_log,
+    "simulated_environments.py": check_simulated_environments,
     "two_indexes.py": check_two_indexes,
 }
 #: Arguments of those that take longer to show all they can.
@@ -155,6 +161,7 @@ QUICKLY = {
     "larger_than_memory.py": ["--memory", "0", "--updates", "60"],
     "offline_to_online.py": ["--updates", "1500"],
     "r2d2.py": ["--steps", "400"],
+    "simulated_environments.py": ["--steps", "70"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
 }
 

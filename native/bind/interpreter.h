@@ -3,19 +3,21 @@
 #pragma once
 
 #include <Python.h>
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include "../core/wait.h"
 
 namespace engram {
 
-/// Whether the interpreter ends. Then only the thread that ends it gets its lock.
+/// Whether the interpreter ends. Then only the thread that ends it gets its lock. The stable ABI of Python 3.12 does not declare what says
+/// so, and later ones have it under another name: it is looked up.
 inline bool interpreter_ends() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
+  static const auto find = [] {
+    void* found = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
+    return reinterpret_cast<int (*)()>(found != nullptr ? found : dlsym(RTLD_DEFAULT, "_Py_IsFinalizing"));
+  }();
+  return find != nullptr && find() != 0;
 }
 
 class WithoutInterpreter final : Kept {

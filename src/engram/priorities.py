@@ -317,7 +317,12 @@ class DeviceIndex(DevicePriorities):
                     raise other_parameters(name, known, config)
                 return known, False
             index = cls(store.rows, *config)
-            index.scan(0, store.capacity)
+            saved = None if store.mirror is None else store.mirror.saved(name)
+            if saved is None:
+                index.scan(0, store.capacity)
+            else:
+                check_priorities(saved, config, store.capacity, f"index {name!r} of the mirror")
+                index.restore(saved)
             store.indexes.keep((name, KIND), index)
             store.rows.trees.append(index)
         return index, True

@@ -293,6 +293,9 @@ class Imitation(Accelerator):
     def capturing(self, stream=None):
         return (stream or self.current()).graph is not None
 
+    def beside_captures(self):
+        return contextlib.nullcontext()
+
     def forbid_in_capture(self, call):
         """Inside a capture of this thread, a call that waits breaks it."""
         graph = self.current().graph

@@ -12,6 +12,7 @@ from engram._checks import check_path
 from engram.buffer.settings import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
+from engram.store import DeviceStore
 from engram.types import Declared
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class Recipe:
         """Write it down, if anything was ever stored. Raises ``OSError``: the directory cannot be written."""
         if not self._wiring.storage.initialized:
             return
-        store = self._store_in_directory()
-        if store is None:
+        folder = self._folder()
+        if folder is None:
             self.noted = True
             return
         self.noted = False
@@ -74,7 +75,7 @@ class Recipe:
         }
         holder, finals = _finals_in(entries["sampler"]), around.finals_of(self._wiring.sampler)
         if holder is not None and finals is not None:
-            holder["finals"] = finals.note(store.directory)
+            holder["finals"] = finals.note(folder)
         if self._wiring.unit is not None:
             entries["sample_unit"] = _described(self._wiring.unit, around.SampleUnit.known)
         if self._settings.output != "torch":
@@ -83,7 +84,7 @@ class Recipe:
             entries["dtypes"] = [[list(key), dtype] for key, dtype in dtypes.items()]
         if self._settings.priority_key is not None:
             entries["priority_key"] = self._settings.priority_key
-        files.overwrite(_path(store.directory), json.dumps(entries).encode())
+        files.overwrite(_path(folder), json.dumps(entries).encode())
         self.noted = True
 
     def note_if_possible(self) -> None:
@@ -101,13 +102,16 @@ class Recipe:
         if self.noted or self.looked:
             return
         self.looked = True
-        store = self._store_in_directory()
-        if store is not None and not _read(store.directory):
+        folder = self._folder()
+        if folder is not None and not _read(folder):
             self.note_if_possible()
 
-    def _store_in_directory(self) -> Any:
+    def _folder(self) -> Path | None:
         store: Store | None = self._wiring.storage.memory
-        return None if store is None or store.directory is None or store.closed else store
+        if store is None or store.closed:
+            return None
+        mirror = store.mirror if isinstance(store, DeviceStore) else None
+        return store.directory if mirror is None else mirror.directory
 
 
 def open_buffer(

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, Unpack, runtime_checkable
 
 import msgspec
 import torch
 
+from engram._checks import check_path
 from engram._tensordict import is_tensor_collection, wrap
 from engram._words import count, warn
-from engram.errors import IncompatibleCheckpoint
+from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
-from engram.format.schema import Field, Node, decode, encode
+from engram.format.schema import Field, Node, decode, differences, encode
 from engram.limits import Rules
 from engram.persist.snapshot import RowsSnapshot
 from engram.state import copied
 from engram.storages._base import Storage
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
+from engram.storages._home import Home
 from engram.storages._structure import Structure, device_of
 from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
-from engram.store import DeviceStore, ForeignStore, Store, skip_numbers
+from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
 from engram.types import Extent, RowStorage, Traits
 
 if TYPE_CHECKING:
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._base import Rows
-    from engram.storages._home import Home
     from engram.types import RowsSource
 
     GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
@@ -343,6 +346,10 @@ class LazyTensorStorage(TensorStorage):
     that say where trajectories end the host keeps a copy, so a write of data that is on the device waits for these few bytes. Expanders
     and ``share()`` need the CPU.
 
+    ``mirror``: a folder to which rows and priorities on an accelerator are copied in the background, as docs/gpu.md describes. If the
+    folder has rows already, the storage begins with them. ``rb.stats()`` has ``mirror_lag`` in rows, ``mirror_lag_s`` and
+    ``mirror_lost``. :meth:`ReplayBuffer.open` opens the folder, also after this process was killed.
+
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000))
@@ -360,17 +367,24 @@ class LazyTensorStorage(TensorStorage):
         ndim: int = 1,
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
+        mirror: str | os.PathLike[str] | None = None,
         **later: Unpack[LaterArguments],
     ) -> None:
         take_later(self, later)
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), device)
+        if mirror is not None:
+            self._begin_mirror(check_path(f"{type(self).__name__}: mirror", mirror).absolute())
 
+    #: The folder that rows on an accelerator are copied to; None: there is none.
+    _mirror: Path | None = None
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
 
     def __getstate__(self) -> dict[str, object]:
         self.before_fork()  # other processes cannot, as long as this one has the store open
-        return super().__getstate__()
+        return {
+            name: value for name, value in super().__getstate__().items() if name != "_mirror"
+        }  # one storage writes there
 
     def before_fork(self) -> None:
         """Before this process forks: give up the fields of rows that :meth:`empty` forgot, which a child could not.
@@ -448,10 +462,58 @@ class LazyTensorStorage(TensorStorage):
         if self._home is not None:
             return self._allocate_in(self._home, schema, replace=True)
         place = "RAM" if self._device.type == "cpu" else str(self._device)
-        store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        store = self._allocate_here(schema)
         skip_numbers(store.core, self._given)
+        if self._mirror is not None:
+            assert isinstance(store, DeviceStore)  # as _begin_mirror() has seen
+            store.mirror = Mirror(store, Home(self._mirror).create(schema, replace=False, given=self._given))
         announce(creation_line(schema.fields, schema.capacity, place))
         return store
+
+    def _allocate_here(self, schema: Schema) -> Store:
+        """In memory of this process alone."""
+        return Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+
+    def _begin_mirror(self, folder: Path) -> None:
+        """Note where rows are copied to; if there are some, begin with them."""
+        self._check_accelerated()
+        self._mirror, call = folder, f"{type(self).__name__}: mirror"
+        if not holds_store(folder, call):
+            return
+        target = open_store(folder)
+        try:
+            found = msgspec.structs.replace(target.schema, grouped=0)
+            if differs := differences(self._geometry.schema(Structure.from_schema(found), found.columns), found):
+                raise IncompatibleStore(
+                    f"{call}: {str(folder)!r} holds a store of another size: {differs}. Name another folder, or that size."
+                )
+            store, state = self._allocate_here(found), target.state()
+            assert isinstance(store, DeviceStore)  # as was seen above
+            copy_rows(target, store, target.rows_in_use(state.lanes), state)
+            store.mirror = Mirror(store, target)
+        except BaseException:
+            target.close()
+            raise
+        self._adopt(store, Structure.from_schema(found, self._geometry.dtypes))
+
+    def _check_accelerated(self) -> None:
+        if self._device.type == "cpu":
+            raise ValueError(
+                f"{type(self).__name__}: mirror: expected a storage on an accelerator that device= names, got "
+                f"device={self._device_argument!r}. LazyMemmapStorage keeps rows of the host in a folder."
+            )
+
+    def flush(self) -> None:
+        """Wait until the ``mirror`` holds all rows and priorities as they are now. Without one nothing is done.
+
+        Raises what keeps rows from getting there, such as ``OSError``: the disk failed.
+
+        >>> from engram import LazyTensorStorage
+        >>> LazyTensorStorage(4).flush()
+        """
+        store = vars(self).get("memory")
+        if isinstance(store, DeviceStore) and store.mirror is not None:
+            store.mirror.flush()
 
     def _allocate_in(self, home: Home, schema: Schema, *, replace: bool) -> Store:
         store = home.create(schema, replace=replace, given=self._given)

@@ -4,7 +4,7 @@ blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; 
 
 from engram.store.adding import add_field, fill_rows
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
-from engram.store.device import DevicePriorities, DeviceStore
+from engram.store.device import DevicePriorities, DeviceStore, Mirror, copy_rows
 from engram.store.elsewhere import ForeignStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, TicketIndex, check_index_name
 from engram.store.keys import Key, ThreadKey
@@ -49,6 +49,7 @@ __all__ = [
     "Key",
     "LockedIndex",
     "Masses",
+    "Mirror",
     "OutOfOrder",
     "Process",
     "Repair",
@@ -62,6 +63,7 @@ __all__ = [
     "add_field",
     "as_rows",
     "check_index_name",
+    "copy_rows",
     "create_store",
     "dlpack_specs",
     "erase",

@@ -118,6 +118,16 @@ def test_rows_are_edited_by_an_index_of_the_device():
     assert rb.write_count == 9
 
 
+def test_an_edit_is_known_although_another_row_was_removed_since():
+    rb = ReplayBuffer(storage=There(10))
+    rb.extend(torch.arange(6))
+    before = rb.storage.tickets_of(torch.arange(6))
+    rb.storage.store.edit_there(torch.tensor([1, 2]), [0], [torch.tensor([7, 8])])
+    rb.remove(torch.tensor([2, 4]))
+    assert rb.storage.store.changes(int(before.max()) + 1).rows.tolist() == [1]
+    assert rb[:].tolist() == [0, 7, 3, 5]
+
+
 def test_too_little_memory(monkeypatch):
     taken = []
     monkeypatch.setattr("engram.store.device.store.free_bytes", lambda device: 1_000)

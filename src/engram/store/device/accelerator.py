@@ -14,6 +14,9 @@ No test of this project has run these calls on a GPU yet, because the prototypes
   program (``tl.debug_barrier``), ``tl.atomic_max`` of int64, cumulative sums of float64 in several warps, and loads of kernels before a
   capture, by launches for no rows
 
+- of a mirror (``mirror.py``): ``cuda.Stream`` and ``Event.synchronize`` in a thread of its own, in the relaxed capture mode, while the
+  learner's thread captures with torch's ``capture_error_mode="global"``; ``index_select(…, out=…)`` into views of one block of bytes
+
 ``DeviceLoader`` has used streams, events, ``record_stream`` and pinned memory on a GPU.
 """
 
@@ -189,6 +192,10 @@ class Accelerator:
             return False
         with self.active() if stream is None else self.on(stream):
             return bool(self._module.is_current_stream_capturing())
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """A context in which what this thread does leaves captures of other threads whole, also what they would otherwise forbid."""
+        return self._entered()
 
     def check_not_capturing(self, call: str, why: str) -> None:
         """Raises ``RuntimeError`` if a graph is being captured on the thread's stream: ``call`` needs the host, for the reason ``why``."""

@@ -44,8 +44,10 @@ class DeviceRows:
             column[:-1].copy_(tensor)
         #: The number of the write that each row holds; 0: it holds nothing.
         self.numbers = torch.zeros(schema.capacity + 1, dtype=torch.int64, device=device)
-        #: Rows that were edited by an index on the device: the host has not given them new tickets yet.
-        self.edited = torch.zeros(schema.capacity + 1, dtype=torch.bool, device=device)
+        #: Edits by an index on the device, of each row: one counts when it begins, and when it ends.
+        self.edited = torch.zeros(schema.capacity + 1, dtype=torch.int32, device=device)
+        #: The same when the host last gave edited rows new tickets.
+        self.told = torch.zeros_like(self.edited)
         #: Position of the next step, its number, and rows written since the last emptying: of a store of one lane.
         self.cursor = torch.zeros(3, dtype=torch.int64, device=device)
         #: Updates that came too late; bad priorities; rows outside the store or without data; draws where nothing had a priority.
@@ -70,8 +72,16 @@ class DeviceRows:
         #: What the cursor on the device was when the host last knew.
         self.known = (0, 0, 0)
         self.trees: list[DevicePriorities] = []
+        #: How often all rows were replaced; how often they were forgotten, and whether the last time the count of writes stayed.
+        self.replaced, self.emptied, self.kept_count = 0, 0, False
+
         #: What reads, appends and updates them.
         self.work = work_on(self)
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """That of the last call outside of a graph."""
+        return self._stream
 
     @property
     def capturing(self) -> bool:
@@ -129,6 +139,18 @@ class DeviceRows:
         """Rows hold new writes, numbered from ``first`` on. ``last`` as for :meth:`put`."""
         numbers = torch.arange(len(rows), device=self.device) + first
         self.numbers.index_put_((rows,), numbers if last is None else numbers[last])
+
+    def count_edits(self, rows: Tensor) -> None:
+        """Edits of rows begin, or end. Those of one call do both at once, as readers come between calls."""
+        ones = torch.ones(len(rows), dtype=torch.int32, device=self.device)
+        self.edited.index_add_(0, rows, ones if self.capturing else ones * 2)
+
+    def newly_edited(self) -> Tensor:
+        """Rows that were edited since the last call, on the host, which waits; not those whose edit a graph is just making."""
+        now = self.edited.clone()
+        changed = (now != self.told) & (now % 2 == 0)
+        self.told.copy_(torch.where(changed, now, self.told))
+        return changed[:-1].nonzero().squeeze(1).cpu()
 
     def size(self) -> Tensor:
         """Rows of the ring that hold data, on the device."""

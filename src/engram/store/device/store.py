@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.device.mirror import Mirror
     from engram.store.device.priorities import DevicePriorities
     from engram.store.keys import Key
     from engram.store.memory import Block
@@ -48,6 +49,8 @@ class DeviceStore(HostedStore):
         super().__init__(schema, [column[:-1] for column in rows.whole], control, tickets)
         self._lock = self._placing = rows.lock  # the same one: no two threads take two locks in different orders
         self._turn = rows
+        #: What copies the rows to a folder; None: nothing does.
+        self.mirror: Mirror | None = None
         self._follow()
 
     @classmethod
@@ -56,7 +59,7 @@ class DeviceStore(HostedStore):
 
         Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
         """
-        needed, free = (schema.capacity + 1) * (schema.row_bytes + 17), free_bytes(device)
+        needed, free = (schema.capacity + 1) * (schema.row_bytes + 24), free_bytes(device)
         if free is not None and free < needed:
             raise RuntimeError(
                 f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
@@ -76,6 +79,22 @@ class DeviceStore(HostedStore):
     @core.setter
     def core(self, core: _native.Store) -> None:
         self.bare = core
+
+    def settled(self) -> _native.Store:
+        """The core, which was told of all that was written and edited. Waits for the device where graphs, or indexes on it, did that."""
+        self._settle_edits()
+        return self.core
+
+    def close(self) -> None:
+        if self.mirror is not None:
+            self.mirror.close()
+        super().close()
+
+    def discard(self, owner: object) -> bool:
+        gone = super().discard(owner)
+        if gone and self.mirror is not None:
+            self.mirror.discard()
+        return gone
 
     def _settle(self) -> None:
         """Tell the core of appended rows."""
@@ -99,8 +118,8 @@ class DeviceStore(HostedStore):
         if not rows.edits or rows.capturing:
             return
         with self.rows:
-            edited = rows.edited[:-1].nonzero().squeeze(1).cpu()
-            rows.edited.zero_()
+            edited = rows.newly_edited()
+            edited = edited[self.tickets_of(edited) >= 0]  # the others were removed since
             rows.edits = rows.captured_edits
             if len(edited):
                 super(HostedStore, self).edit(edited, *self._for_core(self._which, self._take(edited, self._which)))
@@ -125,7 +144,6 @@ class DeviceStore(HostedStore):
         with self.rows:
             super().refilled()
             self._renumber(0, self.capacity)
-            self.rows.edited.zero_()
             if self.lanes == 1:
                 filled = self.core.extent()[0][0]
                 self._set_cursor((self.core.next_position(0), self.core.next_ticket, filled))
@@ -142,10 +160,12 @@ class DeviceStore(HostedStore):
     def fill(self) -> None:
         """All rows are live, as they are."""
         self.core.fill()
+        self.rows.replaced += 1
         self.refilled()
 
     def take_over(self, control: Tensor, tickets: Tensor) -> None:
         super().take_over(control, tickets)
+        self.rows.replaced += 1
         self.refilled()
 
     def detached(self) -> Saved:
@@ -159,6 +179,8 @@ class DeviceStore(HostedStore):
             try:
                 super().replace(state, fill)
             finally:
+                self.rows.replaced += 1
+                self.rows.told.copy_(self.rows.edited)
                 self.refilled()
 
     @contextlib.contextmanager
@@ -176,7 +198,7 @@ class DeviceStore(HostedStore):
     def counters(self) -> dict[str, float]:
         """As :meth:`Store.counters`. Raises what calls on the device could not, as :meth:`DeviceRows.check` has it."""
         self.rows.check()
-        return super().counters()
+        return super().counters() | ({} if self.mirror is None else self.mirror.stats())
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -270,7 +292,8 @@ class DeviceStore(HostedStore):
         with self.rows:
             super().empty(keep_write_count=keep_write_count)
             self.rows.numbers.zero_()
-            self.rows.edited.zero_()
+            self.rows.told.copy_(self.rows.edited)
+            self.rows.emptied, self.rows.kept_count = self.rows.emptied + 1, keep_write_count
             for tree in self.rows.trees:
                 tree.emptied()
             self._follow()
@@ -299,8 +322,11 @@ class DeviceStore(HostedStore):
         with ledger:
             rows = ledger.sent(rows, call)
             at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
-            ledger.put(at, which, self._sent(self._shaped(at, which, columns), call), ledger.last_of(at))
-            ledger.edited.index_fill_(0, at, True)
+            columns = self._sent(self._shaped(at, which, columns), call)
+            if ledger.capturing:
+                ledger.count_edits(at)
+            ledger.put(at, which, columns, ledger.last_of(at))
+            ledger.count_edits(at)
             ledger.edits, ledger.captured_edits = True, ledger.captured_edits or ledger.capturing
         return Write(at, 0)
 
