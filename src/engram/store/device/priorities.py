@@ -236,7 +236,7 @@ class DevicePriorities:
     def copy_to(self, room: Tensor) -> None:
         """Copy all leaves, and behind them the largest priority of all updates, into float64 ``[rows + 1]`` on the device."""
         room[:-1].copy_(self.tree.leaves[: self.rows])
-        room[-1].copy_(self._highest)
+        room[-1].copy_(self.highest_there)
 
     def leaves_of(self, rows: Tensor) -> Tensor:
         """float64 ``[n]``: the leaves of rows, int64 ``[n]``. A copy. Raises ``IndexError``: a row outside the store."""
