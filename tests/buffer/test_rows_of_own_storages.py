@@ -20,7 +20,7 @@ from engram.testing import RowStorageContract
 from engram.testing.contract import same, steps
 from tests.testing.test_broken_storages import Builds, Ring
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "components.md"
 
 
 @tensorclass

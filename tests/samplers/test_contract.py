@@ -121,7 +121,7 @@ class TestRewardToGo(Contract):
 
 
 class Recent:
-    """The sampler of five methods in docs/guide.md."""
+    """The sampler of five methods in docs/guide/components.md."""
 
     def draw(self, extent, batch_size, key):
         u = torch.rand(batch_size, generator=torch.Generator().manual_seed(key))
