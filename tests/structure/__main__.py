@@ -1,11 +1,11 @@
-"""``python -m tests.structure``: figures beside their maxima. With ``--tighten``, maxima fall to what was measured."""
+"""``python -m tests.structure``: figures beside their maxima, rooms beside their budget. ``--tighten`` lowers maxima to what was found."""
 
 import argparse
 import logging
 import tempfile
 from pathlib import Path
 
-from tests.structure import maxima, public_names, stored_strings
+from tests.structure import budget, maxima, public_names, stored_strings
 
 
 def main():
@@ -28,6 +28,12 @@ def main():
             maximum = limits.get(kind, {}).get(name, value)
             mark = "above" if value > maximum else "below" if value < maximum else ""
             print(f"{value:>7}{maximum:>8} {mark:6} {name}{where and f'   ({where})'}")
+    rooms = budget.rooms()
+    for room, lines in {**rooms, "all rooms": sum(rooms.values())}.items():
+        limit = budget.ROOMS.get(room, sum(budget.ALLOWED.values()))
+        print(
+            f"{lines:>7}{limit:>8} {'above' if lines > limit else 'below' if lines < limit else '':6} code lines of {room}"
+        )
     if chosen.tighten:
         maxima.write(maxima.tightened(limits, measured))
 

@@ -1,6 +1,6 @@
 """Maxima of figures and of calls: ``maxima.json``. They only fall.
 
-A feature raises two kinds by hand: the code lines of the package, and the methods of the facade, which are doors of one line.
+A feature raises one kind by hand: the methods of the facade, which are doors of one line.
 """
 
 import json

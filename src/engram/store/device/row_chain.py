@@ -75,7 +75,8 @@ class RowKernels(RowOperations):
                 self._first_chunk.append(len(table) // _ENTRY)
             before += nbytes
         self._row_bytes, self._chunks = before, len(table) // _ENTRY
-        addresses = [tensor.data_ptr() for tensor in (rows.numbers, rows.cursor, rows.tally, rows.last)]
+        kept = rows.numbers, rows.cursor, rows.tally, rows.last
+        addresses = [tensor.data_ptr() for tensor in kept]
         words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE]
         words += [0] * (_TABLE - len(words)) + table
         self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
@@ -163,7 +164,7 @@ class RowKernels(RowOperations):
         trees = [tree.for_kernels() for tree in ledger.trees]
         for place, (tree, leaf) in enumerate(trees or [(self._state, None)]):
             last = place >= len(trees) - 1
-            given, to = (0 if tensor is None else tensor.data_ptr() for tensor in (leaf, index))
+            given, to = 0 if leaf is None else leaf.data_ptr(), 0 if index is None else index.data_ptr()
             self._record(bool(trees), captured, last and moves, tree, base, position, number, n, given, to)
         return None if index is None else (index[0], index[1])
 
@@ -224,7 +225,8 @@ def tree_state(tree: SumTree, powers: Tensor, eps: float, most: float) -> Tensor
     words = [len(tree.sums), powers.data_ptr(), _bits_of(eps), _bits_of(most)]
     for level, sums in enumerate(tree.sums):  # of which the nodes behind those above the level below are padding
         size = len(tree.sums[level - 1]) // FANOUT if level else len(sums)
-        words += [sums.data_ptr(), tree.lows[level - 1].data_ptr() if level else 0, size]
+        lows = tree.lows[level - 1] if level else None
+        words += [sums.data_ptr(), 0 if lows is None else lows.data_ptr(), size]
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(sums.device)
 
 
