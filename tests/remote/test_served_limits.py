@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -141,7 +142,7 @@ def test_a_batch_that_was_drawn_behind_a_refusal_is_handed_out():
         said = answers.pop(0)
         if isinstance(said, Exception):
             raise said
-        return said
+        return [partial(str, batch) for batch in said]  # each is copied out when it is called for
 
     storage = SimpleNamespace(batches_in_message=lambda _: 2, answer=answer, ask_for=lambda keys, _: asked.append(keys))
     wiring = SimpleNamespace(storage=storage, of_sampler=SimpleNamespace(has_epochs=False))
