@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -131,7 +132,9 @@ class MetricsServer(Closes):
             family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
             self._listener = socket.create_server((at.host, at.port), family=family)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, at.place) from error
+            # Python's own text says the address a second time; names that no resolver knows have numbers below zero.
+            said = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+            raise OSError(error.errno, said, at.place) from error
         self._at = at._replace(port=self._listener.getsockname()[1])
         self._server = Server(self._listener, self._answer, "engram-metrics", MAX_CONNECTIONS)
 
