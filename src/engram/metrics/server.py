@@ -133,7 +133,8 @@ class MetricsServer(Closes):
             self._listener = socket.create_server((at.host, at.port), family=family)
         except OSError as error:
             # Python's own text says the address a second time; names that no resolver knows have numbers below zero.
-            said = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+            code = error.errno or 0
+            said = os.strerror(code) if code > 0 else error.strerror
             raise OSError(error.errno, said, at.place) from error
         self._at = at._replace(port=self._listener.getsockname()[1])
         self._server = Server(self._listener, self._answer, "engram-metrics", MAX_CONNECTIONS)
