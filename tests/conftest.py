@@ -119,26 +119,31 @@ def pytest_collection_modifyitems(config, items):
     chosen = any("::" in argument for argument in config.args) or "stress" in config.option.markexpr
     if chosen or stress.SIZE != "small":
         return
-    cases = {}
-    for item in items:
-        marker = item.get_closest_marker("stress")
-        if marker is not None and "sample" in marker.kwargs:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append((item, marker.kwargs["sample"]))
+    sampled = [item for item in items if "sample" in stress_of(item)]
     left_out = set()
-    for of in cases.values():
-        left_out.update(id(item) for item in stress.others([item for item, _ in of], of[0][1]))
+    for cases in by_test(sampled):
+        left_out.update(id(item) for item in stress.others(cases, stress_of(cases[0])["sample"]))
     deselect(config, items, left_out)
+
+
+def stress_of(item):
+    """What the test's ``stress`` marker says; empty without one."""
+    marker = item.get_closest_marker("stress")
+    return {} if marker is None else marker.kwargs
+
+
+def by_test(items):
+    """The cases of each test."""
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return list(tests.values())
 
 
 def quick(items):
     """The middle case of each test of the modules that start no processes."""
-    texts, cases = {}, {}
-    for item in items:
-        if item.path not in texts:
-            texts[item.path] = item.path.read_text()
-        if not SLOW.search(texts[item.path]):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [of[len(of) // 2] for of in cases.values()]
+    slow = {path: bool(SLOW.search(path.read_text())) for path in {item.path for item in items}}
+    return [cases[len(cases) // 2] for cases in by_test(item for item in items if not slow[item.path])]
 
 
 def deselect(config, items, left_out):
