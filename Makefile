@@ -162,15 +162,16 @@ endif
 
 # All that `make gpu PACK=build/gpu-pack` needs beside torch, Triton and NumPy: at most 64 MiB.
 GPU_PACK := build/gpu-pack
+GPU_PYTHON := $(if $(filter python3,$(PYTHON)),python3.12,$(PYTHON))
 GPU_NEEDS := tensordict msgspec xxhash click rich cloudpickle orjson pyvers importlib_metadata zipp packaging markdown-it-py mdurl \
   pygments pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers
-gpu-pack:
-	@$(MAKE) --no-print-directory wheel PYTHON=$(if $(filter python3,$(PYTHON)),python3.12,$(PYTHON))
+gpu-pack: $(VENV)/.torch
+	@$(MAKE) --no-print-directory wheel PYTHON=$(GPU_PYTHON)
 	@rm -rf $(GPU_PACK)
 	@$(BIN)/python -m pip --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c $(VENV)/constraints.txt \
 	  -d $(GPU_PACK) $(GPU_NEEDS)
-	@cp build/wheels/$(subst /,_,$(if $(filter python3,$(PYTHON)),python3.12,$(PYTHON)))/*.whl $(GPU_PACK)
+	@cp build/wheels/$(subst /,_,$(GPU_PYTHON))/*.whl $(GPU_PACK)
 	@du -sh $(GPU_PACK) && [ $$(du -sm $(GPU_PACK) | cut -f1) -le 64 ]
 
 bench-gpu: $(VENV)/.engram-bench $(VENV)/.rivals
