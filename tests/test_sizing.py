@@ -16,9 +16,9 @@ from engram import (
     NStep,
     RandomSampler,
     ReplayBuffer,
-    _native,
     plan,
 )
+from engram._support import native
 
 ROW = {"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(1), "done": torch.tensor(True)}}
 
@@ -33,7 +33,7 @@ def test_counts():
     ]
     assert found.row_bytes == 28_224 + 4 + 1
     assert found.nbytes == found.row_bytes * 1_000_000
-    assert found.overhead == 20 * 1_000_000 + _native.control_bytes(1)
+    assert found.overhead == 20 * 1_000_000 + native.control_bytes(1)
 
 
 def test_text():
@@ -184,7 +184,7 @@ def test_what_a_batch_reads_is_the_pages_that_its_rows_lie_in(sizes, share, batc
 def test_what_must_stay_in_memory():
     rows = 1_000_000
     found = plan(ROW, rows, memory=40_000_000)
-    assert found.resident == found.overhead + _native.priority_bytes(rows, True)
+    assert found.resident == found.overhead + native.priority_bytes(rows, True)
     assert str(found).splitlines()[-1] == (
         "In 40 MB of memory: 31.5 MB for tickets and priorities; a batch of 256 rows reads 10.4 MB from disk"
     )

@@ -4,11 +4,12 @@ A line a name, as ``from module import Name as Name``. Buffers come from ``prior
 class that a store may have been used with.
 """
 
-from engram._absent import StoreStorage as StoreStorage
-from engram._native import num_threads as num_threads
-from engram._native import set_num_threads as set_num_threads
-from engram._progress import Progress as Progress
-from engram._version import __version__ as __version__
+from engram._support.absent import StoreStorage as StoreStorage
+from engram._support.field_paths import DEFAULT_DONE_KEYS as DEFAULT_DONE_KEYS
+from engram._support.native import num_threads as num_threads
+from engram._support.native import set_num_threads as set_num_threads
+from engram._support.progress import Progress as Progress
+from engram._support.version import __version__ as __version__
 from engram.around.episodes import find_start_stop_traj as find_start_stop_traj
 from engram.around.following import FinalObservations as FinalObservations
 from engram.around.following import NextFromFollowing as NextFromFollowing
@@ -16,6 +17,10 @@ from engram.around.frames import CatFrames as CatFrames
 from engram.around.frames import FrameStack as FrameStack
 from engram.around.hindsight import Hindsight as Hindsight
 from engram.around.hindsight import HindsightStrategy as HindsightStrategy
+from engram.around.predicates import TrajectoryPredicate as TrajectoryPredicate
+from engram.around.predicates import traj as traj
+from engram.around.query import filter_trajectories as filter_trajectories
+from engram.around.query import iter_trajectories as iter_trajectories
 from engram.around.returns import NStep as NStep
 from engram.around.returns import RewardToGo as RewardToGo
 from engram.around.sequence import AnchorPriorities as AnchorPriorities
@@ -26,6 +31,7 @@ from engram.around.slices import PrioritizedSliceSampler as PrioritizedSliceSamp
 from engram.around.slices import SliceSampler as SliceSampler
 from engram.around.slices import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
 from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
+from engram.around.trajectory import Trajectory as Trajectory
 from engram.around.units import SampleUnit as SampleUnit
 from engram.around.units import Transition as Transition
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
@@ -35,11 +41,17 @@ from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTens
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
 from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
 from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
+from engram.buffer.schedulers import LambdaScheduler as LambdaScheduler
+from engram.buffer.schedulers import LinearScheduler as LinearScheduler
+from engram.buffer.schedulers import ParameterScheduler as ParameterScheduler
+from engram.buffer.schedulers import SchedulerList as SchedulerList
+from engram.buffer.schedulers import StepScheduler as StepScheduler
 from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
 from engram.checkpoint.checkpointer import RestoreReport as RestoreReport
 from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
 from engram.checkpoint.checkpointer import SaveReport as SaveReport
 from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
+from engram.checkpoint.ranks import Ranks as Ranks
 from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
@@ -58,10 +70,8 @@ from engram.errors import RowError as RowError
 from engram.errors import StoreInUse as StoreInUse
 from engram.errors import UncleanStore as UncleanStore
 from engram.errors import WriterStalled as WriterStalled
-from engram.field_paths import DEFAULT_DONE_KEYS as DEFAULT_DONE_KEYS
-from engram.limits import MaxInFlight as MaxInFlight
-from engram.limits import MinSize as MinSize
-from engram.limits import SamplesPerInsert as SamplesPerInsert
+from engram.inspect.sizing import StoragePlan as StoragePlan
+from engram.inspect.sizing import plan as plan
 from engram.members.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
 from engram.members.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from engram.members.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
@@ -73,19 +83,6 @@ from engram.persist.checkpointers import ListStorageCheckpointer as ListStorageC
 from engram.persist.checkpointers import StorageCheckpointerBase as StorageCheckpointerBase
 from engram.persist.checkpointers import StorageEnsembleCheckpointer as StorageEnsembleCheckpointer
 from engram.persist.checkpointers import TensorStorageCheckpointer as TensorStorageCheckpointer
-from engram.query.buffers import filter_trajectories as filter_trajectories
-from engram.query.buffers import iter_trajectories as iter_trajectories
-from engram.query.predicates import TrajectoryPredicate as TrajectoryPredicate
-from engram.query.predicates import traj as traj
-from engram.query.trajectory import Trajectory as Trajectory
-from engram.ranks import Ranks as Ranks
-from engram.removers import FifoRemover as FifoRemover
-from engram.removers import Lifo as Lifo
-from engram.removers import LowestPriority as LowestPriority
-from engram.removers import MaxTimesSampled as MaxTimesSampled
-from engram.removers import Removable as Removable
-from engram.removers import Remover as Remover
-from engram.removers import StalestFirst as StalestFirst
 from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler
 from engram.samplers import PromptGroupSampler as PromptGroupSampler
@@ -93,14 +90,7 @@ from engram.samplers import RandomSampler as RandomSampler
 from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers._base import FieldReader as FieldReader
-from engram.schedulers import LambdaScheduler as LambdaScheduler
-from engram.schedulers import LinearScheduler as LinearScheduler
-from engram.schedulers import ParameterScheduler as ParameterScheduler
-from engram.schedulers import SchedulerList as SchedulerList
-from engram.schedulers import StepScheduler as StepScheduler
 from engram.serving import serve as serve
-from engram.sizing import StoragePlan as StoragePlan
-from engram.sizing import plan as plan
 from engram.storages import CompressedListStorage as CompressedListStorage
 from engram.storages import LazyMemmapStorage as LazyMemmapStorage
 from engram.storages import LazyStackStorage as LazyStackStorage
@@ -108,6 +98,9 @@ from engram.storages import LazyTensorStorage as LazyTensorStorage
 from engram.storages import ListStorage as ListStorage
 from engram.storages import Storage as Storage
 from engram.storages import TensorStorage as TensorStorage
+from engram.store.limits import MaxInFlight as MaxInFlight
+from engram.store.limits import MinSize as MinSize
+from engram.store.limits import SamplesPerInsert as SamplesPerInsert
 from engram.torchrl.checkpointers import FlatStorageCheckpointer as FlatStorageCheckpointer
 from engram.torchrl.checkpointers import NestedStorageCheckpointer as NestedStorageCheckpointer
 from engram.torchrl.hdf5 import H5Combine as H5Combine
@@ -142,3 +135,10 @@ from engram.writers import RemovingWriter as RemovingWriter
 from engram.writers import RoundRobinWriter as RoundRobinWriter
 from engram.writers import TensorDictMaxValueWriter as TensorDictMaxValueWriter
 from engram.writers import TensorDictRoundRobinWriter as TensorDictRoundRobinWriter
+from engram.writers.removers import FifoRemover as FifoRemover
+from engram.writers.removers import Lifo as Lifo
+from engram.writers.removers import LowestPriority as LowestPriority
+from engram.writers.removers import MaxTimesSampled as MaxTimesSampled
+from engram.writers.removers import Removable as Removable
+from engram.writers.removers import Remover as Remover
+from engram.writers.removers import StalestFirst as StalestFirst

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeVar
 
-    from engram._progress import Progress
+    from engram._support.field_paths import FieldPath
+    from engram._support.progress import Progress
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-    from engram.consumption import ConsumptionIndex
-    from engram.field_paths import FieldPath
     from engram.format.checkpoints import Checkpoint
-    from engram.groups import Groups
     from engram.persist.parts import Snapshot
-    from engram.priorities import PriorityConfig, PriorityIndex
     from engram.reshard.driver import Reshard
     from engram.store import Store
+    from engram.store.consumption import ConsumptionIndex
+    from engram.store.groups import Groups
+    from engram.store.priorities import PriorityConfig, PriorityIndex
 
     #: What a buffer's batches are; anything, where a type checker cannot know.
     Batch = TypeVar("Batch", default=Any)
@@ -563,7 +563,7 @@ class SampledStorage(Protocol):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> from engram.priorities import PriorityConfig
+        >>> from engram.store.priorities import PriorityConfig
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> config = PriorityConfig(alpha=0.6, beta=0.4, eps=1e-8, within_buffer=False)
         >>> rb.storage.priorities("main", config, 100) is None

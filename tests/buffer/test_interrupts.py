@@ -27,8 +27,8 @@ from engram import (
     ReplayBuffer,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    _native,
 )
+from engram._support import native
 from engram.format import files
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, Operation, descriptors, forked, in_this_process
@@ -267,12 +267,12 @@ def ram(monkeypatch):
     monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
     monkeypatch.setattr(engram.store.locks, "WAIT_S", 20.0)
     monkeypatch.setattr(files.Descriptor, "__del__", __del__)
-    before = _native.wait_limit()
-    _native._core.set_wait_limit(20.0)
+    before = native.wait_limit()
+    native._core.set_wait_limit(20.0)
     gc.collect()
     gc.freeze()  # each child looks for what it has open
     yield folder
-    _native._core.set_wait_limit(before)
+    native._core.set_wait_limit(before)
     shutil.rmtree(folder)
 
 

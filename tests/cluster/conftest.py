@@ -11,7 +11,7 @@ def nodes():
     from ray.cluster_utils import Cluster
 
     from engram.cluster import replay_buffer
-    from engram.fleet import members
+    from engram.remote.fleet import members
 
     replay_buffer._PATIENCE_S = members.SKIP_S = 240.0  # machines that run tests are busy
     each = {"num_cpus": 4, "object_store_memory": 80_000_000}

@@ -12,8 +12,8 @@ import threading
 
 import torch
 
-from engram import _fork
-from engram._mappings import shared_pieces
+from engram._support import fork
+from engram._support.mappings import shared_pieces
 from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, HostMemory
 
 #: By storage: the storage, which is kept so that no other gets its number, and the device that it is on, or "pinned".
@@ -142,7 +142,7 @@ class Imitation(Accelerator):
         self._here = threading.local()
         self._streams = {}
         self.up, self.down = self._named("up"), self._named("down")
-        _fork.registered(self)
+        fork.registered(self)
 
     # ---- streams and events ----------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engram import LazyMemmapStorage, PrioritizedSampler, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
-from engram.fleet.storage import combined
 from engram.remote.commands import Mass, State
+from engram.remote.fleet.storage import combined
 from tests.fleet.test_fleets import rows_of
 from tests.fresh import start
 from tests.serving.servers import serving, serving_each

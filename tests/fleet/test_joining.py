@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engram.fleet import finding
-from engram.fleet.members import Members
 from engram.remote.commands import State
+from engram.remote.fleet import finding
+from engram.remote.fleet.members import Members
 
 
 class Store:
@@ -54,7 +54,7 @@ class Joining:
 
 @pytest.fixture(autouse=True)
 def _no_thread(monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._Looker", lambda members: SimpleNamespace(end=lambda: None))
+    monkeypatch.setattr("engram.remote.fleet.members._Looker", lambda members: SimpleNamespace(end=lambda: None))
 
 
 def test_a_store_that_is_gone_while_it_joins_is_looked_for():

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engram.fleet.ledger import Counts, Ledger, room
-from engram.fleet.members import Members
-from engram.limits import Rules
 from engram.remote.commands import State
+from engram.remote.fleet.ledger import Counts, Ledger, room
+from engram.remote.fleet.members import Members
+from engram.store.limits import Rules
 
 
 class Store:
@@ -71,7 +71,7 @@ def clock(monkeypatch):
     now = SimpleNamespace(s=0.0)
     ticks = itertools.count(1_000_000)
     fake = SimpleNamespace(monotonic=lambda: now.s, sleep=lambda _: None, time_ns=lambda: next(ticks) * 1000)
-    monkeypatch.setattr("engram.fleet.ledger.time", fake)
+    monkeypatch.setattr("engram.remote.fleet.ledger.time", fake)
     return now
 
 

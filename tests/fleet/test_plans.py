@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engram.fleet import plans
+from engram.remote.fleet import plans
 
 KEYS = st.integers(0, (1 << 63) - 1)
 LEFT = st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any)

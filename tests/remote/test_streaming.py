@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram import RateLimited
-from engram._native import NotAdmitted
+from engram._support.native import NotAdmitted
 from engram.remote import wire
 from engram.remote.streaming import CREDIT_BYTES, CREDIT_MESSAGES, WritesUnderWay
 

@@ -23,8 +23,8 @@ from engram import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.groups import KIND
 from engram.store import INDEX_KINDS
+from engram.store.groups import KIND
 from tests import stress
 from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_uniform

@@ -12,6 +12,8 @@ import sys
 import typing
 from pathlib import Path
 
+from engram._support import absent
+
 FILE = Path(__file__).with_name("public_names.json")
 #: What programs import from.
 MODULES = (
@@ -50,7 +52,8 @@ def _public(module):
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return listed
-    return [name for name, value in vars(module).items() if name[0] != "_" and _home(value) == module.__name__]
+    home = absent.moved_to(module.__name__) or module.__name__
+    return [name for name, value in vars(module).items() if name[0] != "_" and _home(value) == home]
 
 
 def _described(value):

@@ -26,7 +26,7 @@ from engram.persist import rows
 
 logging.getLogger("engram").setLevel(logging.ERROR)
 disk.THREADS = rows.READERS = 1  # no profile sees the bare threads that help, so this one makes their calls
-POLLING = ("/engram/ranks.py", "/engram/ranks/")
+POLLING = ("/engram/checkpoint/ranks.py",)
 trips = []
 counting = threading.Event()
 

@@ -1,6 +1,7 @@
 """The steps around a row: what ends a trajectory, windows, returns, stacks, goals in hindsight, sequences."""
 
 from engram import samplers
+from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.around.episodes import find_start_stop_traj
 from engram.around.expander import Expander
 from engram.around.following import FinalObservations, NextFromFollowing, finals_of
@@ -16,7 +17,6 @@ from engram.around.slices import (
     StreamingSliceSampler,
 )
 from engram.around.units import SampleUnit, Transition
-from engram.field_paths import DEFAULT_DONE_KEYS
 
 # As in TorchRL it is of both kinds; it shares no code with either.
 SliceSampler.register(SliceSamplerWithoutReplacement)

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from engram import _native
-from engram._dtypes import DTYPE_OF
-from engram._words import warn_of_mixed
+from engram._support import native as _native
+from engram._support.field_paths import FieldPath, public
+from engram._support.retries import IN_A_ROW
+from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, NAMED, step_type_bytes
 from engram.around.windows import LAST_STEPS
 from engram.errors import NoSampleable, RowError
-from engram.field_paths import FieldPath, public
-from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
-from engram.store import as_rows, dlpack_specs
+from engram.store import DTYPE_OF, as_rows, dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram import _native
+    from engram._support import native as _native
     from engram.around.episodes import TrajectoryKeys
     from engram.around.following import Following
     from engram.around.hindsight import Goals, Relabelling

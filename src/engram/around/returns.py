@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engram._support.field_paths import as_path, as_paths
 from engram.around.expander import Expander, check_discount, check_steps
 from engram.around.reading import TO_THE_END, Column
-from engram.field_paths import as_path, as_paths
 
 if TYPE_CHECKING:
+    from engram._support.field_paths import FieldPath
     from engram.around.reading import Reading
-    from engram.field_paths import FieldPath
     from engram.types import Sampler
 
 

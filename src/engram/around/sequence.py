@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._checks import check_count, check_number
-from engram._words import warn_of_mixed
+from engram._support import native
+from engram._support.checks import check_count, check_number
+from engram._support.field_paths import as_path, public
+from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, Boundaries, Episodes, TrajectoryKeys, numbers_by_path
 from engram.around.units import SampleUnit, UnitReader, rows_of
 from engram.around.windows import with_starts
 from engram.errors import RowError
-from engram.field_paths import as_path, public
 from engram.samplers import check_drawable
 from engram.samplers.redraw import Redraw
 from engram.storages import TensorStorage, coordinates
@@ -26,8 +26,8 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from engram._support.field_paths import FieldPath
     from engram.around.units import Index, Named
-    from engram.field_paths import FieldPath
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Key, Store
@@ -76,7 +76,7 @@ class WindowTable:
         self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
         """The field that gets a mark at the first record of each window; None: none does."""
         self._table = Episodes(memory, boundaries, table).table()
-        self._spec = _native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
+        self._spec = native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
         self._total, self._who = unit.total, name
         self._learned, self._shifted = unit.length, unit.episode_boundary == "stop"
 
@@ -97,7 +97,7 @@ class WindowTable:
         *,
         told: bool = True,
         numbered: bool = False,
-        layout: _native.Layout | None = None,
+        layout: native.Layout | None = None,
     ) -> tuple[Windows, list[Tensor], list[int]]:
         """The same, but only fields of a layout are read; None: no field is, and no window counts as moved.
 

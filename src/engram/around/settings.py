@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Generic, TypedDict, TypeVar
 
-from engram import _native
-from engram._checks import as_numbers, check_count
-from engram._unsupported import reject_unsupported
+from engram._support import native as _native
+from engram._support.checks import as_numbers, check_count
+from engram._support.field_paths import FieldPath, as_path, as_paths
+from engram._support.unsupported import reject_unsupported
 from engram.around.episodes import checked_end_when
-from engram.field_paths import FieldPath, as_path, as_paths
 from engram.store import check_index_name
 
 if TYPE_CHECKING:

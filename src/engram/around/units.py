@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from engram.components import Noted
+from engram._support.retries import Retries
 from engram.errors import RowError
-from engram.retries import Retries
+from engram.persist.noted import Noted
 from engram.samplers import check_drawable
 
 if TYPE_CHECKING:

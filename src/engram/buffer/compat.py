@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
-from engram._unsupported import Later, carriers
+from engram._support.unsupported import Later, carriers
 
 if TYPE_CHECKING:
     import os
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from engram.around import SampleUnit
     from engram.buffer.output import Output
-    from engram.fleet.members import Missing
     from engram.persist.checkpointers import StorageCheckpointerBase
+    from engram.remote.fleet.members import Missing
     from engram.remote.streaming import Full
-    from engram.removers import Remover
     from engram.storages.own import GivenStorage
     from engram.types import Sampler, Writer
+    from engram.writers.removers import Remover
 
 
 B = TypeVar("B")

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engram._words import count, said_number, said_share, said_size
+from engram._support.words import count, said_number, said_share, said_size
 from engram.around import finals_of
+from engram.around.query import Query
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges
-from engram.limits import limit_stats
-from engram.plotting.plots import Scan
-from engram.query.buffers import Query
+from engram.inspect.plots import Scan
 from engram.remote.served import ServedStorage
+from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from engram import samplers, storages
-from engram._checks import check_count
-from engram._words import warn
+from engram._support.checks import check_count
+from engram._support.state import real
+from engram._support.words import warn
 from engram.buffer.recipe import kind_of
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, series
@@ -25,7 +26,6 @@ from engram.persist import parts
 from engram.reshard.driver import Policy, checked_incomplete, reshard
 from engram.reshard.plan import Target
 from engram.reshard.shards import open_shards as open_saved
-from engram.state import real
 from engram.types import Sampler
 from engram.writers._base import FollowingWriter
 

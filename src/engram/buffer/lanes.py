@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _words, storages
-from engram._checks import as_numbers
-from engram._tensordict import is_tensor_collection
+from engram import storages
+from engram._support import words
+from engram._support.checks import as_numbers
+from engram._support.field_paths import FieldPath, checked_path, public
+from engram._support.nested import find_field, map_leaves
+from engram._support.state import integer, typed
+from engram._support.tensordicts import is_tensor_collection
 from engram.errors import RowError
-from engram.field_paths import FieldPath, checked_path, public
-from engram.nested import find_field, map_leaves
-from engram.state import integer, typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,7 +152,7 @@ class Lanes:
         if rest or (len(shape) == 2 and shape[first] != len(lanes)):
             expected = f"[T, {len(lanes)}]" if first else f"[{len(lanes)}, T]"
             raise RuntimeError(
-                f"extend: layout={layout!r}: expected equally many steps of {_words.count(len(lanes), 'lane')}, k · {len(lanes)} rows or "
+                f"extend: layout={layout!r}: expected equally many steps of {words.count(len(lanes), 'lane')}, k · {len(lanes)} rows or "
                 f"a TensorDict {expected}, got {list(shape) if len(shape) == 2 else n}. Name other lanes with lane=[…]."
             )
         return data, lanes.repeat(steps) if first else lanes.repeat_interleave(steps)
@@ -337,8 +338,8 @@ class Environments:
                 else ""
             )
             raise RowError(
-                f"{call}: lane: expected lanes in [0, {lanes}){having}, got {other}, and {_words.count(len(new), 'new environment')} for "
-                f"{_words.count(len(free), 'free lane')}. Name them with lane=…"
+                f"{call}: lane: expected lanes in [0, {lanes}){having}, got {other}, and {words.count(len(new), 'new environment')} for "
+                f"{words.count(len(free), 'free lane')}. Name them with lane=…"
             )
         self._lane_of.update(of)
         self._by_number = all(number == lane for number, lane in self._lane_of.items())

@@ -5,17 +5,18 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engram import _fork, samplers
+from engram import samplers
+from engram._support import fork
 from engram.around import Expander, SampleUnit
 from engram.buffer.tracing import empty_of, like
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.device.pinning import pinning_for
 from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
-from engram.removers import FifoRemover
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.writers import RemovingWriter, RoundRobinWriter
+from engram.writers.removers import FifoRemover
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
     from engram.buffer.compat import Arguments as TorchRL
     from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.removers import Remover
     from engram.storages import Storage
+    from engram.writers.removers import Remover
 
 #: Held while a buffer is made at its first use: other threads that use it wait.
-_MAKING = _fork.rlock()
+_MAKING = fork.rlock()
 
 
 class Arguments(NamedTuple):

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram.field_paths import checked_path
+from engram._support.field_paths import checked_path
+from engram._support.nested import find, flatten, has_entries
 from engram.format.schema import Field
-from engram.nested import find, flatten, has_entries
 from engram.storages._columns import rows_of_selection
 from engram.storages._dtypes import cast
 from engram.storages._structure import Structure, as_tensor
+from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from engram._support.field_paths import FieldPath
     from engram.buffer.write_path import WritePath
-    from engram.field_paths import FieldPath
     from engram.storages import Rows, Storage
 
 _CALL = "add_field"

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engram.priorities import PriorityIndex
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.store import Key, shared_memory
-from engram.usage import UsageIndex
+from engram.store.priorities import PriorityIndex
+from engram.store.usage import UsageIndex
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.fleet.members import Missing
+    from engram.remote.fleet.members import Missing
     from engram.remote.served import ServedStorage
     from engram.remote.shards import Described, Shard
     from engram.types import Savers
@@ -127,8 +127,8 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Re
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
-    from engram.fleet.finding import AwaitedFleet
-    from engram.fleet.members import SKIP_S
+    from engram.remote.fleet.finding import AwaitedFleet
+    from engram.remote.fleet.members import SKIP_S
     from engram.remote.shards import AwaitedStorage, OneStore, Shard
 
     if shards.is_one:

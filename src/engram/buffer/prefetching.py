@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from engram._closing import Closes
-from engram._native import NotAdmitted
-from engram._tensordict import children, is_plain_tensordict, tensordict_type
+from engram._support.closing import Closes
+from engram._support.native import NotAdmitted
+from engram._support.nested import map_leaves
+from engram._support.state import Change, Loads, check_keys, copied, integer, typed
+from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
+from engram.buffer.prefetch import LEAVE_S, Prefetcher
 from engram.buffer.wiring import checked_generator
 from engram.errors import NoSampleable
-from engram.limits import Room
-from engram.nested import map_leaves
-from engram.packing import pack, unpack
-from engram.prefetch import LEAVE_S, Prefetcher
-from engram.state import Change, Loads, check_keys, copied, integer, typed
+from engram.storages.packing import pack, unpack
 from engram.store import Copied
+from engram.store.limits import Room
 
 if TYPE_CHECKING:
     import torch

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 import torch
 
 from engram import samplers, storages
-from engram._devices import existing_device
-from engram._unsupported import Later, meant, reject_unsupported
+from engram._support.devices import existing_device
+from engram._support.field_paths import checked_path
+from engram._support.unsupported import Later, meant, reject_unsupported
 from engram.around import Hindsight, HindsightStrategy
 from engram.buffer.compat import alias
 from engram.buffer.recipe import draws_by_priority, register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
-from engram.field_paths import checked_path
 from engram.types import Sampler
 
 if TYPE_CHECKING:

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _words, collate, samplers, storages
-from engram._tensordict import add_fields, is_lazy_stack
+from engram import samplers, storages
+from engram._support import words
+from engram._support.field_paths import WINDOW_ENDS
+from engram._support.retries import Retries
+from engram._support.tensordicts import add_fields, is_lazy_stack
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
-from engram.field_paths import WINDOW_ENDS
-from engram.retries import Retries
 from engram.samplers.redraw import Redraw
+from engram.storages import collate
 from engram.store import ThreadKey
 from engram.types import Draw
 
@@ -69,7 +71,7 @@ class ReadPath:
             self.looked = True
             if size < batch_size:
                 line = (
-                    f"sample: a batch of {batch_size:,} rows has some of the {_words.count(size, 'stored row')} several times. Write "
+                    f"sample: a batch of {batch_size:,} rows has some of the {words.count(size, 'stored row')} several times. Write "
                     "more before the first batch."
                 )
                 storages.announcing.announce(line, level=logging.WARNING)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from engram import _fork, inspect, storages, writers
-from engram._closing import end
-from engram._tensordict import is_tensor_collection
-from engram._unsupported import reject_unsupported
+from engram import inspect, storages, writers
+from engram._support import fork
+from engram._support.closing import end
+from engram._support.tensordicts import is_tensor_collection
+from engram._support.unsupported import reject_unsupported
 from engram.buffer.appender import Appender
 from engram.buffer.compat import (
     NOT_YET,
@@ -46,9 +47,9 @@ from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
-from engram.limits import WAIT_S, checked_timeout
-from engram.plotting import Plots
+from engram.inspect.plots import Plots
 from engram.samplers._base import refuse_batch
+from engram.store.limits import WAIT_S, checked_timeout
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
@@ -59,10 +60,10 @@ if TYPE_CHECKING:
     from engram.buffer.output import Output
     from engram.buffer.submitted_updates import Source
     from engram.env.recording import Names
-    from engram.limits import Limit
     from engram.persist.roles import Roles
     from engram.samplers._base import DeclaredSampler
     from engram.storages import GivenStorage, Storage
+    from engram.store.limits import Limit
     from engram.transforms import Compose
     from engram.types import Device, Savers, Size, StrPath, Told, Wait, Watch
 
@@ -1472,7 +1473,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         if self._settings.unmade is not None:
             return dict(self.__dict__)
         storage = self._wiring.storage
-        if _fork.is_spawning():
+        if fork.is_spawning():
             self._materialize()
             storage.hand_over()
         prefetching = self._prefetching

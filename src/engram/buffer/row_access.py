@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from engram import storages
-from engram._tensordict import is_tensor_collection
+from engram._support.field_paths import checked_path, public
+from engram._support.nested import entries_of, find, flatten, has_entries, name_of
+from engram._support.tensordicts import is_tensor_collection
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
@@ -17,8 +19,6 @@ from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
 from engram.device.replay import Replays
 from engram.errors import EMPTY
-from engram.field_paths import checked_path, public
-from engram.nested import entries_of, find, flatten, has_entries, name_of
 from engram.persist.roles import boundary_fields, roles_of
 from engram.persist.rows import Boundaries
 from engram.store import DeviceStore
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.replay_buffer import ReplayBuffer
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
-    from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.persist.roles import Roles
     from engram.storages import Rows

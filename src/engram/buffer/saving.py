@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from engram import _fork, priorities
-from engram._checks import check_count, check_path
-from engram._progress import Work
-from engram._words import warn
+from engram._support import fork
+from engram._support.checks import check_count, check_path
+from engram._support.progress import Work
+from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
+from engram._support.words import warn
 from engram.buffer import other_sampler
 from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
@@ -28,15 +29,15 @@ from engram.persist.slots import for_torchrl, is_laid_out
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import said_counts, seed_of
 from engram.reshard.shards import open_shard
-from engram.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram.storages import announcing
+from engram.store import priorities
 from engram.types import Ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
@@ -609,7 +610,7 @@ class RngLoad(NamedTuple):
             wiring.generator.set_state(self.own.get_state())
         if self.default is not None:
             torch.default_generator.set_state(self.default.get_state())
-        if not (self.own is self.default is None or _fork.is_numbered()):
+        if not (self.own is self.default is None or fork.is_numbered()):
             wiring.stream = self.stream
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from engram._checks import check_count
+from engram._support.checks import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

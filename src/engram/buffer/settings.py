@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram._checks import check_count
-from engram._words import warn
+from engram._support.checks import check_count
+from engram._support.words import warn
 from engram.buffer.output import checked_form
 
 if TYPE_CHECKING:

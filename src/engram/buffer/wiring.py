@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram import _fork, samplers, storages, writers
-from engram._checks import as_numbers, check_count
-from engram._devices import sent
-from engram._overrides import overrides, refuse_others
+from engram import samplers, storages, writers
+from engram._support import fork
+from engram._support.checks import as_numbers, check_count
+from engram._support.devices import sent
+from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander
 from engram.around.units import Named
 from engram.errors import RowError
-from engram.limits import Gate, Rules, rules_of
 from engram.store import Process
+from engram.store.limits import Gate, Rules, rules_of
 from engram.types import Declared, Sampler, Traits, Writer
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from engram.around import SampleUnit
     from engram.around.units import UnitReader
     from engram.device.pinning import Pinning
-    from engram.limits import Limit
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Key
+    from engram.store.limits import Limit
     from engram.transforms import Compose
     from engram.writers._base import NativeWriter
 
@@ -77,9 +78,9 @@ class Wiring:
         self.unit_reader: UnitReader | None = None
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
-        #: What sets the draws of this process apart, as :func:`engram._fork.stream` says; None: not known yet.
+        #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
-        _fork.registered(self, uses_others=True)
+        fork.registered(self, uses_others=True)
 
     # ---- random bits -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Wiring:
         if self.stream is not None:
             return self.stream
         stores = [one.memory for one in self.storage.storages]
-        stream = _fork.stream(*(0 if store is None else store.participant for store in stores))
+        stream = fork.stream(*(0 if store is None else store.participant for store in stores))
         if None not in stores or not self.storage.traits.has_fields:
             self.stream = stream
         return stream
@@ -334,7 +335,7 @@ class Wiring:
         self.is_apart = process != Process.this() and process.runs()
         if process != Process.this():
             self.stream = None
-        _fork.registered(self, uses_others=True)
+        fork.registered(self, uses_others=True)
         self.generator = None
         if generator_state is not None:
             self.generator = torch.Generator()

@@ -17,13 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _fork, storages
-from engram._checks import as_numbers
-from engram._native import NotAdmitted
-from engram._overrides import doing, overrides
-from engram._tensordict import is_tensor_collection
+from engram import storages
+from engram._support import fork
+from engram._support.checks import as_numbers
+from engram._support.native import NotAdmitted
+from engram._support.nested import (
+    NoRows,
+    first_leaf,
+    has_dimensions,
+    is_numbers,
+    is_tensordict,
+    map_leaves,
+    map_with_paths,
+)
+from engram._support.overrides import doing, overrides
+from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.lanes import BATCHES
-from engram.nested import NoRows, first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.storages import Storage, leading_size
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
@@ -31,12 +40,12 @@ from engram.writers._base import NativeWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram._support.nested import Path
     from engram.buffer.lanes import Lane, Lanes, Layout
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.recipe import Recipe
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
-    from engram.nested import Path
     from engram.storages import Count
 
 #: What the write transforms leave where they hold all rows back.
@@ -384,7 +393,7 @@ def _move_dim(x: object, at: int, to: int) -> object:
     return x.permute(*range(to), last, *range(to, last))
 
 
-_one_by_one = _fork.rlock()
+_one_by_one = fork.rlock()
 
 
 def write_overridden(

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engram._http import Answer, Call, Server
+from engram._support.http import Answer, Call, Server
 from engram.errors import CorruptCheckpoint
 from engram.format import series
 

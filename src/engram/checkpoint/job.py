@@ -12,8 +12,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram._progress import Work
-from engram._words import warn
+from engram._support.progress import Work
+from engram._support.words import warn
+from engram.checkpoint.ranks import looks
 from engram.checkpoint.reports import Heard
 from engram.errors import RankFailed
 from engram.format import disk, series
@@ -21,21 +22,20 @@ from engram.format.checkpoints import rank_folder
 from engram.persist import parts
 from engram.persist.roles import doubts
 from engram.persist.snapshot import RowsSnapshot
-from engram.ranks import looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import FrameType
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
+    from engram.checkpoint.ranks import Ranks
     from engram.checkpoint.reports import Options
     from engram.checkpoint.save import SaveHandle
     from engram.format.checkpoints import Manifest
     from engram.format.parts import PartField, PartInfo, PartReader
     from engram.persist.parts import Snapshot
     from engram.persist.rows import SavedRows
-    from engram.ranks import Ranks
     from engram.types import Checkpointable
 
 

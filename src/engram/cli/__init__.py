@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 
 import click
 
-from engram._version import __version__
-from engram._words import said_number
+from engram._support.version import __version__
+from engram._support.words import said_number
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from engram.metrics.catalog import HasStats
+    from engram.inspect.catalog import HasStats
 
 __all__ = ["main"]
 
@@ -398,9 +398,8 @@ def _show(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:
-    """Lets metrics be asked for, as soon as there is a buffer; says where. Raises as ``engram.metrics.serve``."""
-    from engram.metrics import serve
-    from engram.metrics.server import metrics_address
+    """Lets metrics be asked for, as soon as there is a buffer; says where. Raises as ``engram.inspect.metrics.serve``."""
+    from engram.inspect.metrics import metrics_address, serve
 
     metrics_address(address, insecure=insecure)  # before the store is opened
 

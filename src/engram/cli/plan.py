@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
-from engram._memory import available_memory, missing_share
-from engram._sizes import priority_bytes, resident_bytes
-from engram._words import count, said_share, said_size
+from engram._support.memory import available_memory, missing_share
+from engram._support.words import count, said_share, said_size
 from engram.cli.doctor import Finding
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
 from engram.format import control, files, layout, schema
 from engram.format.describe import describe
 from engram.format.schema import DTYPES, Field
+from engram.format.sizes import priority_bytes, resident_bytes
 from engram.format.verify import read_store
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
-from engram._checks import check_count
-from engram.nested import map_tensors
+from engram._support.checks import check_count
+from engram._support.nested import map_tensors
 from engram.remote.shards import answer_of
 from engram.storages import ListStorage, Storage
 from engram.types import RowStorage

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from engram._checks import check_count
+from engram._support.checks import check_count
 from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.on_ray import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.prioritized import ReplayBuffer
 from engram.buffer.services import imported_ray
-from engram.fleet import check_missing
+from engram.remote.fleet import check_missing
 
 if TYPE_CHECKING:
-    from engram.fleet.members import Missing
+    from engram.remote.fleet.members import Missing
     from engram.remote.shards import Handle
 
 

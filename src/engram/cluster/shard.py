@@ -18,10 +18,10 @@ import torch
 
 from engram.buffer.wiring import component
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.checkpoint.ranks import Ranks
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import series
 from engram.format.schema import decode
-from engram.ranks import Ranks
 from engram.remote.addresses import Address
 from engram.remote.connection import Found
 from engram.remote.shards import Described, answer_of

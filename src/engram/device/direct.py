@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from engram import _fork
+from engram._support import fork
 from engram.device.sender import Sender
 from engram.errors import PriorityError, WriterStalled
 from engram.store.device.chain import Chain, signed
@@ -18,13 +18,13 @@ from engram.store.device.updates import UpdateRing
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.priorities import PriorityIndex
     from engram.store import Store
     from engram.store.device.accelerator import Accelerator
     from engram.store.device.chain import Kind
     from engram.store.device.columns import Batch
     from engram.store.device.registry import Registry
     from engram.store.device.resident import ResidentRows
+    from engram.store.priorities import PriorityIndex
 
 #: Commands of a ring, and the words of one.
 _SLOTS, _WORDS = 64, 8
@@ -209,7 +209,7 @@ class DirectReader:
         self.nbytes = self._chain.layout.nbytes
         """Of a batch."""
         #: Work is queued by one thread at a time: it uses the chain's own memory, in order.
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
         self._refused, self._pid = 0, os.getpid()
 
     def _chain_over(self, seen: dict[int, int], index: PriorityIndex | None, seed: int | None) -> Chain:

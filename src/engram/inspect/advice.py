@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from engram._words import count, said_share
+from engram._support.field_paths import public
+from engram._support.words import count, said_share
 from engram.around import Expander, SliceSampler
 from engram.errors import RowError
-from engram.field_paths import public
 from engram.format import layout
-from engram.plotting.plots import Ends, Scan, looked_at
-from engram.priorities import KIND as PRIORITIES
-from engram.priorities import Priorities, PriorityIndex
+from engram.inspect.plots import Ends, Scan, looked_at
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import read_block, shared_memory
-from engram.usage import UsageIndex
+from engram.store.priorities import KIND as PRIORITIES
+from engram.store.priorities import Priorities, PriorityIndex
+from engram.store.usage import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Field
-    from engram.plotting.plots import Watched
-    from engram.priorities import PriorityConfig
+    from engram.inspect.plots import Watched
     from engram.storages import Storage
     from engram.store import Store
+    from engram.store.priorities import PriorityConfig
     from engram.types import Extent
 
 

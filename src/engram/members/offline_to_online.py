@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from engram._checks import check_count, check_number
-from engram._tensordict import is_tensor_collection
+from engram._support.checks import check_count, check_number
+from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
-from engram.collate import join
 from engram.storages import LazyTensorStorage
+from engram.storages.collate import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from engram import collate, storages
-from engram._tensordict import add_fields, is_tensor_collection, put, wrap
+from engram import storages
+from engram._support.field_paths import WINDOW_ENDS, FieldPath, checked_path, public
+from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
 from engram.around.episodes import END_KEYS
 from engram.around.windows import WindowSampler
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.errors import NoSampleable
-from engram.field_paths import WINDOW_ENDS, FieldPath, checked_path, public
-from engram.fleet import plans
-from engram.limits import WAIT_S, Room
 from engram.members.storages import naming
+from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
+from engram.storages import collate
+from engram.store.limits import WAIT_S, Room
 from engram.types import Extent
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDi
 
 import torch
 
-from engram._closing import end
-from engram._overrides import refuse_others
-from engram._tensordict import is_tensor_collection
-from engram._unsupported import reject_unsupported
+from engram._support.closing import end
+from engram._support.overrides import refuse_others
+from engram._support.tensordicts import is_tensor_collection
+from engram._support.unsupported import reject_unsupported
 from engram.buffer.compat import NOT_YET, alias, returns_itself
 from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Draws, Prefetching, go_back, place_of
@@ -21,12 +21,12 @@ from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
-from engram.limits import WAIT_S, checked_timeout
 from engram.members.reading import EnsembleReadPath, Keys, Member, collated, end_streams
 from engram.members.routing import RoutedWrites, Routing, WriterEnsemble
 from engram.members.samplers import SamplerEnsemble
 from engram.members.saving import EnsembleSaving
 from engram.members.storages import StorageEnsemble, asks_a_member, members_named, naming, split_index
+from engram.store.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
 
 if TYPE_CHECKING:

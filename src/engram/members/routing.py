@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers, check_count
-from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
+from engram._support.checks import as_numbers, check_count
+from engram._support.field_paths import FieldPath, as_path, public
+from engram._support.nested import find, has_entries, map_leaves
+from engram._support.tensordicts import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_marks import by_window
 from engram.errors import RowError
-from engram.field_paths import FieldPath, as_path, public
-from engram.fleet.plans import places_of
 from engram.members.samplers import OnePerMember
 from engram.members.storages import StorageEnsemble, check_ids, naming, routed
-from engram.nested import find, has_entries, map_leaves
+from engram.remote.fleet.plans import places_of
 from engram.samplers._base import refuse_batch
 from engram.samplers.prioritized import rows_of
 from engram.types import Traits, Writer

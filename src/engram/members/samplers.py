@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from engram import _native, samplers
-from engram._checks import as_numbers, check_count
-from engram._tensordict import tensordict_type
+from engram import samplers
+from engram._support import native
+from engram._support.checks import as_numbers, check_count
+from engram._support.state import Loads, check_keys, prepare_load, saved
+from engram._support.tensordicts import tensordict_type
 from engram.errors import NoSampleable
-from engram.fleet import plans
 from engram.members.storages import StorageEnsemble, members_named, naming, split_index
+from engram.remote.fleet import plans
 from engram.samplers._base import DeclaredSampler, check_drawable, declared, key_for
-from engram.state import Loads, check_keys, prepare_load, saved
 from engram.types import Sampler, Traits
 
 if TYPE_CHECKING:
@@ -155,8 +156,8 @@ class Choice:
         return [min(bisect_right(ends, place), last) for place in at]
 
     def _numbers(self, key: int, below: int) -> list[int]:
-        numbers = _native.empty_rows(self.parts)
-        _native.uniform(plans.key_of(key, _CHOICE, 0), below, numbers)
+        numbers = native.empty_rows(self.parts)
+        native.uniform(plans.key_of(key, _CHOICE, 0), below, numbers)
         found: list[int] = numbers.tolist()
         return found
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from engram._checks import check_count, check_path
+from engram._support.checks import check_count, check_path
+from engram._support.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 from engram.buffer.prefetching import prepare_batches
 from engram.buffer.saving import RngLoad, most_bytes, saved_rng
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -18,7 +19,6 @@ from engram.format.parts import PartReader
 from engram.members.storages import naming
 from engram.persist.components import check_kind, read_state, write_part
 from engram.persist.foreign import foreign_format, foreign_state
-from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

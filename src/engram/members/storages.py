@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
-from engram._tensordict import is_tensor_collection
-from engram.nested import is_tensordict
-from engram.state import Loads, check_keys, typed
+from engram._support.checks import as_numbers
+from engram._support.nested import is_tensordict
+from engram._support.state import Loads, check_keys, typed
+from engram._support.tensordicts import is_tensor_collection
 from engram.storages import Storage
 from engram.types import Traits
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram._unsupported import refused, refusing
+from engram._support.unsupported import refused, refusing
 from engram.errors import PriorityError
 from engram.remote.served import OfServer, ServedStorage
 from engram.samplers._base import DeclaredSampler

@@ -13,9 +13,9 @@ import msgspec
 import pyarrow as pa
 from pyarrow import flight
 
-from engram import _fork
-from engram._version import __version__
-from engram._words import said_wait
+from engram._support import fork
+from engram._support.version import __version__
+from engram._support.words import said_wait
 from engram.remote.addresses import Address, token_in
 from engram.remote.commands import LEAVING, PROTOCOL, Describe, Refusal, Served, raised
 from engram.remote.wire import columns_in
@@ -136,8 +136,8 @@ class Connection:
 
     def __init__(self, access: Servers, known: Served | None = None, *, opens: bool = True) -> None:
         self.access = access
-        self._lock = _fork.rlock()
-        _fork.registered(self)
+        self._lock = fork.rlock()
+        fork.registered(self)
         self._client: flight.FlightClient | None = None
         self._options: flight.FlightCallOptions | None = None
         self._next = 0
@@ -301,7 +301,7 @@ class Connection:
             client, self._client = self._client, None
         if client is not None:
             client.close()
-        _fork.dropped(self)
+        fork.dropped(self)
 
     def after_fork(self) -> None:
         """In a child: gRPC's threads are not there."""
@@ -380,7 +380,7 @@ class Exchange:
     def __init__(self, connection: Connection, stream: Stream) -> None:
         self._connection, self._stream = connection, stream
         #: Held by the thread that sends, or waits for an answer.
-        self.lock = _fork.rlock()
+        self.lock = fork.rlock()
         self._client: flight.FlightClient | None = None
         self._writer: flight.FlightStreamWriter | None = None
         self._reader: flight.FlightStreamReader | None = None
@@ -393,7 +393,7 @@ class Exchange:
         self.waiting: deque[Message] = deque()
         #: Answers, in order.
         self._came: deque[Answer] = deque()
-        _fork.registered(self)
+        fork.registered(self)
 
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
-from engram._unsupported import BY_NUMBER, refused, refusing
+from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.remote.commands import COALESCED_BYTES, MAX_BATCHES
 from engram.storages import Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.limits import Rules
     from engram.persist.roles import Roles
     from engram.remote.commands import Mass, Served, State
     from engram.storages import Count
     from engram.store import Store
+    from engram.store.limits import Rules
     from engram.types import Info
 
 

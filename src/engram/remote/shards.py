@@ -13,7 +13,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from engram._unsupported import refused
+from engram._support.unsupported import refused
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.format.schema import encode
 from engram.remote.connection import Connection, Found

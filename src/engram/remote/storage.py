@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._native import NotAdmitted
-from engram._version import __version__
+from engram._support.native import NotAdmitted
+from engram._support.version import __version__
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import wire

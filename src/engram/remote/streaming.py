@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import pyarrow as pa
 
-from engram import _fork
-from engram._native import NotAdmitted
+from engram._support import fork
+from engram._support.native import NotAdmitted
 from engram.errors import RateLimited
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class WritesUnderWay:
         """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
         self._full, self._send = full, send
         self._rows: deque[_Rows] = deque()
-        self._changed = threading.Condition(_fork.lock())
+        self._changed = threading.Condition(fork.lock())
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._refused = self._closed = False
         #: Rows that were not written: there were no credits for them, or the server raised.
         self.dropped = 0
-        _fork.registered(self)
+        fork.registered(self)
 
     @property
     def rows(self) -> int:

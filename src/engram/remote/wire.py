@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 from torch import Tensor
 
-from engram._dtypes import DTYPE_NAMES
-from engram._native import Layout, received
+from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field
-from engram.store.memory import dlpack_specs
+from engram.store.memory import DTYPE_NAMES, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

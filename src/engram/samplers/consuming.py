@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._checks import check_count
-from engram.consumption import KIND, ConsumptionIndex
+from engram._support.checks import check_count
+from engram._support.state import Change, check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers.prioritized import rows_of
-from engram.state import Change, check_keys, integer, tensor_in, typed
 from engram.store import Masses, check_index_name
+from engram.store.consumption import KIND, ConsumptionIndex
 from engram.types import Draw
 
 if TYPE_CHECKING:

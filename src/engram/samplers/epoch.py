@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
-from engram import _native
-from engram.epochs import KIND, NONE, EpochIndex, checked_progress
+from engram._support import native
+from engram._support.state import Change, typed
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import Change, typed
 from engram.store import Masses, check_index_name
+from engram.store.epochs import KIND, NONE, EpochIndex, checked_progress
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.epochs import Progress
     from engram.storages import Storage
     from engram.store import Key, Store
+    from engram.store.epochs import Progress
     from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
 
 #: Rows that are looked at together.
@@ -183,16 +183,16 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def _ranks(self, order: int, ranks: int, start: int, count: int) -> Tensor:
         """The ranks that come at some places of an epoch."""
-        found = _native.empty_rows(count)
+        found = native.empty_rows(count)
         if self.shuffle:
-            _native.permute(order, ranks, start, found)
+            native.permute(order, ranks, start, found)
         else:
             torch.arange(start, start + count, out=found, device="cpu")
         return found
 
     def _listed(self, storage: SampledStorage, n: int, key: int) -> Tensor:
         """Rows of a storage that is no store: as ``core.take``."""
-        core, rows = self._own.core, _native.empty_rows(0)
+        core, rows = self._own.core, native.empty_rows(0)
         while True:
             ranks, clock = sum(storage.extent().filled), _next_number(storage)  # an epoch that begins has rows of now
             whole = self.drop_last and not len(rows)

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers, check_count, check_number
-from engram._devices import named_device
-from engram._unsupported import reject_unsupported
-from engram._words import warn
+from engram._support.checks import as_numbers, check_count, check_number
+from engram._support.devices import named_device
+from engram._support.state import Change, check_keys, tensor_in
+from engram._support.unsupported import reject_unsupported
+from engram._support.words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
-from engram.priorities import (
+from engram.samplers._base import NativeSampler
+from engram.samplers.redraw import DrawOverBatch
+from engram.store import DeviceStore, check_index_name
+from engram.store.priorities import (
     KIND,
     NAMES,
     DeviceIndex,
@@ -24,17 +28,13 @@ from engram.priorities import (
     state_of,
     with_parameters,
 )
-from engram.samplers._base import NativeSampler
-from engram.samplers.redraw import DrawOverBatch
-from engram.state import Change, check_keys, tensor_in
-from engram.store import DeviceStore, check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.priorities import Numbers, Priorities
     from engram.store import Key, Masses
+    from engram.store.priorities import Numbers, Priorities
     from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
 
 #: ``[B, m]`` to ``[B]``.

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from engram import _fork, _native
-from engram._checks import check_count
+from engram._support import fork, native
+from engram._support.checks import check_count
+from engram._support.field_paths import checked_path, plain, public
+from engram._support.state import Change, check_keys, integer
 from engram.errors import NoSampleable
-from engram.field_paths import checked_path, plain, public
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import Change, check_keys, integer
 from engram.store import INDEX_KINDS, LockedIndex, Masses, check_index_name, private_block
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.field_paths import FieldPath
+    from engram._support.field_paths import FieldPath
     from engram.store import Block, Store
     from engram.types import Commit, Extent, SampledStorage
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 KIND = "consumer"
 
 
-class ConsumerVersionIndex(LockedIndex[_native.ConsumerVersion]):
+class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
     """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`own`."""
 
-    make_core = _native.ConsumerVersion
+    make_core = native.ConsumerVersion
 
     @classmethod
     def free_lock(cls, block: Block) -> None:
@@ -44,8 +44,8 @@ class ConsumerVersionIndex(LockedIndex[_native.ConsumerVersion]):
     @classmethod
     def own(cls) -> ConsumerVersionIndex:
         """One in private memory."""
-        block = private_block(_native.consumer_version_bytes)
-        _native.format_consumer_version(block.address, block.nbytes)
+        block = private_block(native.consumer_version_bytes)
+        native.format_consumer_version(block.address, block.nbytes)
         return cls(block, None)
 
     @classmethod
@@ -54,9 +54,9 @@ class ConsumerVersionIndex(LockedIndex[_native.ConsumerVersion]):
         check_index_name(name)
 
         def make(block: Block) -> None:
-            _native.format_consumer_version(block.address, block.nbytes)
+            native.format_consumer_version(block.address, block.nbytes)
 
-        index: ConsumerVersionIndex = store.indexes.lasting(name, KIND, _native.consumer_version_bytes, make)[0]
+        index: ConsumerVersionIndex = store.indexes.lasting(name, KIND, native.consumer_version_bytes, make)[0]
         return index
 
 
@@ -126,11 +126,11 @@ class StalenessAwareSampler(NativeSampler):
         self._weigh = staleness_weight_fn
         self._key = checked_path(version_key, "StalenessAwareSampler: version_key")
         self.index_name = index
-        self._drawing = _fork.rlock()
+        self._drawing = fork.rlock()
         self._storage: SampledStorage | None = None
         self._own = ConsumerVersionIndex.own()
         self._index: ConsumerVersionIndex | None = None
-        self._table: tuple[Store, _native.VersionTable] | None = None
+        self._table: tuple[Store, native.VersionTable] | None = None
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class StalenessAwareSampler(NativeSampler):
             weights = torch.where(staleness <= self.max_staleness, weights, 0.0)
         return weights.contiguous()
 
-    def _caught_up(self, storage: SampledStorage) -> _native.VersionTable:
+    def _caught_up(self, storage: SampledStorage) -> native.VersionTable:
         """The versions of all rows, as they are now."""
         if not storage.traits.has_fields:
             raise TypeError(
@@ -269,7 +269,7 @@ class StalenessAwareSampler(NativeSampler):
         store = storage.memory
         assert store is not None  # it has rows
         if self._table is None or self._table[0] is not store:
-            self._table = store, _native.VersionTable(store.core, store.control_memory)
+            self._table = store, native.VersionTable(store.core, store.control_memory)
         table = self._table[1]
         for _ in range(_LOOKS):
             rows, numbers = table.catch_up()
@@ -334,7 +334,7 @@ class StalenessAwareSampler(NativeSampler):
     def __setstate__(self, state: dict[str, object]) -> None:
         version = cast("int", state.pop("version"))
         self.__dict__.update(state)
-        self._drawing, self._own = _fork.rlock(), ConsumerVersionIndex.own()
+        self._drawing, self._own = fork.rlock(), ConsumerVersionIndex.own()
         self._own.core.version = version
         self._storage = self._index = self._table = None
 

@@ -18,19 +18,18 @@ import pyarrow as pa
 import torch
 
 from engram import samplers, writers
-from engram._native import NotAdmitted
-from engram._version import __version__
+from engram._support.field_paths import WINDOW_ENDS, public
+from engram._support.native import NotAdmitted
+from engram._support.version import __version__
 from engram.around import Expander
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
-from engram.field_paths import WINDOW_ENDS, public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
-from engram.limits import Rules
 from engram.remote import wire
 from engram.remote.commands import (
     COALESCED_BYTES,
@@ -57,6 +56,7 @@ from engram.remote.commands import (
     held_bytes,
 )
 from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
+from engram.store.limits import Rules
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from engram._dtypes import DTYPE_OF
+from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -11,31 +11,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _fork, _words
-from engram._checks import as_numbers
-from engram._closing import end
-from engram._overrides import doing, meanwhile, overrides
-from engram.consumption import ConsumptionIndex
+from engram._support import fork, words
+from engram._support.checks import as_numbers
+from engram._support.closing import end
+from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
 from engram.format.parts import PartReader
-from engram.groups import StoredGroups
 from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
+from engram.store.consumption import ConsumptionIndex
+from engram.store.groups import StoredGroups
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from engram.field_paths import FieldPath
+    from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
-    from engram.groups import Groups
-    from engram.limits import Rules
     from engram.persist.components import Preparation, Snapshot
     from engram.persist.hooked import LoadHook, SaveHook
     from engram.store import Store
+    from engram.store.groups import Groups
+    from engram.store.limits import Rules
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 
@@ -278,8 +278,8 @@ class Storage(Declared, Dumpable, Port):
                 f"{type(self).__name__}: expected the methods {missing}, got none of them. A storage of your own needs no base class, but "
                 "the four methods of engram.RowStorage: extent, place, write and read."
             )
-        self._lock = _fork.rlock()
-        _fork.registered(self)
+        self._lock = fork.rlock()
+        fork.registered(self)
         self.listeners: list[weakref.ref[Listener]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.shared
         False
         """
-        if not _fork.is_spawning():
+        if not fork.is_spawning():
             return
         try:
             if not self.shared:
@@ -495,7 +495,7 @@ class Storage(Declared, Dumpable, Port):
                 "a buffer that is handed to a process is shared with it, but this one cannot be: "
                 f"{str(error).removeprefix('share: ')} To give it a copy of its own, pass pickle.dumps(buffer)."
             ) from error
-        _fork.keep_for_child(self)  # a temporary store ends with its last owner
+        fork.keep_for_child(self)  # a temporary store ends with its last owner
 
     def after_fork(self) -> None:
         """In a child: what it writes to memory that is not shared the parent does not see.
@@ -538,7 +538,7 @@ class Storage(Declared, Dumpable, Port):
         """
         self._inherited = False
         if not self.shared:
-            _words.warn(
+            words.warn(
                 "this process was forked from the one that made the buffer, which is not shared: what is written here stays here. "
                 "Use a LazyTensorStorage or LazyMemmapStorage, and rb.share() before processes are started."
             )
@@ -648,7 +648,7 @@ class Storage(Declared, Dumpable, Port):
         Raises ``TypeError``: there will be no store.
 
         >>> from engram import LazyTensorStorage
-        >>> from engram.limits.rules import Rules
+        >>> from engram.store.limits import Rules
         >>> storage = LazyTensorStorage(10)
         >>> storage.limit(Rules(min_size=5), unconsumed=0)
         >>> storage.pending_limit.min_size  # until there is a store
@@ -1036,7 +1036,7 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.closed
         True
         """
-        _fork.dropped(self)
+        fork.dropped(self)
         end(
             self,
             "the storage was closed. Make another one, or ReplayBuffer.open the folder of one.",
@@ -1231,7 +1231,7 @@ class Storage(Declared, Dumpable, Port):
                 f"got {type(index).__name__}."
             ) from None
         if not -(1 << 63) <= row < 1 << 63:
-            raise RowError(f"rb[index]: expected one of {_words.count(len(self), 'row')} with data, got {row}.")
+            raise RowError(f"rb[index]: expected one of {words.count(len(self), 'row')} with data, got {row}.")
         return torch.tensor([row], device="cpu")
 
     def _live(self, rows: Tensor) -> Tensor:
@@ -1253,7 +1253,7 @@ class Storage(Declared, Dumpable, Port):
                     else f"; {len(holes)} between them were removed, or lost with a writer that died"
                 )
                 raise RowError(
-                    f"rb[index]: row {int(dead[0])} is not live: expected one of {_words.count(len(self), 'row')} with data{lost}."
+                    f"rb[index]: row {int(dead[0])} is not live: expected one of {words.count(len(self), 'row')} with data{lost}."
                 )
         return rows
 
@@ -1265,7 +1265,7 @@ class WrongCount(RuntimeError):
 def check_count(call: str, count: Count | None, n: int) -> None:
     """Raise ``RuntimeError`` unless there are as many rows as there must be."""
     if count is not None and n != count.rows:
-        raise WrongCount(f"{call}: expected {_words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
+        raise WrongCount(f"{call}: expected {words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
 
 
 def check_plan(plan: WritePlan, n: int, lanes: int) -> None:

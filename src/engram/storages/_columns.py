@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram._checks import check_count as check_number_of
-from engram._tensordict import is_lazy_stack, is_non_tensor, is_tensor_collection
+from engram._support.checks import check_count as check_number_of
+from engram._support.nested import describe, flatten, has_entries, map_with_paths
+from engram._support.tensordicts import is_lazy_stack, is_non_tensor, is_tensor_collection
 from engram.format.layout import SINGLE
-from engram.nested import describe, flatten, has_entries, map_with_paths
 from engram.storages._base import check_count
 from engram.storages._keys import at
 from engram.storages._structure import as_tensor, leading_size, stacked

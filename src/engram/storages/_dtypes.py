@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from engram._dtypes import DTYPE_NAMES
+from engram._support.field_paths import checked_path
 from engram.errors import IncompatibleStore
-from engram.field_paths import checked_path
 from engram.format.schema import DTYPES, name_of
+from engram.store.memory import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from engram._checks import check_count
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
+from engram._support.checks import check_count
+from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas

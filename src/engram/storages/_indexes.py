@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.priorities import KIND, NAMES, check_priorities
-from engram.state import check_keys, typed
+from engram._support.state import check_keys, typed
 from engram.store import check_index_name
+from engram.store.priorities import KIND, NAMES, check_priorities
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
-    from engram.priorities import PriorityConfig, PriorityIndex
+    from engram.store.priorities import PriorityConfig, PriorityIndex
 
 
 def saved_priorities(

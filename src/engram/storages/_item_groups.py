@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._tensordict import is_non_tensor
-from engram.field_paths import public
+from engram._support.field_paths import public
+from engram._support.nested import find, flatten, has_entries
+from engram._support.tensordicts import is_non_tensor
 from engram.format.schema import Field, Node, Schema
-from engram.groups import StoredGroups, no_key, no_rewards
-from engram.nested import find, flatten, has_entries
 from engram.store import Store
+from engram.store.groups import StoredGroups, no_key, no_rewards
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engram.field_paths import FieldPath
-    from engram.groups import Drawn
+    from engram._support.field_paths import FieldPath
     from engram.storages.list import ListStorage
+    from engram.store.groups import Drawn
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class ItemGroups:
         return self._stored.count
 
     def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
-        """As :meth:`engram.groups.Groups.draw`."""
+        """As :meth:`engram.store.groups.Groups.draw`."""
         with self._storage.paused:  # so that the tickets are those of what was drawn
             for row in self._no_key:
                 self._key_of(self._item(row))  # raises

@@ -7,9 +7,9 @@ import sys
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from engram._tensordict import is_tensorclass_type
-from engram._words import warn
-from engram.nested import can_be_attribute, class_of, fields_of
+from engram._support.nested import can_be_attribute, class_of, fields_of
+from engram._support.tensordicts import is_tensorclass_type
+from engram._support.words import warn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping

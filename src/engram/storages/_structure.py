@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._tensordict import (
+from engram._support import native, nested
+from engram._support.field_paths import public
+from engram._support.tensordicts import (
     children,
     is_non_tensor,
     is_tensor_collection,
@@ -27,15 +27,13 @@ from engram._tensordict import (
     transparent_type,
     wrap,
 )
-from engram.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import NoRows, attributes, describe, find_field, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._added import NOTHING_ADDED, Added
 from engram.storages._dtypes import NO_DTYPES, cast, check_stored, overflows
 from engram.storages._keys import at, by_name, taken_by_key
 from engram.storages._row_types import find_types, of_users, takes_rows_of, type_name
-from engram.store import dlpack_specs
+from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -82,7 +80,7 @@ class Structure:
         self._is_leaf = root.kind == "leaf"
         self._types = dict(types or {})
         self._specs = tuple((DTYPE_OF[f.dtype], torch.Size(f.shape), DTYPE_OF[f.dtype] in _FLOATS) for f in self.fields)
-        self._layout = _native.Layout(dlpack_specs(self.fields))
+        self._layout = native.Layout(dlpack_specs(self.fields))
         #: Whether it is TensorDicts and dicts in each other, their leaves in the order of the fields.
         self._plain = root.kind in _PLAIN and _leaves_of_plain(root) == list(range(len(self.fields)))
         #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
@@ -96,10 +94,10 @@ class Structure:
         return not of_users(self._types)
 
     @cached_property
-    def intake(self) -> _native.Intake | None:
+    def intake(self) -> native.Intake | None:
         """What the core takes data of this structure apart with; None: it has parts that only Python knows."""
         tree = self._tree(self.root)
-        return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree, self.casts)
+        return None if tree is None else native.Intake(dlpack_specs(self.fields), tree, self.casts)
 
     def _tree(self, node: Node) -> object:
         """A structure as the core takes it; None if it holds a tensorclass."""
@@ -126,7 +124,7 @@ class Structure:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         find_types(self.root, self._types)
-        self._layout = _native.Layout(dlpack_specs(self.fields))
+        self._layout = native.Layout(dlpack_specs(self.fields))
 
     # ---- from the first data -----------------------------------------------------------------------------------------
 
@@ -142,7 +140,7 @@ class Structure:
         root = builder.node(data, ())
         if not builder.fields:
             raise TypeError(
-                f"{call}: expected at least one tensor, got {describe(data)}. Add one, or use a ListStorage."
+                f"{call}: expected at least one tensor, got {nested.describe(data)}. Add one, or use a ListStorage."
             )
         if dtypes:
             builder.give(dtypes)
@@ -315,7 +313,7 @@ class Structure:
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}".rstrip().replace("tensordict", "TensorDict")
             remedy = _REMEDIES.get(node.kind, "") if isinstance(value, dict) or is_tensor_collection(value) else ""
-            got = f"{describe(value)}.{remedy}"
+            got = f"{nested.describe(value)}.{remedy}"
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
         named = by_name(source.items(), path, call) if node.integers else source
         children = self.added.without(node.children, named) if self.added.fills else node.children
@@ -363,7 +361,7 @@ class Structure:
             batch = self._batch_of(columns) if batch is None else batch
             made = self._build(self.root, columns, batch, device, extra)
         for path, names in self.names.items():
-            found: Any = find_field(made, path)
+            found: Any = nested.find_field(made, path)
             found.names = [*[None] * len(self._batch_of(columns)), *names]  # dims before those of rows have none
         return made
 
@@ -395,7 +393,9 @@ class Structure:
                 return list(source.values())
             case "namedtuple":
                 cls = self._types[node.type]
-                return with_fields(object.__new__(cls), source) if is_dataclass_type(cls) else cls(*source.values())
+                return (
+                    nested.with_fields(object.__new__(cls), source) if is_dataclass_type(cls) else cls(*source.values())
+                )
         td = wrap(source, torch.Size((*batch, *node.batch)), device)
         if node.kind == "tensorclass":
             return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
@@ -516,8 +516,8 @@ def _opened(value: object, *, of_numbers: bool = False) -> tuple[Kind | None, Ma
     if isinstance(value, dict):
         return "dict", value
     # One kind: classes with named fields.
-    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(value):
-        return "namedtuple", attributes(value)
+    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or nested.is_dataclass(value):
+        return "namedtuple", nested.attributes(value)
     if isinstance(value, tuple | list) and (of_numbers or not _is_leaf(value)):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
@@ -534,7 +534,7 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
 
 
 def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor | np.ndarray | np.generic) or is_numbers(value)
+    return isinstance(value, Tensor | np.ndarray | np.generic) or nested.is_numbers(value)
 
 
 def _are_of_numpy(numbers: object) -> bool:
@@ -561,7 +561,7 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
         raise TypeError(
             f"{call}: {at(key)}: expected lists of one length, got ragged ones. Use a ListStorage."
         ) from error
-    if array.dtype.kind in _NUMBERS and is_numbers(value) and not _are_of_numpy(value):
+    if array.dtype.kind in _NUMBERS and nested.is_numbers(value) and not _are_of_numpy(value):
         numbers = torch.as_tensor(array, device="cpu")
         wanted = dtype or _NUMBERS[array.dtype.kind]
         holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
@@ -598,12 +598,12 @@ def _no_tensor(value: object, key: tuple[str, ...], call: str) -> TypeError:
     known = isinstance(value, np.ndarray | np.generic) or is_tensor_collection(value)
     if "shape" in dir(value) and not known:  # such as a data set of h5py
         advice = f"Read it first: {key[-1] if key else 'data'}[:], an array."
-    return TypeError(f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. {advice}")
+    return TypeError(f"{call}: {at(key)}: expected a tensor or an array, got {nested.describe(value)}. {advice}")
 
 
 def device_of(data: object) -> torch.device:
     """Where the first tensor of data is."""
-    first = first_leaf(data)
+    first = nested.first_leaf(data)
     if is_tensor_collection(first):
         first = next(iter(first.values(include_nested=True, leaves_only=True)))
     return first.device if isinstance(first, Tensor) else torch.device("cpu")
@@ -617,7 +617,7 @@ def stacked(
     ``dtypes``: as for :meth:`Structure.of`. ``known``: the structure of rows that are stored already, if there are any.
     """
     if not items:
-        raise NoRows(f"{call}: expected at least one row, got an empty list.")
+        raise nested.NoRows(f"{call}: expected at least one row, got an empty list.")
     if known is not None:
         with contextlib.suppress(KeyError):  # of other fields: those of the first one tell them apart
             return _stacked(known, items, call, ignored)
@@ -648,10 +648,10 @@ def leading_size(data: object, call: str, least: int = 1) -> int:
         listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
         raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
     if not sizes and data not in ([], ()):
-        raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
+        raise TypeError(f"{call}: expected at least one tensor, got {nested.describe(data)}.")
     n = next(iter(sizes), 0)
     if n < least:
-        raise NoRows(f"{call}: expected at least one row, got an empty batch.")
+        raise nested.NoRows(f"{call}: expected at least one row, got an empty batch.")
     return n
 
 
@@ -667,6 +667,6 @@ def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str,
         return
     if not shape:
         collection = is_tensor_collection(data)
-        got = f"{describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
+        got = f"{nested.describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
         raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {got}. Did you mean add()?")
     sizes.setdefault(int(shape[0]), path)

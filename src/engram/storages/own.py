@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import msgspec
 import torch
 
-from engram._checks import check_path
-from engram._tensordict import is_tensor_collection, wrap
-from engram._words import count, warn
+from engram._support.checks import check_path
+from engram._support.state import copied
+from engram._support.tensordicts import is_tensor_collection, wrap
+from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, decode, differences, encode
-from engram.limits import Rules
 from engram.persist.snapshot import RowsSnapshot
-from engram.state import copied
 from engram.storages._base import Storage
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
 from engram.storages._home import Home
@@ -28,6 +27,7 @@ from engram.storages.announcing import advice, announce, creation_line, warn_of_
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
+from engram.store.limits import Rules
 from engram.types import Extent, RowStorage, Traits
 
 if TYPE_CHECKING:

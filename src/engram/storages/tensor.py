@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
-from engram._devices import existing_device
-from engram._words import count
+from engram._support.devices import existing_device
+from engram._support.nested import NoRows, is_number
+from engram._support.state import check_keys, copied, tensor_in, typed
+from engram._support.words import count
 from engram.errors import EngramError, RowError
-from engram.nested import NoRows, is_number
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
-from engram.priorities import KIND as PRIORITIES
-from engram.priorities import PriorityIndex
-from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
     check_even,
@@ -42,6 +40,8 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
+from engram.store.priorities import KIND as PRIORITIES
+from engram.store.priorities import PriorityIndex
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.format.schema import Schema
     from engram.persist.snapshot import StoragePreparation
-    from engram.priorities import PriorityConfig
+    from engram.store.priorities import PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
 

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from engram import _native
-from engram.epochs import KIND as EPOCHS
-from engram.epochs import NONE as NO_EPOCH
-from engram.epochs import EpochIndex, checked_progress
+from engram._support import native
+from engram._support.state import integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.persist.rows import bytes_of, named_writes
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
-from engram.priorities import KIND as PRIORITIES
-from engram.priorities import PriorityIndex, priorities_of
-from engram.state import integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState, add_field, fill_rows
+from engram.store.epochs import KIND as EPOCHS
+from engram.store.epochs import NONE as NO_EPOCH
+from engram.store.epochs import EpochIndex, checked_progress
+from engram.store.priorities import KIND as PRIORITIES
+from engram.store.priorities import PriorityIndex, priorities_of
+from engram.store.usage import UsageIndex
 from engram.types import RowsTarget
-from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.epochs import Progress
     from engram.format.schema import Schema
     from engram.persist.snapshot import StorageSnapshot
-    from engram.priorities import PriorityConfig
     from engram.store import Store
+    from engram.store.epochs import Progress
+    from engram.store.priorities import PriorityConfig
     from engram.types import RowsSource
 
 #: Entries of a state, but for the rows.
@@ -237,7 +237,7 @@ class RowsState(NamedTuple):
         kept = numbers if writes is None else writes
         try:
             said = numbers.data_ptr(), kept.data_ptr()
-            _native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
+            native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)

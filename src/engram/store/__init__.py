@@ -17,7 +17,17 @@ from engram.store.lifetime import (
     shared_memory,
     sweep_shared_memory,
 )
-from engram.store.memory import Block, Copied, as_rows, dlpack_specs, private_block, read_block, torch_dtype
+from engram.store.memory import (
+    DTYPE_NAMES,
+    DTYPE_OF,
+    Block,
+    Copied,
+    as_rows,
+    dlpack_specs,
+    private_block,
+    read_block,
+    torch_dtype,
+)
 from engram.store.opening import (
     create_store,
     holds_store,
@@ -32,6 +42,8 @@ from engram.store.requests import OutOfOrder, Requests, Written
 from engram.store.store import Repair, Saved, Store, StoreState
 
 __all__ = [
+    "DTYPE_NAMES",
+    "DTYPE_OF",
     "GENERATION",
     "INDEX",
     "INDEX_KINDS",

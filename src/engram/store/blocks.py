@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _native
+from engram._support import native
 from engram.format.schema import Field, validate_fields
 from engram.store.memory import dlpack_specs
 
@@ -65,7 +65,7 @@ class BlockLayout:
         self.fields = tuple(fields)
         validate_fields(self.fields, 1)
         self._row_bytes = [field.row_bytes for field in self.fields]
-        self._native = _native.Layout(dlpack_specs(self.fields))
+        self._native = native.Layout(dlpack_specs(self.fields))
 
     @classmethod
     def of(cls, columns: Mapping[Entry, Tensor], *, ndim: int = 1) -> BlockLayout:
@@ -132,7 +132,7 @@ class BlockLayout:
                 f"views: expected {self.nbytes(rows)} bytes for {rows} rows at {at}, got {available} in all."
             )
         try:
-            return _native.block_views(block, self._native, [at + offset for offset in self.offsets(rows)], n)
+            return native.block_views(block, self._native, [at + offset for offset in self.offsets(rows)], n)
         except ValueError as error:
             raise ValueError(f"views: expected {error}.") from error
 
@@ -180,7 +180,7 @@ class DrawingInto:
     """
 
     def __init__(self, block: object) -> None:
-        self._native = _native.OutputBlock(block)
+        self._native = native.OutputBlock(block)
 
     def __enter__(self) -> DrawingInto:
         self._native.__enter__()
@@ -218,7 +218,7 @@ class DrawingPart:
     """
 
     def __init__(self) -> None:
-        self._native = _native.OutputBlock(None)
+        self._native = native.OutputBlock(None)
 
     def __enter__(self) -> DrawingPart:
         self._native.__enter__()

@@ -19,7 +19,7 @@ class Key:
         self.draw = self._bits.random_
         """``draw()`` or ``draw(generator=…)``."""
         self.mix = self._bits.bitwise_xor_
-        """``mix(stream)``: into the bits of a draw those of :func:`engram._fork.stream`."""
+        """``mix(stream)``: into the bits of a draw those of :func:`engram._support.fork.stream`."""
 
     @classmethod
     def of(cls, value: int) -> Key:

@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engram import _fork, _native
+from engram._support import fork, native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
 from engram.format import files, layout, series
 from engram.format import schema as schemas
@@ -35,16 +35,16 @@ class Process(NamedTuple):
     @classmethod
     def this(cls) -> Process:
         pid = os.getpid()
-        return cls(pid, _native.start_time_of(pid))
+        return cls(pid, native.start_time_of(pid))
 
     def runs(self) -> bool:
-        return self.start_time != 0 and _native.start_time_of(self.pid) == self.start_time
+        return self.start_time != 0 and native.start_time_of(self.pid) == self.start_time
 
 
 # ---- stores that this process has open -------------------------------------------------------------------------------
 
 _registry: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
-_registry_lock = _fork.lock()
+_registry_lock = fork.lock()
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
@@ -90,18 +90,18 @@ class Attachment:
         """Whether the rows lie in the folder, and not in memory that a program shared before."""
         self._alive = alive
         self._control, self._tickets = control, tickets  # mapped until the participant has left
-        self._participants: _native.Participants
+        self._participants: native.Participants
         self.participant = 0
         """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
         self._finalizer: weakref.finalize[..., Any] | None = None
 
-    def begin(self, owner: object, core: _native.Store) -> None:
+    def begin(self, owner: object, core: native.Store) -> None:
         """From here on :meth:`end`, or the collection of the owner, releases all that was taken.
 
         Raises:
             ValueError: control memory that is none.
         """
-        participants = _native.Participants(
+        participants = native.Participants(
             self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, self._alive.fd
         )
         self._participants = participants
@@ -116,7 +116,7 @@ class Attachment:
         """Whether another process has the store open."""
         return others_attached(self._participants, self.directory)
 
-    def join(self, core: _native.Store, attach_new: Callable[[], None], *, beside: bool = True) -> None:
+    def join(self, core: native.Store, attach_new: Callable[[], None], *, beside: bool = True) -> None:
         """Take an entry in the table, ``beside`` those of others. From now on writes attach indexes that other processes make.
 
         Raises:
@@ -130,7 +130,7 @@ class Attachment:
         known = weakref.WeakMethod(attach_new)  # the store owns both: a reference would keep it
         core.on_new_index(lambda: (attach := known()) and attach())
 
-    def rejoin(self, owner: object, core: _native.Store, attach_new: Callable[[], None]) -> None:
+    def rejoin(self, owner: object, core: native.Store, attach_new: Callable[[], None]) -> None:
         """In a forked child: join beside the parent. The child has its descriptors and maps, but not its locks."""
         self._detach()
         check_store(self.directory)
@@ -158,7 +158,7 @@ class Attachment:
         forget(owner)
         finalizer.detach()
 
-    def _leave(self, core: _native.Store, participants: _native.Participants) -> None:
+    def _leave(self, core: native.Store, participants: native.Participants) -> None:
         if self._alive.pid != os.getpid():
             return  # a forked child that could not join
         try:

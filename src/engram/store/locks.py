@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from engram import _native
+from engram._support import native
 from engram.errors import CorruptStore, StoreInUse
 from engram.format import files, layout
 
@@ -44,7 +44,7 @@ def exclusive(
             f"{str(directory)!r}: another process or thread has been creating, opening or closing the store for {wait_s:g} s."
         )
 
-    lock: AbstractContextManager[None] = _native.folder_lock(directory, wait_s, busy)
+    lock: AbstractContextManager[None] = native.folder_lock(directory, wait_s, busy)
     return lock
 
 
@@ -86,7 +86,7 @@ def others_have_open(directory: Path) -> bool:
         alive.release()
 
 
-def others_attached(participants: _native.Participants, directory: Path) -> bool:
+def others_attached(participants: native.Participants, directory: Path) -> bool:
     """Whether another process has the store open. Waits for processes that are just being forked."""
     with files.Descriptor.open(directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY) as fd:
         deadline = time.monotonic() + WAIT_S

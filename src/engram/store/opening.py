@@ -11,14 +11,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram import _fork, _native
-from engram._memory import available_memory
-from engram._sizes import resident_bytes
-from engram._words import said_size, warn
+from engram._support import fork, native
+from engram._support.memory import available_memory
+from engram._support.words import said_size, warn
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, UncleanStore
 from engram.format import control as controls
 from engram.format import files, layout
 from engram.format import schema as schemas
+from engram.format.sizes import resident_bytes
 from engram.store.adding import put_in_order
 from engram.store.device import DeviceStore
 from engram.store.lifetime import (
@@ -49,7 +49,7 @@ from engram.store.store import Repair, Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from engram._mappings import Piece
+    from engram._support.mappings import Piece
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
     from engram.store.memory import Block
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _MOST_FILES = 64
 
 #: Held while a store is created or opened, so that two threads do not attach to one folder twice.
-_attaching = _fork.rlock()
+_attaching = fork.rlock()
 
 
 def create_store(
@@ -243,7 +243,7 @@ def reattach(saved: Saved) -> Store:
     return store
 
 
-def skip_numbers(core: _native.Store, given: int) -> None:
+def skip_numbers(core: native.Store, given: int) -> None:
     """Let a new store begin behind that many ticket numbers, so that no earlier draw matches: each emptying takes one."""
     for _ in range(given):
         core.empty(False)
@@ -288,18 +288,18 @@ def _make_control(
     begin: Callable[[Any], None],
 ) -> None:
     """Control memory and notes of a new store; the description of its rows exists already."""
-    made.file(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    made.file(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     made.file(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
     made.text(folder / layout.ALIVE, b"")
     made.text(folder / layout.MAKER, maker.encode())
     if guest_of is not None:
         made.text(folder / layout.TEMPORARY, temporary_note(guest_of))
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
-    control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
     fingerprint, _ = schemas.first_fingerprints(schema, schemas.encode_store(schema))
-    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
-    begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
+    native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    begin(native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
 
 
 # ---- attaching -------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
 
 def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[Block, Block]:
     """Control block and tickets, for reading alone. An upgrade that was interrupted has left the tickets of an earlier store longer."""
-    control = read_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    control = read_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     path, nbytes = folder / layout.TICKETS, layout.tickets_bytes(schema.capacity)
     if earlier and not (path.is_file() and path.stat().st_size == nbytes):
         nbytes = layout.tickets_bytes(schema.capacity, earlier=True)
@@ -390,7 +390,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
     alive, store = AliveFile(directory), None
     put_in_order(directory, schema)
     try:
-        control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+        control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
         tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
         segments = segments_in(folder)
         if segments is None:
@@ -450,12 +450,12 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
             index.put_in_order()
     store.indexes.finish_scans()
     core.boot_id = _boot_id()
-    core.pid_namespace = _native.pid_namespace()
+    core.pid_namespace = native.pid_namespace()
     core.clean = False  # before others see this process: if it dies now, they may take it for alive, and write
     store.join(beside=False)
 
 
-def _closed_in_order(core: _native.Store, directory: Path, unclean: str) -> bool:
+def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
     """Whether the last process closed a store that no process has open. Raises ``UncleanStore``."""
     last = _last_boot_id(core)
     clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
@@ -467,7 +467,7 @@ def _closed_in_order(core: _native.Store, directory: Path, unclean: str) -> bool
     return clean
 
 
-def _check_closed(core: _native.Store, directory: Path) -> None:
+def _check_closed(core: native.Store, directory: Path) -> None:
     """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
     try:
         core.check_closed()
@@ -482,7 +482,7 @@ def _boot_id() -> str:
         return "unknown"
 
 
-def _last_boot_id(core: _native.Store) -> str:
+def _last_boot_id(core: native.Store) -> str:
     """The boot that a store was last opened in, "" for none yet."""
     try:
         return str(core.boot_id)

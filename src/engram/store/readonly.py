@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _native
+from engram._support import native
 from engram.errors import ReadOnlyStore
 from engram.format import files, layout
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
@@ -128,4 +128,4 @@ class ReaderStore(Store):
 def anyone_has_open(directory: Path, control: Block, tickets: Block) -> bool:
     """Whether a process other than this one has the store in a folder open for writing. This one must not."""
     with files.open_regular(directory / layout.FOLDER / layout.ALIVE, os.O_RDONLY) as fd:
-        return _native.Participants(control.address, control.nbytes, tickets.address, tickets.nbytes, int(fd)).others
+        return native.Participants(control.address, control.nbytes, tickets.address, tickets.nbytes, int(fd)).others

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 import torch
 
-from engram._dtypes import DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DIMS, Node, validate_key
 from engram.persist.rows import bytes_of
+from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from engram._words import warn
+from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import Folder
 from engram.format.schema import Schema

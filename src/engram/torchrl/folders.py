@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from engram._dtypes import DTYPE_OF
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, layout
 from engram.format.folder import Folder, convert
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
 from engram.persist.rows import bytes_of
 from engram.persist.slots import METADATA, Ring
+from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import MAX_ROWS, TENSORDICT, Count, Leaf, Shape, check_key, known_dtype
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, LayoutLeaf
 

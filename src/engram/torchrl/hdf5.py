@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from engram._tensordict import tensordict_type
+from engram._support.tensordicts import tensordict_type
 from engram.persist.checkpointers import StorageCheckpointerBase, check_storage
 from engram.persist.hooked import prepare_rows_of
 from engram.persist.slots import fields_of, ring_of, written_store

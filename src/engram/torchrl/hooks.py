@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._tensordict import is_tensor_collection, tensordict_type
+from engram._support.field_paths import DEFAULT_DONE_KEYS
+from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.field_paths import DEFAULT_DONE_KEYS
 from engram.persist.slots import Ring
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, as_key
 from engram.torchrl.parts import Layout
 

@@ -9,14 +9,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._dtypes import DTYPE_OF
-from engram._streams import inflated, is_stream
-from engram._tensordict import tensordict_type
+from engram._support.streams import inflated, is_stream
+from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import convert
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH
 from engram.format.strict import parse_loosely
+from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import torch
 
-from engram._dtypes import DTYPE_OF
+from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.field_paths import DEFAULT_DONE_KEYS
 from engram.format.schema import Field, Node, Schema
 from engram.persist.slots import Key, Ring, rows_state
+from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import check_bools, renumbered
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from engram._support.state import typed
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import beside, disk, layout
 from engram.format import schema as schemas
@@ -16,7 +17,6 @@ from engram.format.parts import NO_SCHEMA, PartWriter
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
 from engram.persist.slots import LAYOUTS, Ring, check_sums, fields_of, ring_of, summed, written_store
-from engram.state import typed
 from engram.torchrl.folders import FolderLeaves, FolderSink
 from engram.torchrl.layouts import Keys, LayoutDump, RowsWriter
 

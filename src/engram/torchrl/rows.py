@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram._dtypes import DTYPE_OF
-from engram._words import warn
+from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import Folder
 from engram.format.schema import INTEGER, Field, Node, Schema
 from engram.persist.rows import bytes_of
 from engram.persist.slots import rows_state
+from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import check_bools, renumbered
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
-from engram.priorities import KIND, DeviceIndex, PriorityConfig, PriorityIndex
 from engram.store import DeviceStore, Key
+from engram.store.priorities import KIND, DeviceIndex, PriorityConfig, PriorityIndex
 from engram.types import WritePlan
 from tests.store.device.test_priorities import steps_of
 from tests.store.device.there import There

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _native
-from engram._devices import free_bytes, sent
+from engram._support import native
+from engram._support.devices import free_bytes, sent
 from engram.errors import EMPTY, NoSampleable
 from engram.store.device.hosted import HostedStore
 from engram.store.device.rows import DeviceRows
@@ -70,17 +70,17 @@ class DeviceStore(HostedStore):
     # ---- what the core has of the rows -------------------------------------------------------------------------------
 
     @property
-    def core(self) -> _native.Store:
+    def core(self) -> native.Store:
         """The core, which was told of all that was written. After a captured ``extend``: what the device says was written."""
         if (self.rows.pending or self.rows.captured) and not self.closed:
             self._settle()
         return self.bare
 
     @core.setter
-    def core(self, core: _native.Store) -> None:
+    def core(self, core: native.Store) -> None:
         self.bare = core
 
-    def settled(self) -> _native.Store:
+    def settled(self) -> native.Store:
         """The core, which was told of all that was written and edited. Waits for the device where graphs, or indexes on it, did that."""
         self._settle_edits()
         return self.core
