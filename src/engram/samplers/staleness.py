@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.store import Block, Store
-    from engram.types import Commit, Extent, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent
 
 #: Names the kind of index in a store's folder: never changes.
 KIND = "consumer"

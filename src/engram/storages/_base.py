@@ -23,7 +23,8 @@ from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.consumption import ConsumptionIndex
 from engram.store.groups import StoredGroups
-from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
+from engram.store.sampled import SampledStorage
+from engram.types import Declared, Form, Traits, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from engram.format.folder import Folder
-    from engram.torchrl.storage import DumpedStorage
 
 
 class Places(NamedTuple):
@@ -83,13 +82,27 @@ class DumpedRanks:
 # ---- writer --------------------------------------------------------------------------------------------------------------
 
 
+class Slots(Protocol):
+    """A dumped storage, as far as a writer must know it."""
+
+    length: int
+
+    @property
+    def slots(self) -> int:
+        """Places of the first dimension."""
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Sizes of the other dimensions that index rows."""
+
+
 def described_writer(folder: Folder, parts: Parts) -> WriterState | None:
     """What a writer saved; None: one that cannot write, which saves nothing."""
     file = (*parts, "metadata.json")
     return folder.described(WriterState, file) if file[-1] in folder.names(parts) else None
 
 
-def read_writer(folder: Folder, place: Parts, storage: DumpedStorage) -> tuple[int, int, DumpedRanks | None]:
+def read_writer(folder: Folder, place: Parts, storage: Slots) -> tuple[int, int, DumpedRanks | None]:
     """Position and rows ever written, and what a max-value writer saved."""
     width = math.prod(storage.columns)
     live = storage.length // width
@@ -110,7 +123,7 @@ def read_writer(folder: Folder, place: Parts, storage: DumpedStorage) -> tuple[i
     return position * width, (position if writer.write_count is None else count) * width, ranks
 
 
-def _read_ranks(folder: Folder, place: Parts, writer: WriterState, storage: DumpedStorage) -> Tensor | None:
+def _read_ranks(folder: Folder, place: Parts, writer: WriterState, storage: Slots) -> Tensor | None:
     name = folder.name((*place, "metadata.json"))
     dtype = writer.dtype.removeprefix("torch.")
     if dtype not in DTYPES or dtype == "bool" or dtype.startswith("complex"):
