@@ -17,7 +17,7 @@ ROOMS = {
     "env": 537,
     "format": 4_360,
     "inspect": 1_185,
-    "members": 1_904,
+    "members": 1_900,
     "modules beside the rooms": 286,
     "persist": 1_542,
     "remote": 2_989,
