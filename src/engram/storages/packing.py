@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram._support.raw import raw_bytes
+from engram._support.copies import raw_bytes
 from engram._support.state import check_keys, tensor_in, typed
 from engram._support.tensordicts import is_plain_tensordict, tensordict_type
 from engram.format.schema import DTYPES
