@@ -75,6 +75,8 @@ _MOVED = {
     "schedulers": "buffer.schedulers",
     "sizing": "inspect.sizing",
     "state": "_support.state",
+    "_support.raw": "_support.copies",
+    "_support.streams": "_support.copies",
     "trajectories": "around",
     "units": "around",
     "units._base": "around.units",

@@ -110,7 +110,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
 
         show_description(found)
     else:
-        from engram.cli.short import show_short
+        from engram.cli.show import show_short
 
         show_short(found)
     sys.exit(1 if found["problems"] else 0)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support.streams import inflated, is_stream
+from engram._support.copies import inflated, is_stream
 from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import convert
