@@ -147,7 +147,7 @@ _LEFT = "style='text-align:left'"
 
 
 class _Rows:
-    """What a scan of priorities reads."""
+    """The storage and the sampler of a buffer, as a scan of priorities reads them."""
 
     def __init__(self, wiring: Wiring) -> None:
         self.storage: Storage = wiring.storage
@@ -158,7 +158,7 @@ class _Rows:
 
 
 class Display:
-    """What a buffer is at this moment."""
+    """Describes a buffer as it is at this moment."""
 
     def __init__(self, wiring: Wiring, settings: Settings) -> None:
         self._wiring = wiring

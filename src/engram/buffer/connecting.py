@@ -136,7 +136,7 @@ class Shards(NamedTuple):
 
 
 class OnRay:
-    """Of a client of shards: it, and its pickles, make others."""
+    """The service of a client of shards: the client, and its pickles, make other clients."""
 
     backend = "ray"
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram._support.field_paths import FieldPath
+    from engram.buffer.output import Source
     from engram.buffer.wiring import Wiring
     from engram.storages import Rows, Storage
 
@@ -44,7 +45,7 @@ CALL = "update_if_present"
 
 @dataclass(frozen=True)
 class ConditionalUpdateResult:
-    """What :meth:`ReplayBuffer.update_if_present` did with each entry. Tensors of the shape of ``generation``.
+    """The result of :meth:`ReplayBuffer.update_if_present` for each entry. Tensors of the shape of ``generation``.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PrioritizedReplayBuffer
@@ -508,13 +509,6 @@ def _has_int(data: object, path: FieldPath, known: set[FieldPath]) -> bool:
             return True
         data = find(data, (name,))
     return False
-
-
-class Source(Protocol):
-    """What batches come from."""
-
-    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
-        """What ``ReplayBuffer.sample`` returns."""
 
 
 class Updated(Protocol):

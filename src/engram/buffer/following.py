@@ -75,7 +75,7 @@ class Taken(NamedTuple):
 
 
 class NotFollowing:
-    """What a buffer follows that does not follow anything."""
+    """Stands in for a :class:`Following` in buffers that follow no checkpoints."""
 
     followed: Followed | None = None
 
@@ -98,7 +98,7 @@ class NotFollowing:
 
 
 class FollowOptions(NamedTuple):
-    """What the user wants of the buffers that are made."""
+    """The user's options for the buffers that are made."""
 
     cls: type[Facade]
     storage: Storage | Callable[[], Storage] | None

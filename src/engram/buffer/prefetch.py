@@ -29,7 +29,7 @@ LEAVE_S = 5.0
 
 
 class BatchStages(Protocol):
-    """How a batch is made. The prefetcher holds it only while a batch is being made."""
+    """The stages of making a batch. The prefetcher holds it only while a batch is being made."""
 
     def ask(self, key: Key) -> None:
         """Draw the random bits of the next batch, in the caller's thread."""

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engram._support.progress import OnProgress
-    from engram.buffer.field_updates import ConditionalUpdateResult, Source
+    from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
-    from engram.buffer.output import Output
+    from engram.buffer.output import Output, Source
     from engram.env.recording import Names
     from engram.persist.roles import Roles
     from engram.remote.savers import ShardSavers

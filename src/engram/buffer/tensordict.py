@@ -127,7 +127,7 @@ class TensorDictWritePath(WritePath):
 
 
 class TensorDictRowAccess(RowAccess):
-    """What replaces rows is a TensorDict, too."""
+    """Row access of buffers whose rows are replaced by TensorDicts."""
 
     def storable(self, data: Any, call: str) -> Any:
         return data if is_number(data) else _to_store(data, call)

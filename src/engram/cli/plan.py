@@ -39,7 +39,7 @@ _THREADS = 32
 
 
 class _Field(NamedTuple):
-    """Where rows of a field lie."""
+    """The place of a field's rows."""
 
     fd: int
     row_bytes: int
@@ -128,7 +128,7 @@ class PlannedField(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """What a buffer takes."""
+    """The memory and disk space that a buffer takes."""
 
     capacity: int
     fields: list[PlannedField]
