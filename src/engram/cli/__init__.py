@@ -69,13 +69,11 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     Exit code: 0, 1 if engram cannot work here, 2 if there is no DIRECTORY.
     """
     with refusing():
-        from engram.cli.doctor import findings
+        from engram.cli.doctor import disk_speed, findings
         from engram.cli.show import show_findings
 
         found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
-            from engram.cli.plan import disk_speed
-
             found += disk_speed(directory)
     bad = [it for it in found if it.status == "BAD"]
     if as_json:
