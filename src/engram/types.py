@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from engram.persist.parts import Snapshot
     from engram.reshard.driver import Reshard
     from engram.store import Store
-    from engram.store.consumption import ConsumptionIndex
-    from engram.store.groups import Groups
     from engram.store.priorities import PriorityConfig, PriorityIndex
+    from engram.store.row_indexes import ConsumptionIndex, Groups
 
     #: What a buffer's batches are; anything, where a type checker cannot know.
     Batch = TypeVar("Batch", default=Any)

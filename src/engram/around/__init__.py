@@ -8,7 +8,7 @@ from engram.around.following import FinalObservations, NextFromFollowing, finals
 from engram.around.frames import CatFrames, FrameStack
 from engram.around.hindsight import Hindsight, HindsightStrategy
 from engram.around.returns import NStep, RewardToGo
-from engram.around.sequence import AnchorPriorities, Sequence, r2d2_priority
+from engram.around.sequence import AnchorPriorities, SampleUnit, Sequence, Transition, r2d2_priority
 from engram.around.settings import WindowSpec
 from engram.around.slices import (
     PrioritizedSliceSampler,
@@ -16,7 +16,6 @@ from engram.around.slices import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
 )
-from engram.around.units import SampleUnit, Transition
 
 # As in TorchRL it is of both kinds; it shares no code with either.
 SliceSampler.register(SliceSamplerWithoutReplacement)

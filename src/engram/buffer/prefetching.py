@@ -15,7 +15,7 @@ from engram._support.tensordicts import children, is_plain_tensordict, tensordic
 from engram.buffer.prefetch import LEAVE_S, Prefetcher
 from engram.buffer.wiring import checked_generator
 from engram.errors import NoSampleable
-from engram.storages.packing import pack, unpack
+from engram.storages.items import pack, unpack
 from engram.store import Copied
 from engram.store.limits import Room
 

@@ -13,7 +13,7 @@ from engram._support.checks import as_numbers, check_count
 from engram._support.devices import sent
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander
-from engram.around.units import Named
+from engram.around.sequence import Named
 from engram.errors import RowError
 from engram.store import Process
 from engram.store.limits import Gate, Rules, rules_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.around import SampleUnit
-    from engram.around.units import UnitReader
+    from engram.around.sequence import UnitReader
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage

@@ -10,8 +10,8 @@ from engram._support.memory import missing_share
 from engram._support.words import count, said_share, said_size
 from engram.around import Expander
 from engram.format import layout
-from engram.storages._dtypes import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages._structure import Structure
+from engram.storages._types import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages.announcing import advice
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Storage
 from engram.storages._columns import rows_of_written
-from engram.storages._structure import Structure, as_tensor
+from engram.storages._structure import Structure
+from engram.storages._types import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

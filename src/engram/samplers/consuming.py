@@ -12,7 +12,7 @@ from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers.prioritized import rows_of
 from engram.store import Masses, check_index_name
-from engram.store.consumption import KIND, ConsumptionIndex
+from engram.store.row_indexes import ConsumptionIndex
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ConsumingSampler(NativeSampler):
 
     traits = NativeSampler.traits._replace(has_epochs=True, consumes=True)
     noted = ("max_sample_count",)
-    _index_kind = KIND
+    _index_kind = ConsumptionIndex.kind
 
     def __init__(self, max_sample_count: int = 1, *, index: str = "main") -> None:
         check_index_name(index, "ConsumingSampler: index")

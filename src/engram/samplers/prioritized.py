@@ -18,7 +18,6 @@ from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
 from engram.store import DeviceStore, check_index_name
 from engram.store.priorities import (
-    KIND,
     NAMES,
     DeviceIndex,
     PriorityConfig,
@@ -95,7 +94,7 @@ class PrioritizedSampler(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
-    _index_kind = KIND
+    _index_kind = PriorityIndex.kind
     normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
     #: Whether the tree lies on the accelerator where the rows are, or is to lie there; None: as the store has it.
     on_device: bool | None = None

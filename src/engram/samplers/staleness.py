@@ -13,55 +13,16 @@ from engram._support.field_paths import checked_path, plain, public
 from engram._support.state import Change, check_keys, integer
 from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.store import INDEX_KINDS, LockedIndex, Masses, check_index_name, private_block
+from engram.store import Masses, check_index_name
+from engram.store.row_indexes import ConsumerVersionIndex
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram._support.field_paths import FieldPath
-    from engram.store import Block, Store
+    from engram.store import Store
     from engram.types import Commit, Extent, SampledStorage
-
-#: Names the kind of index in a store's folder: never changes.
-KIND = "consumer"
-
-
-class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
-    """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`own`."""
-
-    make_core = native.ConsumerVersion
-
-    @classmethod
-    def free_lock(cls, block: Block) -> None:
-        """There is none. Raises as :meth:`LockedIndex.free_lock`."""
-        cls(block, None)
-
-    def count(self, stats: dict[str, float]) -> None:
-        """As :meth:`Index.count`: the version; of several the newest."""
-        stats["consumer_version"] = max(self.core.version, stats.get("consumer_version", self.core.version))
-
-    @classmethod
-    def own(cls) -> ConsumerVersionIndex:
-        """One in private memory."""
-        block = private_block(native.consumer_version_bytes)
-        native.format_consumer_version(block.address, block.nbytes)
-        return cls(block, None)
-
-    @classmethod
-    def of_store(cls, store: Store, name: str) -> ConsumerVersionIndex:
-        """The index of a store under a name. Raises ``ValueError``: not a name of an index. ``OSError``: no space for its file."""
-        check_index_name(name)
-
-        def make(block: Block) -> None:
-            native.format_consumer_version(block.address, block.nbytes)
-
-        index: ConsumerVersionIndex = store.indexes.lasting(name, KIND, native.consumer_version_bytes, make)[0]
-        return index
-
-
-INDEX_KINDS[KIND] = ConsumerVersionIndex
-
 
 #: Versions are counted in int64, and drawn by in float64.
 _MOST = 1 << 53
@@ -107,7 +68,7 @@ class StalenessAwareSampler(NativeSampler):
     [2, 3, 4, 5]
     """
 
-    _index_kind = KIND
+    _index_kind = ConsumerVersionIndex.kind
 
     def __init__(
         self,

@@ -21,8 +21,7 @@ from engram.format.parts import PartReader
 from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store.consumption import ConsumptionIndex
-from engram.store.groups import StoredGroups
+from engram.store.row_indexes import ConsumptionIndex, StoredGroups
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from engram.persist.components import Preparation, Snapshot
     from engram.persist.hooked import LoadHook, SaveHook
     from engram.store import Store
-    from engram.store.groups import Groups
     from engram.store.limits import Rules
+    from engram.store.row_indexes import Groups
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 

@@ -27,7 +27,8 @@ from engram.storages._columns import (
 )
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
-from engram.storages._structure import Structure, as_tensor, device_of, leading_size
+from engram.storages._structure import Structure, device_of, leading_size
+from engram.storages._types import as_tensor
 from engram.storages.tensor_state import (
     ENTRIES,
     OPTIONAL,
@@ -40,7 +41,6 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
-from engram.store.priorities import KIND as PRIORITIES
 from engram.store.priorities import PriorityIndex
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
@@ -755,7 +755,9 @@ class TensorStorage(Storage):
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
         store = self.memory
-        index: PriorityIndex | None = None if store is None else store.indexes.refreshed().get((name, PRIORITIES))
+        index: PriorityIndex | None = (
+            None if store is None else store.indexes.refreshed().get((name, PriorityIndex.kind))
+        )
         return None if store is None or index is None else index.state(store.rows_in_use(store.lane_states()))
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:

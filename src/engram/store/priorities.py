@@ -15,16 +15,7 @@ import torch
 from engram._support import native
 from engram._support.state import real, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
-from engram.store import (
-    INDEX_KINDS,
-    DevicePriorities,
-    DeviceStore,
-    DrawingPart,
-    Store,
-    TicketIndex,
-    check_index_name,
-    private_block,
-)
+from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +25,6 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = NDArray[np.generic]
 
-KIND = "priorities"
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")
 
@@ -116,6 +106,7 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
 class PriorityIndex(TicketIndex[native.Priorities]):
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
+    kind = "priorities"
     make_core = native.Priorities
     #: Whether the priorities of that name are elsewhere now.
     retired = False
@@ -145,7 +136,7 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         # No other thread looks while they are on neither the device nor the host.
         with store.placing() if isinstance(store, DeviceStore) else contextlib.nullcontext():
             moved = DeviceIndex.taken_off(store, name)
-            index, made = store.indexes.lasting(name, KIND, nbytes, make)
+            index, made = cls.of_name(store.indexes, name, nbytes, make)
             if moved is not None:
                 index.restore(moved)
         if (index.core.eps, index.core.within_buffer) != (config.eps, config.within_buffer):
@@ -287,9 +278,6 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         self.core.emptied()
 
 
-INDEX_KINDS[KIND] = PriorityIndex
-
-
 class DeviceIndex(DevicePriorities):
     """The priorities of the rows of a store on an accelerator, which lie there. Made by :meth:`of_device_store`.
 
@@ -306,7 +294,7 @@ class DeviceIndex(DevicePriorities):
         """
         check_index_name(name)
         with store.placing():
-            known = store.indexes.get((name, KIND))
+            known = store.indexes.get((name, PriorityIndex.kind))
             if known is not None:
                 if not isinstance(known, DeviceIndex):
                     raise IncompatibleStore(
@@ -323,18 +311,18 @@ class DeviceIndex(DevicePriorities):
             else:
                 check_priorities(saved, config, store.capacity, f"index {name!r} of the mirror")
                 index.restore(saved)
-            store.indexes.keep((name, KIND), index)
+            store.indexes.keep((name, PriorityIndex.kind), index)
             store.rows.trees.append(index)
         return index, True
 
     @classmethod
     def taken_off(cls, store: Store, name: str) -> dict[str, object] | None:
         """The state of the priorities of that name, which lie on the device no more; None: they did not. The caller holds the store."""
-        known = store.indexes.get((name, KIND))
+        known = store.indexes.get((name, PriorityIndex.kind))
         if not (isinstance(store, DeviceStore) and isinstance(known, cls)):
             return None
         known.retired = True
-        store.indexes.keep((name, KIND), None)
+        store.indexes.keep((name, PriorityIndex.kind), None)
         store.rows.trees.remove(known)
         return known.state()
 
@@ -368,7 +356,7 @@ def priorities_of(
     else where the store has them. Raises as :meth:`PriorityIndex.of_store`.
     """
     if isinstance(store, DeviceStore) and on_device is not False:
-        known = store.indexes.get((name, KIND))
+        known = store.indexes.get((name, PriorityIndex.kind))
         if on_device or isinstance(known, DeviceIndex) or (known is None and store.keeps_priorities):
             return DeviceIndex.of_device_store(store, name, config)
     return PriorityIndex.of_store(store, name, config)

@@ -22,6 +22,7 @@ from engram.format.folder import Folder
 from engram.format.schema import Schema
 from engram.torchrl.components import (
     Buffer,
+    DumpedStorage,
     Places,
     described_writer,
     find_pickles,
@@ -29,10 +30,8 @@ from engram.torchrl.components import (
     read_sampler,
     read_writer,
 )
-from engram.torchrl.described import Count
-from engram.torchrl.items import CompressedItems, TorchRLItems, is_compressed
-from engram.torchrl.rows import TorchRLDump, TorchRLSteps, validate
-from engram.torchrl.storage import DumpedStorage
+from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
+from engram.torchrl.layouts import Count
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

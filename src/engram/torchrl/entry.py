@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from engram.persist.slots import LaidOut
     from engram.torchrl.dumps import TorchRLEnsemble
     from engram.torchrl.hdf5 import H5StorageCheckpointer
-    from engram.torchrl.items import TorchRLItems
-    from engram.torchrl.rows import TorchRLDump
+    from engram.torchrl.items import TorchRLDump, TorchRLItems
     from engram.types import StorageLoad
 
 

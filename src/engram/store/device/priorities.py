@@ -15,9 +15,9 @@ from engram.store.device.tree import SumTree
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from engram.store.blocks import Key
     from engram.store.device.rows import DeviceRows
     from engram.store.device.store import DeviceStore
-    from engram.store.keys import Key
 
 
 class DevicePriorities:

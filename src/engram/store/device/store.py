@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.blocks import Key
     from engram.store.device.mirror import Mirror
     from engram.store.device.priorities import DevicePriorities
-    from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
     from engram.types import Changes, RowsTarget
