@@ -83,10 +83,13 @@ _MOVED = {
 }
 #: Names that modules had, which are where they were, and where the names are.
 _MOVED_NAMES = {
-    "engram.samplers": (
-        "engram.around",
-        "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec",
-    )
+    "engram.samplers": {
+        "engram.around": "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec"
+    },
+    "engram.types": {
+        "engram.checkpoint.checkpointable": "Checkpointable Savers",
+        "engram.store.sampled": "SampledStorage",
+    },
 }
 
 _INSTEAD = {
@@ -192,14 +195,18 @@ class MovedModules:
 
 def moved_names(module: str) -> Callable[[str], object]:
     """The ``__getattr__`` of a module that had other names, too."""
-    there, names = _MOVED_NAMES[module]
+    homes = {name: home for home, names in _MOVED_NAMES[module].items() for name in names.split()}
 
     def found(name: str) -> object:
-        if name not in names.split():
+        if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(there), name)
+        return getattr(importlib.import_module(homes[name]), name)
 
     return found
+
+
+# The module of types stands below this one: it is given what it cannot ask for.
+vars(importlib.import_module("engram.types"))["__getattr__"] = moved_names("engram.types")
 
 
 def said_of(name: str) -> str:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from engram.around.windows import WindowSampler
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):

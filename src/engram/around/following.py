@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from engram.around.reading import Reading
     from engram.format.schema import Field
     from engram.store import Store
-    from engram.types import Commit, SampledStorage, Sampler, Traits, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Sampler, Traits, Write
 
 
 class FinalObservations(Stateful):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.samplers._base import DeclaredSampler
     from engram.store import Store
-    from engram.types import Entry, Info, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Entry, Info
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
 MARK: FieldPath = ("next", "final")

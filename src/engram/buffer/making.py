@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from engram.buffer.compat import Arguments as TorchRL
-    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.services import Facade
     from engram.storages import Storage
     from engram.writers.removers import Remover
 
@@ -111,7 +111,7 @@ class Arguments(NamedTuple):
         wiring.connect(sampler, component(self._writer(), Writer, "writer", self.default_writer), self.batch_size)
         return wiring
 
-    def finish(self, buffer: ReplayBuffer, storage: Storage) -> None:
+    def finish(self, buffer: Facade, storage: Storage) -> None:
         """What comes last, once the buffer has its parts."""
         storage.attach(buffer)
         cls = type(buffer)

@@ -55,17 +55,19 @@ from engram.types import Batch, Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from engram._support.progress import OnProgress
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
     from engram.buffer.submitted_updates import Source
     from engram.env.recording import Names
     from engram.persist.roles import Roles
+    from engram.remote.savers import ShardSavers
     from engram.samplers._base import DeclaredSampler
     from engram.storages import GivenStorage, Storage
     from engram.store.limits import Limit
     from engram.transforms import Compose
-    from engram.types import Device, Savers, Size, StrPath, Told, Wait, Watch
+    from engram.types import Device, Size, StrPath, Told, Wait
 
 E = TypeVar("E")
 
@@ -121,7 +123,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
     torch.Size([32, 4])
     """
 
-    _default_writer: Callable[[], Any] = writers.RoundRobinWriter
+    _default_writer: Callable[[], object] = writers.RoundRobinWriter
     #: Entry that brings a row's priority along, for TensorDict buffers.
     _priority_key: str | None = None
     _read_path = ReadPath
@@ -157,7 +159,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
         making = Making(call, *kinds, pin_memory, generator, batch_size, *given)
         if service is not None:
-            self.__setstate__(deployed(type(self), making, self._priority_key, prefetch, output, **service))
+            self.__setstate__(deployed(type(self), making._asdict(), self._priority_key, prefetch, output, **service))
             return
         self._settings = Settings(call, batch_size, prefetch, self._priority_key, output, making)
         if making.made_later():
@@ -1150,7 +1152,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._following.refuse("load_state_dict")
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
-    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: Watch = None) -> None:
+    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: OnProgress | None = None) -> None:
         """Save the buffer as a folder, which in one step replaces one that was saved there; on NFS and the like in two.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
@@ -1183,7 +1185,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         """
         self._saving.dumps(path, prefetch, progress)
 
-    def loads(self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: Watch = None) -> None:
+    def loads(
+        self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: OnProgress | None = None
+    ) -> None:
         """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
 
         Args:
@@ -1229,7 +1233,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
     prepare_placed = alias("_saving.prepare_placed", "Check what a plan gives to a rank: as ``Checkpointable`` has it.")
 
     @property
-    def savers(self) -> Savers | None:
+    def savers(self) -> ShardSavers | None:
         """What saves it where its rows are, on Ray; None: this process does."""
         return self._service.savers(self)
 
@@ -1349,7 +1353,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         store = size, lanes, ndim, dtypes, group_small_fields
         return open_or_create(cls, directory, store, unclean, io, arguments, tensordicts=tensordicts)
 
-    follow = classmethod(follow_buffer)
+    follow: ClassVar[Any] = classmethod(follow_buffer)
     refresh = alias("_following.refresh", "Of a buffer that :meth:`follow` made: take a newer checkpoint now.")
     followed = alias("_following.followed", "The checkpoint that :meth:`follow` holds; None: nothing is followed.")
 
@@ -1399,7 +1403,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         ...     print(len(there), there.sample()["obs"].shape)
         15 torch.Size([4, 3])
         """
-        return connect_buffer(cls, address, arguments)
+        return cast("ReplayBuffer[Batch]", connect_buffer(cls, address, arguments))
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

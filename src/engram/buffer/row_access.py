@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.replay_buffer import ReplayBuffer
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Field
@@ -244,7 +243,11 @@ class RowAccess:
             self._prefetching.materialize()
 
 
-def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> int:
+class _HasRows(Protocol):
+    _rows: RowAccess
+
+
+def remove(self: _HasRows, rows: object, *, generation: object = None) -> int:
     """Remove rows, for every process that has the store open. The next writes to their places make them live again.
 
     A removed row is void, like one whose writer died: draws, windows, slices, epochs, groups, trajectory tables, queries, expanders

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engram._support.checks import check_count
 from engram._support.words import warn
@@ -11,7 +11,19 @@ from engram.buffer.output import checked_form
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engram.buffer.making import Arguments
+    from engram.buffer.services import Facade
+    from engram.buffer.wiring import Wiring
+    from engram.storages import Storage
+
+
+class Unmade(Protocol):
+    """What the components of a buffer will be made of."""
+
+    def wiring(self) -> Wiring:
+        """Make them."""
+
+    def finish(self, buffer: Facade, storage: Storage) -> None:
+        """What comes last, once the buffer has its parts."""
 
 
 class Settings:
@@ -32,16 +44,16 @@ class Settings:
     def __init__(
         self,
         kind: str,
-        batch_size: Any,
+        batch_size: object,
         prefetch: object,
         priority_key: str | None = None,
         output: object = "torch",
-        unmade: Arguments | None = None,
+        unmade: Unmade | None = None,
     ) -> None:
         self.kind = kind
         self.output = checked_form(output, kind)
         self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
-        self.prefetch = checked_depth(prefetch, batch_size, kind)
+        self.prefetch = checked_depth(prefetch, self.batch_size, kind)
         self.priority_key = priority_key
         self.unmade = unmade
         #: Entries of the data that may be there without being stored.

@@ -157,7 +157,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     True
     """
 
-    _default_writer: Callable[[], Any] = writers.TensorDictRoundRobinWriter
+    _default_writer: Callable[[], object] = writers.TensorDictRoundRobinWriter
     _read_path = TensorDictReadPath
     _write_path = TensorDictWritePath
     _row_access = TensorDictRowAccess

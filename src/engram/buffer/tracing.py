@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.services import Facade
 
     #: A function and its arguments.
     Empty: TypeAlias = tuple[Callable[..., object], tuple[type[object]]]
@@ -21,7 +21,7 @@ _CALLS = ("add", "extend", "sample", "update_if_present", "update_priority", "up
 _TRACED: dict[type[object], type[object]] = {}
 
 
-def leave_untraced(buffer: ReplayBuffer, asked: object) -> None:
+def leave_untraced(buffer: object, asked: object) -> None:
     """If that is asked, make each call of a buffer in a compiled function one graph break, after which it runs as it is. Repeatable."""
     cls: object = type(buffer)
     if asked and cls not in _TRACED:
@@ -43,7 +43,7 @@ def _untraced(cls: type[object]) -> type[object]:
 def like(cls: type[object], attributes: Mapping[str, object], empty: Callable[[], Empty]) -> type[object]:
     """A class of a buffer's class, with other attributes, that looks like it. ``empty``: as :func:`empty_of`, for pickles."""
 
-    def reduced(buffer: ReplayBuffer, _: SupportsIndex) -> object:
+    def reduced(buffer: Facade, _: SupportsIndex) -> object:
         of_service: object = buffer._service.reduced(buffer)  # noqa: SLF001 - of the facade
         return of_service or (*empty(), buffer.__getstate__())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from engram._support.nested import Path
     from engram.buffer.lanes import Lane, Lanes, Layout
-    from engram.buffer.prefetching import Prefetching
     from engram.buffer.recipe import Recipe
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
@@ -61,6 +60,13 @@ class Arrived(NamedTuple):
     rows: int | None
 
 
+class Ahead(Protocol):
+    """Batches that were asked for ahead."""
+
+    def materialize(self) -> None:
+        """Draw them now: what happens to rows from here on is not for them."""
+
+
 class WritePath:
     """Writes rows, and keeps what the writes of one buffer need besides its components: its lane and its recipe."""
 
@@ -68,7 +74,7 @@ class WritePath:
     takes_tensordicts = False
 
     def __init__(
-        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Prefetching | None
+        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Ahead | None
     ) -> None:
         self._wiring = wiring
         self._settings = settings

@@ -19,7 +19,8 @@ from engram.writers._base import NativeWriter
 if TYPE_CHECKING:
     from engram.remote.commands import Served
     from engram.store import Key
-    from engram.types import NativeBatch, SampledStorage, Shown
+    from engram.store.sampled import SampledStorage
+    from engram.types import NativeBatch, Shown
 
 
 def _traits(names: list[str], **own: bool) -> Traits:

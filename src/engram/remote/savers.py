@@ -6,7 +6,7 @@ import contextlib
 import json
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import ray
 
@@ -17,10 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.remote.shards import Shard
 
     Lost: TypeAlias = Callable[[int, str], bool]
+
+    class Options(Protocol):
+        """What a Checkpointer was told, as far as its client must know."""
+
+        @property
+        def timeout(self) -> float:
+            """Seconds for which ranks wait for each other."""
+
 
 #: Calls that are made once, in threads of the actor that others do not wait for.
 _SAVING = {"max_task_retries": 0, "concurrency_group": "saving"}
@@ -32,7 +39,7 @@ _LONGER_S = 60.0
 
 
 class ShardSavers:
-    """See :class:`engram.types.Savers`.
+    """The actors of a buffer as the ranks that save it: what a Checkpointer asks of ``Savers``.
 
     Args:
         shards: in the order of their numbers, which are those of the ranks.
@@ -124,8 +131,9 @@ class ShardSavers:
         self._ready()
         self._answers("save", self._ask("begin", step, json.dumps(user)), self._timeout)
 
-    def end(self) -> SaveReport:
-        reports: list[SaveReport] = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
+    def end(self) -> Any:
+        """The report of the save: that of the first rank, with the longest pause of all."""
+        reports = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
         return reports[0]._replace(paused_s=max(report.paused_s for report in reports))
 
     def _give_up(self, rank: int, why: str) -> bool:
@@ -143,9 +151,9 @@ class ShardSavers:
                 continue
         return False
 
-    def restore(self, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
+    def restore(self, wanted: object, options: object) -> Any:
+        """The report of the restore: that of the first rank, with the sums of all."""
         self._ready()
-        reports: list[RestoreReport]
         try:
             reports = self._answers(
                 "restore", self._ask("restore", wanted, options), self._timeout, lost=self._break_off

@@ -18,7 +18,8 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.types import Commit, Extent, SampledStorage, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, Write
 
 _MOST = 1 << 24
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 
@@ -16,18 +16,25 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.storages import Storage
     from engram.store import Key, Store
     from engram.store.row_indexes import Progress
-    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, Info, NativeBatch, Shown, Write
 
 #: Rows that are looked at together.
 _SOME = 256
 
 
+class _Numbered(Protocol):
+    """A storage that counts its tickets."""
+
+    def next_number(self) -> int:
+        """The ticket number of the next write."""
+
+
 def _next_number(storage: SampledStorage) -> int:
     """The ticket number of the next write."""
-    return int(cast("Storage", storage).next_number())
+    return cast("_Numbered", storage).next_number()
 
 
 class SamplerWithoutReplacement(NativeSampler):

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from engram.store import Key, Masses
     from engram.store.priorities import Numbers, Priorities
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown
 
 #: ``[B, m]`` to ``[B]``.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

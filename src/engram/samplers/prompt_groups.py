@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.store.row_indexes import Groups
-    from engram.types import Extent, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Extent
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
 

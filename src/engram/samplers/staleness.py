@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.store import Store
-    from engram.types import Commit, Extent, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent
+
 
 #: Versions are counted in int64, and drawn by in float64.
 _MOST = 1 << 53

@@ -22,7 +22,8 @@ from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageC
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.row_indexes import ConsumptionIndex, StoredGroups
-from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
+from engram.store.sampled import SampledStorage
+from engram.types import Declared, Form, Traits, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
