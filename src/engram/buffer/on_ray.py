@@ -62,7 +62,7 @@ class OnRay:
     def savers(self, buffer: ReplayBuffer) -> Savers | None:
         if self.transport == "shared":
             return None
-        from engram.remote.savers import ShardSavers
+        from engram.remote.shards import ShardSavers
 
         return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
 
@@ -97,7 +97,7 @@ def attached(shards: Shards, own: Mapping[str, object]) -> ReplayBuffer:
 def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> ReplayBuffer:
     import ray
 
-    from engram.remote.components import RemoteSampler, RemoteWriter
+    from engram.remote.served import RemoteSampler, RemoteWriter
 
     wanted = shards.transport
     if wanted == "shared" and not shards.is_one:
