@@ -106,7 +106,6 @@ def test_modules_are_imported_by_the_paths_that_they_had(path):
         pytest.importorskip("ray")
     was, there = importlib.import_module(path), importlib.import_module(absent.moved_to(path))
     names = {name for name, value in vars(there).items() if not (name.startswith("__") or inspect.ismodule(value))}
-    assert names
     assert all(getattr(was, name) is getattr(there, name) for name in names)
 
 

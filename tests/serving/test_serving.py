@@ -139,8 +139,9 @@ def test_tls(store, tmp_path):
 
 def test_another_protocol_is_refused_with_both_versions(store, monkeypatch):
     with serving(store) as server:
-        monkeypatch.setattr("engram.remote.protocol.PROTOCOL", protocol.PROTOCOL + 1)
-        with pytest.raises(IncompatibleStore, match=f"expected protocol {protocol.PROTOCOL}, of engram .*, got 2"):
+        known = protocol.PROTOCOL
+        monkeypatch.setattr(protocol, "PROTOCOL", known + 1)
+        with pytest.raises(IncompatibleStore, match=f"expected protocol {known}, of engram .*, got {known + 1}"):
             ReplayBuffer.connect(server.address)
 
 
