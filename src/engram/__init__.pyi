@@ -52,7 +52,6 @@ from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
 from engram.checkpoint.checkpointer import SaveReport as SaveReport
 from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
 from engram.checkpoint.ranks import Ranks as Ranks
-from engram.cluster.replay_buffer import RayReplayBuffer as RayReplayBuffer
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
@@ -72,12 +71,12 @@ from engram.errors import UncleanStore as UncleanStore
 from engram.errors import WriterStalled as WriterStalled
 from engram.inspect.sizing import StoragePlan as StoragePlan
 from engram.inspect.sizing import plan as plan
+from engram.members.components import SamplerEnsemble as SamplerEnsemble
+from engram.members.components import StorageEnsemble as StorageEnsemble
+from engram.members.components import WriterEnsemble as WriterEnsemble
 from engram.members.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
 from engram.members.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from engram.members.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
-from engram.members.routing import WriterEnsemble as WriterEnsemble
-from engram.members.samplers import SamplerEnsemble as SamplerEnsemble
-from engram.members.storages import StorageEnsemble as StorageEnsemble
 from engram.persist.checkpointers import CompressedListStorageCheckpointer as CompressedListStorageCheckpointer
 from engram.persist.checkpointers import ListStorageCheckpointer as ListStorageCheckpointer
 from engram.persist.checkpointers import StorageCheckpointerBase as StorageCheckpointerBase
@@ -91,6 +90,7 @@ from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplaceme
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers._base import FieldReader as FieldReader
 from engram.serving import serve as serve
+from engram.serving.on_ray import RayReplayBuffer as RayReplayBuffer
 from engram.storages import CompressedListStorage as CompressedListStorage
 from engram.storages import LazyMemmapStorage as LazyMemmapStorage
 from engram.storages import LazyStackStorage as LazyStackStorage

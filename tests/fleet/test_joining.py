@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engram.remote.commands import State
 from engram.remote.fleet import finding
 from engram.remote.fleet.members import Members
+from engram.remote.protocol import State
 
 
 class Store:

@@ -12,7 +12,7 @@ from pyarrow import flight
 
 from engram import FrameStack, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from engram.remote import wire
-from engram.remote.commands import MAX_MESSAGE
+from engram.remote.protocol import MAX_MESSAGE
 from engram.serving import service
 from engram.serving.service import Answers, Dumps, TooMany, drawn_bytes
 from tests import fresh

@@ -10,7 +10,7 @@ from pyarrow import flight
 
 from engram import LazyMemmapStorage, ReplayBuffer
 from engram.remote import wire
-from engram.remote.commands import ACTIONS, MAX_COMMAND
+from engram.remote.protocol import ACTIONS, MAX_COMMAND
 from tests import fresh
 from tests.serving.servers import SERVER, Served, serving
 

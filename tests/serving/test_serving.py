@@ -14,10 +14,9 @@ from pyarrow import flight
 
 import engram
 from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.remote import commands
-from engram.remote.addresses import address_of, addresses_of, token_in
-from engram.serving.run import Listening, listening, run
-from engram.serving.server import Server
+from engram.remote import protocol
+from engram.remote.protocol import address_of, addresses_of, token_in
+from engram.serving.server import Listening, Server, listening, run
 from engram.serving.service import Service
 from tests import fresh
 from tests.serving.servers import serving, token_file
@@ -140,8 +139,9 @@ def test_tls(store, tmp_path):
 
 def test_another_protocol_is_refused_with_both_versions(store, monkeypatch):
     with serving(store) as server:
-        monkeypatch.setattr("engram.remote.connection.PROTOCOL", commands.PROTOCOL + 1)
-        with pytest.raises(IncompatibleStore, match=f"expected protocol {commands.PROTOCOL}, of engram .*, got 2"):
+        known = protocol.PROTOCOL
+        monkeypatch.setattr(protocol, "PROTOCOL", known + 1)
+        with pytest.raises(IncompatibleStore, match=f"expected protocol {known}, of engram .*, got {known + 1}"):
             ReplayBuffer.connect(server.address)
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from engram.buffer.compat import ConnectArguments
     from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.streaming import Full
 
     Path = str | os.PathLike[str] | None
 
@@ -71,10 +71,10 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             way.check_on_ray()
             name, patience = address.removeprefix(_ON_RAY), float(way.patience)
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
-        from engram.remote.addresses import addresses_of
-        from engram.remote.components import RemoteSampler, RemoteWriter
         from engram.remote.connection import Access
         from engram.remote.fleet.finding import storage_at
+        from engram.remote.protocol import addresses_of
+        from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
     from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
-    from engram.remote.savers import ShardSavers
     from engram.remote.served import ServedStorage
-    from engram.remote.shards import Described, Shard
+    from engram.remote.shards import Described, Shard, ShardSavers
 
 
 Transport = Literal["auto", "flight", "shared"]
@@ -63,7 +62,7 @@ class OnRay:
     def savers(self, buffer: Facade) -> ShardSavers | None:
         if self.transport == "shared":
             return None
-        from engram.remote.savers import ShardSavers
+        from engram.remote.shards import ShardSavers
 
         return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
 
@@ -98,7 +97,7 @@ def attached(shards: Shards, own: Mapping[str, object]) -> Facade:
 def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Facade:
     import ray
 
-    from engram.remote.components import RemoteSampler, RemoteWriter
+    from engram.remote.served import RemoteSampler, RemoteWriter
 
     wanted = shards.transport
     if wanted == "shared" and not shards.is_one:

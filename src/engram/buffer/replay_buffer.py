@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from engram.buffer.submitted_updates import Source
     from engram.env.recording import Names
     from engram.persist.roles import Roles
-    from engram.remote.savers import ShardSavers
+    from engram.remote.shards import ShardSavers
     from engram.samplers._base import DeclaredSampler
     from engram.storages import GivenStorage, Storage
     from engram.store.limits import Limit

@@ -316,7 +316,7 @@ def serve(
     """
     _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
-        from engram.serving.run import listening, run
+        from engram.serving.server import listening, run
 
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
@@ -334,8 +334,8 @@ def health(address: str, token: str | None, tls_root: str | None, as_json: bool)
     Exit code: 0 if it does, 1 if not.
     """
     with refusing("serve", oserror=Refusal):
-        from engram.remote.addresses import addresses_of
         from engram.remote.connection import Access, Connection
+        from engram.remote.protocol import addresses_of
 
         Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
     if as_json:

@@ -21,11 +21,18 @@ from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
-from engram.members.reading import EnsembleReadPath, Keys, Member, collated, end_streams
-from engram.members.routing import RoutedWrites, Routing, WriterEnsemble
-from engram.members.samplers import SamplerEnsemble
+from engram.members.components import (
+    SamplerEnsemble,
+    StorageEnsemble,
+    WriterEnsemble,
+    asks_a_member,
+    members_named,
+    naming,
+    split_index,
+)
+from engram.members.reading import EnsembleReadPath, Member, collated
+from engram.members.routing import Keys, RoutedWrites, Routing, end_streams
 from engram.members.saving import EnsembleSaving
-from engram.members.storages import StorageEnsemble, asks_a_member, members_named, naming, split_index
 from engram.store.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
 

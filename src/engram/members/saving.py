@@ -16,7 +16,7 @@ from engram.format import disk
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
-from engram.members.storages import naming
+from engram.members.components import naming
 from engram.persist.components import check_kind, read_state, write_part
 from engram.persist.foreign import foreign_format, foreign_state
 

@@ -16,15 +16,13 @@ from pyarrow import flight
 from engram._support import fork
 from engram._support.version import __version__
 from engram._support.words import said_wait
-from engram.remote.addresses import Address, token_in
-from engram.remote.commands import LEAVING, PROTOCOL, Describe, Refusal, Served, raised
+from engram.remote import protocol
 from engram.remote.wire import columns_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.remote.commands import Stream
-    from engram.remote.streaming import Full
+    from engram.remote.protocol import Full
     from engram.remote.wire import Column
 
 T = TypeVar("T")
@@ -60,7 +58,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 class Found(NamedTuple):
     """Servers of one store, and what opens them. It holds a secret, so it has no text."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[protocol.Address, ...]
     token: bytes
 
     def __repr__(self) -> str:
@@ -89,7 +87,7 @@ class Servers(Protocol):
     def replaces_lost(self) -> bool:
         """Whether an empty store takes the place of one that was lost."""
 
-    def find(self, known: Served | None) -> Found:
+    def find(self, known: protocol.Served | None) -> Found:
         """Where they are now. ``known``: what they serve; None: that is not known yet.
 
         Raises ``ConnectionError``: they are nowhere now. OSError, ValueError: their token cannot be read.
@@ -99,7 +97,7 @@ class Servers(Protocol):
 class Access(NamedTuple):
     """Where servers are and how they are reached: all that a pickled buffer takes along. It holds no secret."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[protocol.Address, ...]
     token: str | None
     """The path of the file."""
     root_certificates: str | None
@@ -113,9 +111,9 @@ class Access(NamedTuple):
     def replaces_lost(self) -> bool:
         return False
 
-    def find(self, known: Served | None) -> Found:  # noqa: ARG002 - they are where they were
+    def find(self, known: protocol.Served | None) -> Found:  # noqa: ARG002 - they are where they were
         """Where they are, and the token in the file. Raises as :func:`token_in`."""
-        return Found(self.addresses, token_in(self.token, "connect"))
+        return Found(self.addresses, protocol.token_in(self.token, "connect"))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.addresses))
@@ -134,7 +132,7 @@ class Connection:
         opens: at once; else at the first use, for which ``known`` must be given.
     """
 
-    def __init__(self, access: Servers, known: Served | None = None, *, opens: bool = True) -> None:
+    def __init__(self, access: Servers, known: protocol.Served | None = None, *, opens: bool = True) -> None:
         self.access = access
         self._lock = fork.rlock()
         fork.registered(self)
@@ -149,7 +147,7 @@ class Connection:
         #: What the first server said. Others must say the same.
         self.served = self._open(known) if opens or known is None else known
 
-    def _open(self, known: Served | None = None, patience_s: float | None = None) -> Served:
+    def _open(self, known: protocol.Served | None = None, patience_s: float | None = None) -> protocol.Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
         deadline = time.monotonic() + (self.access.patience_s if patience_s is None else patience_s)
         pause = _FIRST_PAUSE_S
@@ -170,7 +168,7 @@ class Connection:
                 self.check()
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _opened_one(self, found: Found, known: Served | None) -> Served:
+    def _opened_one(self, found: Found, known: protocol.Served | None) -> protocol.Served:
         """Connect to the first server that answers. Raises ``ConnectionError``: none does; ``ValueError``: all serve another store."""
         why: Exception | None = None
         another: _AnotherStore | None = None
@@ -190,7 +188,7 @@ class Connection:
             raise another
         raise ConnectionError(str(why)) from why
 
-    def _opened(self, address: Address, known: Served | None, token: bytes) -> Served:
+    def _opened(self, address: protocol.Address, known: protocol.Served | None, token: bytes) -> protocol.Served:
         access = self.access
         headers = [(b"authorization", b"Bearer " + token)] if token else []
         more = {}
@@ -209,9 +207,9 @@ class Connection:
         options = flight.FlightCallOptions(headers=headers)
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_S)
         try:
-            raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
+            raw = _answer(client, first, "describe", protocol.Describe(protocol.PROTOCOL, __version__), "connect")
             refuse(raw)
-            served = msgspec.json.decode(raw, type=Served)
+            served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
         except BaseException:
@@ -269,7 +267,7 @@ class Connection:
             return msgspec.json.decode(raw, type=kind)
 
     def exchange(
-        self, client: flight.FlightClient, stream: Stream
+        self, client: flight.FlightClient, stream: protocol.Stream
     ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
         """Begin a stream of a :meth:`client`: its writer and its reader."""
         both: tuple[flight.FlightStreamWriter, flight.FlightStreamReader] = client.do_exchange(
@@ -344,7 +342,7 @@ def _append(folder: Path, name: str, data: bytes) -> None:
 def refuse(raw: bytes) -> None:
     """Raise the error that an answer is, if it is one."""
     if raw.startswith(b'{"error":'):
-        raise raised(msgspec.json.decode(raw, type=Refusal))
+        raise protocol.raised(msgspec.json.decode(raw, type=protocol.Refusal))
 
 
 def _short(error: object) -> str:
@@ -377,7 +375,7 @@ class Answer(NamedTuple):
 class Exchange:
     """A stream of messages, answered in order. Its server may change between two of them."""
 
-    def __init__(self, connection: Connection, stream: Stream) -> None:
+    def __init__(self, connection: Connection, stream: protocol.Stream) -> None:
         self._connection, self._stream = connection, stream
         #: Held by the thread that sends, or waits for an answer.
         self.lock = fork.rlock()
@@ -447,7 +445,7 @@ class Exchange:
                 assert self._reader is not None  # it was begun, or was not ended
                 chunk = self._reader.read_chunk()
                 said = chunk.app_metadata.to_pybytes()
-                if said == LEAVING:
+                if said == protocol.LEAVING:
                     raise StopIteration
             except GONE as error:
                 self._resume(error)

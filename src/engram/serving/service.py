@@ -30,31 +30,7 @@ from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
-from engram.remote import wire
-from engram.remote.commands import (
-    COALESCED_BYTES,
-    MAX_BATCHES,
-    MAX_MESSAGE,
-    PROTOCOL,
-    Append,
-    CanRemove,
-    CanSample,
-    Describe,
-    Empty,
-    EndTrajectory,
-    Gauges,
-    Health,
-    Limit,
-    Mass,
-    NotOnce,
-    Sample,
-    Sampled,
-    Served,
-    State,
-    Stats,
-    Version,
-    held_bytes,
-)
+from engram.remote import protocol, wire
 from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
 from engram.store.requests import IN_DOUBT
@@ -77,7 +53,7 @@ if TYPE_CHECKING:
 
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
-ANSWER_BYTES = 2 * MAX_MESSAGE
+ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
 #: For how long an answer waits until others are read.
 _WAIT_S = 10.0
 #: Dumps at a time: each is a folder on disk.
@@ -101,7 +77,7 @@ class Answers:
 
         Raises ``RuntimeError``: they are not read.
         """
-        if nbytes <= COALESCED_BYTES:
+        if nbytes <= protocol.COALESCED_BYTES:
             yield
             return
         with self._changed:
@@ -200,7 +176,7 @@ _AWAITED_S = 60.0
 class Batches(NamedTuple):
     """Batches for one message."""
 
-    said: Sampled
+    said: protocol.Sampled
     columns: list[Column]
     tensors: list[Tensor]
 
@@ -270,10 +246,10 @@ class Service:
         """An action: what is answered, as JSON will say it. Raises what it raises."""
         return self._actions[name](command)
 
-    def _describe(self, command: Describe) -> Served:
-        if command.protocol != PROTOCOL:
+    def _describe(self, command: protocol.Describe) -> protocol.Served:
+        if command.protocol != protocol.PROTOCOL:
             raise IncompatibleStore(
-                f"connect: expected protocol {PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
+                f"connect: expected protocol {protocol.PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
                 f"{command.engram:.40}. Use the same version on both sides."
             )
         described = (self._folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
@@ -299,10 +275,10 @@ class Service:
             if change > 0 and self._awaited:
                 self._awaited.popleft()
 
-    def _stats(self, _: Stats) -> State:
+    def _stats(self, _: protocol.Stats) -> protocol.State:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
-        return State(
+        return protocol.State(
             len(storage),
             self._rb.write_count,
             storage.counters(),
@@ -312,10 +288,10 @@ class Service:
             core.fleet_limit,
         )
 
-    def _gauges(self, _: Gauges) -> dict[str, float]:
+    def _gauges(self, _: protocol.Gauges) -> dict[str, float]:
         return gauges(self._wiring.storage, self._wiring.source)
 
-    def _mass(self) -> Mass | None:
+    def _mass(self) -> protocol.Mass | None:
         """Of the next draw."""
         wiring = self._wiring
         try:
@@ -325,41 +301,41 @@ class Service:
         key, left = wiring.source.epoch(wiring.storage)
         return None if masses is None else self._with_weights(masses, key, left)
 
-    def _with_weights(self, masses: Masses, epoch: int, left: int) -> Mass:
+    def _with_weights(self, masses: Masses, epoch: int, left: int) -> protocol.Mass:
         """Masses, and how weights of rows follow from them."""
         if not self._wiring.of_sampler.prioritized:
-            return Mass(*masses, 0.0, epoch, left > 0)
+            return protocol.Mass(*masses, 0.0, epoch, left > 0)
         by = cast("PrioritizedSampler", drawing_by(self._wiring.sampler))
-        return Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
+        return protocol.Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
 
-    def _health(self, _: Health) -> dict[str, object]:
+    def _health(self, _: protocol.Health) -> dict[str, object]:
         return {}
 
-    def _can_sample(self, command: CanSample) -> bool:
+    def _can_sample(self, command: protocol.CanSample) -> bool:
         return self._wiring.can_sample(command.rows)
 
-    def _can_remove(self, _: CanRemove) -> dict[str, object]:
+    def _can_remove(self, _: protocol.CanRemove) -> dict[str, object]:
         self._wiring.check_editable("remove")
         return {}
 
-    def _empty(self, command: Empty) -> dict[str, object]:
+    def _empty(self, command: protocol.Empty) -> dict[str, object]:
         self._rb.empty(empty_write_count=not command.keep_write_count)
         return {}
 
-    def _end_trajectory(self, command: EndTrajectory) -> list[int]:
+    def _end_trajectory(self, command: protocol.EndTrajectory) -> list[int]:
         roles = {public(path): role for path, role in command.roles}
         ended = self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles or None)
         rows: list[int] = ended.tolist()
         return rows
 
-    def _limit(self, command: Limit) -> dict[str, object]:
+    def _limit(self, command: protocol.Limit) -> dict[str, object]:
         wiring = self._wiring
         rules = Rules(command.ratio, command.tolerance, command.min_size, command.in_flight)
         unconsumed = wiring.source.drawable(wiring.storage) if rules.in_flight else 0
         self._store.core.set_fleet_limit(*rules, unconsumed, command.fleet, command.stores, command.level)
         return {}
 
-    def _version(self, command: Version) -> int:
+    def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler
         if not isinstance(sampler, samplers.StalenessAwareSampler):
             raise TypeError(
@@ -380,27 +356,29 @@ class Service:
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 
-    def answering(self, command: Sample) -> AbstractContextManager[None]:
+    def answering(self, command: protocol.Sample) -> AbstractContextManager[None]:
         """Hold the memory that the batches of a command take, while they are drawn and sent.
 
         Raises ``ValueError``: too many, or too large ones. ``RuntimeError``: clients have not read what they asked for before.
         """
         each, most = _sizes(command), max(command.rows, *command.parts, 0)
-        nbytes = held_bytes(most, self._drawn_bytes) * len(command.keys)
-        batches = MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= COALESCED_BYTES else 1
+        nbytes = protocol.held_bytes(most, self._drawn_bytes) * len(command.keys)
+        batches = (
+            protocol.MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= protocol.COALESCED_BYTES else 1
+        )
         if (
             min(each, default=0) < 1
             or len(each) != len(command.keys)
             or not 1 <= len(command.keys) <= batches
-            or nbytes > MAX_MESSAGE
+            or nbytes > protocol.MAX_MESSAGE
         ):
             raise ValueError(
-                f"sample: expected 1 to {MAX_BATCHES} batches of at most {COALESCED_BYTES} bytes together, or one of at most "
-                f"{MAX_MESSAGE}, got {len(command.keys)} of {most} rows, {nbytes} bytes with their numbers."
+                f"sample: expected 1 to {protocol.MAX_BATCHES} batches of at most {protocol.COALESCED_BYTES} bytes together, or one of "
+                f"at most {protocol.MAX_MESSAGE}, got {len(command.keys)} of {most} rows, {nbytes} bytes with their numbers."
             )
         return self._answers.counted(nbytes)
 
-    def sample(self, command: Sample) -> Batches:
+    def sample(self, command: protocol.Sample) -> Batches:
         """Draw batches, :meth:`answering` the command. Fewer come where an epoch ends, or where there is nothing more to draw.
 
         Raises ``RateLimited``: the limits of the store do not admit the first one now: clients wait. What drawing the first one raises.
@@ -426,10 +404,10 @@ class Service:
                 break
         drawn = [batch.tensors for batch in batches]
         tensors = drawn[0] if len(drawn) == 1 else [torch.cat(same) for same in zip(*drawn, strict=True)]
-        said = Sampled([list(batch.shape) for batch in batches], last, masses)
+        said = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
         return Batches(said, self._columns_of(batches[0]), tensors)
 
-    def _part(self, key: int, rows: int, command: Sample) -> tuple[_Drawn, Mass]:
+    def _part(self, key: int, rows: int, command: protocol.Sample) -> tuple[_Drawn, protocol.Mass]:
         """As :meth:`_drawn`, with what was true of the store. Raises ``NoSampleable``: the epoch is over, or no window begins there."""
         wiring = self._wiring
         source, storage = wiring.source, wiring.storage
@@ -494,7 +472,7 @@ class Service:
         removed: int = storage.remove(rows.contiguous(), tickets.contiguous())
         return removed
 
-    def append(self, command: Append, columns: Sequence[Tensor], n: int) -> Tensor:
+    def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
 
         Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait. ``NotOnce``: the rows of a message that may be sent
@@ -514,10 +492,10 @@ class Service:
         rows: Tensor = write.rows
         return rows
 
-    def _append_once(self, command: Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
+    def _append_once(self, command: protocol.Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
         if not self._wiring.appends_natively:
-            raise NotOnce("extend: the writer of the store says which rows are replaced.")
+            raise protocol.NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written
             raise RowError(f"extend: expected rows, and lanes in [0, {self._schema.lanes}), got lanes {lanes!r:.80}.")
@@ -529,7 +507,7 @@ class Service:
         assert isinstance(lane, torch.Tensor)  # several
         following = [self._requests.next_request(writer) for writer, _ in names]
         if any(number > expected for (_, number), expected in zip(names, following, strict=True)):
-            raise NotOnce("extend: the writer is not known.")
+            raise protocol.NotOnce("extend: the writer is not known.")
         core, rows = self._store.core, torch.empty(n, dtype=torch.int64, device="cpu")
         if following[0] == command.number:
             core.prepay_inserts(n)  # all or none of them; a message that is sent again was admitted
@@ -547,7 +525,7 @@ class Service:
         try:
             return self._requests.append_by(writer, number, lane, columns, n).rows
         except OutOfOrder as error:
-            raise NotOnce(str(error)) from error
+            raise protocol.NotOnce(str(error)) from error
 
 
 def _unit_of(rb: ReplayBuffer) -> SampleUnit | None:
@@ -576,11 +554,11 @@ def why_alone(rb: ReplayBuffer) -> str:
 
 def served_by(
     rb: ReplayBuffer, store: str = "", schema: str = "", recipe: dict[str, object] | None = None, alone: str = ""
-) -> Served:
+) -> protocol.Served:
     """What a server says of a buffer; of one without a store, what it can say."""
     sampler, writer = samplers.declared(rb.sampler), writers.declared(rb.writer)
-    return Served(
-        PROTOCOL,
+    return protocol.Served(
+        protocol.PROTOCOL,
         __version__,
         store,
         schema,
@@ -597,7 +575,7 @@ def served_by(
     )
 
 
-def _sizes(command: Sample) -> list[int]:
+def _sizes(command: protocol.Sample) -> list[int]:
     """Rows of each batch."""
     return command.parts or [command.rows] * len(command.keys)
 

@@ -14,7 +14,7 @@ import torch
 from engram._support import fork
 from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable, RateLimited
-from engram.remote.commands import MAX_MESSAGE, Sample
+from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.served import Drawn
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.remote.commands import Mass, Served
     from engram.remote.fleet.members import Members, Shard
     from engram.remote.storage import RemoteStorage
     from engram.types import Entry, Info
@@ -89,7 +88,7 @@ class _Message:
 class Draws:
     """Plans batches, asks stores for their parts, and puts these together."""
 
-    def __init__(self, members: Members, served: Served, row_bytes: int, stratum: int | None) -> None:
+    def __init__(self, members: Members, served: protocol.Served, row_bytes: int, stratum: int | None) -> None:
         self._members, self._epochs, self._stratum = members, members.epochs, stratum
         self._prioritized = "prioritized" in served.traits_of_sampler
         self._row_bytes = row_bytes
@@ -141,9 +140,9 @@ class Draws:
             raise RuntimeError(
                 f"sample: batch_size: expected a multiple of the {self._counted} steps of a window, got {rows}."
             )
-        if rows * self._row_bytes > MAX_MESSAGE:
+        if rows * self._row_bytes > protocol.MAX_MESSAGE:
             raise ValueError(
-                f"sample: batch_size: expected batches of at most {MAX_MESSAGE} bytes over a connection, got {rows} rows of "
+                f"sample: batch_size: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {rows} rows of "
                 f"{self._row_bytes} bytes."
             )
         return units
@@ -191,10 +190,10 @@ class Draws:
     def _count(batch: _Batch, shard: Shard) -> int:
         return int(batch.counts[batch.shards.index(shard)]) if shard in batch.shards else 0
 
-    def _command(self, shard: Shard, batches: list[_Batch], attempt: int = 0) -> Sample:
+    def _command(self, shard: Shard, batches: list[_Batch], attempt: int = 0) -> protocol.Sample:
         parts = [self._count(batch, shard) * self._counted for batch in batches]
         keys = [plans.key_of(it.key, shard.number, attempt) for it in batches]
-        return Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
+        return protocol.Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
 
     # ---- answers -------------------------------------------------------------------------------------------------------
 
@@ -288,7 +287,7 @@ class Draws:
     def _assembled(self, batch: _Batch) -> Drawn:
         """All parts as one batch."""
         parts, together = batch.parts, self._together
-        mass = cast("Mass", parts[0].drawn.mass)  # they are parts
+        mass = cast("protocol.Mass", parts[0].drawn.mass)  # they are parts
         if mass.over_batch:
             least = min((part.factor for part in parts if part.factor), default=1.0)
             parts = [part._replace(factor=(least / (part.factor or 1.0)) ** mass.beta) for part in parts]

@@ -12,6 +12,7 @@ import msgspec
 from engram._support.checks import check_count
 from engram._support.words import said_wait, warn
 from engram.format.schema import decode
+from engram.remote import protocol
 from engram.remote.connection import Connection
 from engram.remote.fleet import check_missing
 from engram.remote.fleet.members import SKIP_S
@@ -21,12 +22,10 @@ from engram.remote.storage import RemoteStorage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engram.remote.addresses import Address
-    from engram.remote.commands import Served
     from engram.remote.connection import Access, Found, Servers
     from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.streaming import Full
 
 
 _LIMITED = "connect: {!r} has limits, which hold for one store. Remove them: rb.limit(None)."
@@ -41,7 +40,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     if len(access.addresses) == 1 and stratum is None:
         return RemoteStorage(Connection(access))
     served = _asked(access, missing)
-    stores: dict[str, list[Address]] = {}
+    stores: dict[str, list[protocol.Address]] = {}
     for address, said in served.items():
         stores.setdefault(said.store, []).append(address)
     check_stratum(stratum, len(stores))
@@ -71,7 +70,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
 class Silent:
     """Addresses that did not answer at first. Stores that are served there join a fleet when they do."""
 
-    def __init__(self, access: Access, addresses: list[Address]) -> None:
+    def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
 
     def left(self) -> bool:
@@ -102,7 +101,7 @@ class Silent:
             stores.add(said.store)
             yield storage
 
-    def _connected(self, address: Address) -> RemoteStorage:
+    def _connected(self, address: protocol.Address) -> RemoteStorage:
         """Raises ``ConnectionError``. ``ValueError``: it has limits of its own."""
         storage = RemoteStorage(Connection(self._access._replace(addresses=(address,))))
         try:
@@ -113,12 +112,12 @@ class Silent:
         return storage
 
 
-def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
+def _asked(access: Access, missing: Missing) -> dict[protocol.Address, protocol.Served]:
     """What servers say, in the order of their addresses. Silent ones are asked again until the time is over.
 
     Raises ``ConnectionError``: none answers; or not all do, and they are waited for.
     """
-    found: dict[Address, Served | ConnectionError] = {}
+    found: dict[protocol.Address, protocol.Served | ConnectionError] = {}
     begun, pause = time.monotonic(), _FIRST_PAUSE_S
     with ThreadPoolExecutor(min(_AT_A_TIME, len(access.addresses)), "engram-connect") as threads:
         while True:
@@ -140,7 +139,7 @@ def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
     return served
 
 
-def _said(access: Access, address: Address) -> Served | ConnectionError:
+def _said(access: Access, address: protocol.Address) -> protocol.Served | ConnectionError:
     """What the server at an address says, if it answers at once."""
     try:
         connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
@@ -164,7 +163,7 @@ def check_limits(storage: RemoteStorage) -> None:
         raise ValueError(_LIMITED.format(storage))
 
 
-def check_stores(served: list[Served], full: Full | None) -> None:
+def check_stores(served: list[protocol.Served], full: Full | None) -> None:
     """Raise ``ValueError``: stores that cannot be one buffer. ``full``: what a write does that has no credits."""
     if full is not None:
         raise ValueError(
@@ -183,7 +182,7 @@ def check_stores(served: list[Served], full: Full | None) -> None:
 
 
 #: What the stores of a fleet have in common.
-_KINDS: dict[str, Callable[[Served], object]] = {
+_KINDS: dict[str, Callable[[protocol.Served], object]] = {
     "buffer class": lambda served: served.recipe.get("buffer"),
     "sampler": lambda served: re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler),
     "fields and lanes": lambda served: msgspec.structs.replace(decode(served.schema.encode(), "connect"), capacity=0),
@@ -269,7 +268,7 @@ class AwaitedFleet:
         """
         storages: dict[int, RemoteStorage] = {}
         silent: dict[int, ConnectionError] = {}
-        served: Served | None = None
+        served: protocol.Served | None = None
         try:
             for k in (*having, *(k for k in range(len(self._shards)) if k not in having)):
                 try:  # one without a store makes one like that of the others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+    from tensordict import TensorDict
     from torch import Tensor
+
+Rows = TypeVar("Rows", bound="Tensor | TensorDict")
 
 #: A row of a batch is ``store << SHIFT | row``.
 SHIFT = 48
@@ -30,6 +33,11 @@ def number(rows: Tensor, store: int) -> Tensor:
 def places_of(members: Tensor) -> dict[int, Tensor]:
     """Where the rows of each member are, int64 ``[k]``, by its number. ``members``: of each row, int64 ``[n]`` on the CPU."""
     return {number: (members == number).nonzero().flatten() for number in sorted(set(members.tolist()))}
+
+
+def rows_at(values: Rows, at: Tensor) -> Rows:
+    """Some rows, wherever they lie."""
+    return cast("Rows", values[at.to(values.device or "cpu")])
 
 
 def key_of(key: int, store: int, attempt: int) -> int:

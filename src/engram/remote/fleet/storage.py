@@ -13,11 +13,10 @@ from engram._support import fork
 from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram.errors import RowError
-from engram.remote.commands import State
+from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.fleet.draws import Draws
-from engram.remote.fleet.ledger import Ledger
-from engram.remote.fleet.members import Members
+from engram.remote.fleet.members import Ledger, Members
 from engram.remote.served import Drawn, ServedStorage
 from engram.storages import Storage
 from engram.types import Write
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.persist.roles import Roles
-    from engram.remote.commands import Served
     from engram.remote.fleet.members import Joining, Missing, Shard
     from engram.remote.storage import RemoteStorage
     from engram.store.limits import Rules
@@ -51,7 +49,7 @@ _WHERE_KNOWN = ("sample_wait_ms_p50", "sample_wait_ms_p99")
 _OF_ROWS = ("age_p99", "priority_max", *_MEANS)
 
 
-def combined(stores: Sequence[tuple[State, dict[str, float]]]) -> dict[str, float]:
+def combined(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> dict[str, float]:
     """What ``RemoteStorage.gauges`` says of each of these stores, as of one store with all their rows.
 
     Sizes, counts and rates are summed. Means are those of all rows. Of waits, of the age of the last checkpoint and of ``age_p99``, the
@@ -66,7 +64,7 @@ def combined(stores: Sequence[tuple[State, dict[str, float]]]) -> dict[str, floa
     return found if effective is None else found | {"priority_ess": effective}
 
 
-def _one(name: str, stores: Sequence[tuple[State, dict[str, float]]]) -> Iterator[float]:
+def _one(name: str, stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> Iterator[float]:
     """The number of all stores, or nothing."""
     asked = [(state.size, gauges.get(name)) for state, gauges in stores if state.size or name not in _OF_ROWS]
     known = [(size, value) for size, value in asked if value is not None]
@@ -79,7 +77,7 @@ def _one(name: str, stores: Sequence[tuple[State, dict[str, float]]]) -> Iterato
         yield sum(values) if name in _SUMS else max(values)
 
 
-def _ratio(stores: Sequence[tuple[State, dict[str, float]]]) -> float:
+def _ratio(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> float:
     """Rows sampled for each row inserted. Of a store that was never sampled, all rows written count as inserted."""
     inserted = (
         gauges["sample_count"] / gauges["replay_ratio"] if gauges["replay_ratio"] else state.write_count
@@ -88,7 +86,7 @@ def _ratio(stores: Sequence[tuple[State, dict[str, float]]]) -> float:
     return sum(gauges["sample_count"] for _, gauges in stores) / max(sum(inserted), 1)
 
 
-def _effective(stores: Sequence[tuple[State, dict[str, float]]]) -> float | None:
+def _effective(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> float | None:
     """Of rows with leaves ``p``: ``(sum p)² / sum p²``. Of each store the first sum is its mass. None: not all stores say it."""
     whole = squares = 0.0
     for state, gauges in stores:
@@ -150,7 +148,7 @@ class FleetStorage(ServedStorage):
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
     @property
-    def served(self) -> Served:
+    def served(self) -> protocol.Served:
         return self.members.shards[0].storage.served
 
     @property
@@ -165,7 +163,7 @@ class FleetStorage(ServedStorage):
     def nbytes(self) -> int:
         return sum(shard.storage.nbytes for shard in self.members.shards)
 
-    def state(self) -> State:
+    def state(self) -> protocol.State:
         found = [state for _, state in self.members.ask_all()]
         names = dict.fromkeys(name for state in found for name in state.counters)
         counters: dict[str, int | float] = {}
@@ -181,7 +179,7 @@ class FleetStorage(ServedStorage):
             **self.draws.counters(),
         }
         sizes = sum(state.size for state in found), sum(state.write_count for state in found)
-        return State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
+        return protocol.State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
 
     def gauges(self) -> dict[str, float]:
         found = []

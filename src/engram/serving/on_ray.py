@@ -183,8 +183,8 @@ class RayReplayBuffer(metaclass=_Checked):
                 f"RayReplayBuffer: replay_buffer_cls: expected a buffer class of engram's, got {replay_buffer_cls!r}."
             )
         ray = imported_ray("RayReplayBuffer", "pyarrow.flight")
-        from engram.cluster.lists import LIST_OPTIONS, is_kept_in_list, opened
         from engram.remote.shards import Shard
+        from engram.serving.actors import LIST_OPTIONS, is_kept_in_list, opened
 
         in_list = is_kept_in_list(kwargs.get("storage"))
         if in_list and (shards != 1 or name is not None or transport not in ("auto", "ray")):
@@ -240,8 +240,7 @@ def _started(
     """Actors for a buffer, and what is of the buffer here alone. Transforms and the like are those of clients."""
     import ray
 
-    from engram.cluster.lists import ListActor
-    from engram.cluster.shard import Place, ShardActor
+    from engram.serving.actors import ListActor, Place, ShardActor
 
     if in_list:
         return [ray.remote(**options[0])(ListActor).remote()], {}
