@@ -264,9 +264,20 @@ def reshard(
 @click.option(
     "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
 )
+@click.option(
+    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins here. Loads torch."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
-    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, as_json: bool
+    sample: Path | None,
+    capacity: int,
+    given: tuple[str, ...],
+    batch: bool,
+    memory: str | None,
+    device: str | None,
+    batch_size: int,
+    as_json: bool,
 ) -> None:
     """Say how much memory or disk a buffer will take, before it is made.
 
@@ -278,7 +289,7 @@ def plan(
     with refusing():
         from engram.cli.plan import planned, show_plan
 
-        found = planned(sample, given, capacity, batch=batch, memory=memory)
+        found = planned(sample, given, capacity, batch=batch, memory=memory, device=device, batch_size=batch_size)
     _show(found, show_plan, as_json=as_json)
 
 
