@@ -62,7 +62,7 @@ class DevicePlan(msgspec.Struct, frozen=True):
     >>> import torch, engram
     >>> found = engram.plan({"obs": torch.zeros(4)}, 1_000_000, device="cuda").on_device
     >>> found.storage, found.batch
-    (40000040, 8960)
+    (40000040, 9472)
     """
 
     device: str

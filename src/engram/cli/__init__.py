@@ -56,7 +56,9 @@ def main() -> None:
 
 @main.command()
 @click.argument("directory", required=False, type=_PATH)
-@click.option("--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and its devices.")
+@click.option(
+    "--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and what a GPU can do."
+)
 @_JSON
 def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """Judge what engram finds on this machine: Python, torch, the native core, memory, limits, extras.
