@@ -67,7 +67,7 @@ def _small(bench: Bench, how: str) -> None:
         filled(bench, engram, how, cls) for cls in ("TensorDictReplayBuffer", "ReplayBuffer", "TensorDictReplayBuffer")
     ]
     tensordicts, dicts = (engram.DeviceLoader(rb, device, return_info=rb is buffers[1]) for rb in buffers[:2])
-    replay = engram.DeviceReplay(buffers[2], device)
+    replay = engram.DeviceReplay(buffers[2], device, graphs=1)
     iterated, of_dicts = iter(tensordicts), iter(dicts)
 
     def cycle() -> object:
@@ -334,7 +334,9 @@ def learner(bench: Bench) -> None:
         )
     still = Learner(gpu)
     graphs: dict[str, Call | None] = {"no data": gpu.captured(lambda: still.learn(fixed))}
-    replays = {how: engram.DeviceReplay(filled(bench, engram, how, "ReplayBuffer"), device) for how in SMALL_US}
+    replays = {
+        how: engram.DeviceReplay(filled(bench, engram, how, "ReplayBuffer"), device, graphs=1) for how in SMALL_US
+    }
     for how, replay in replays.items():
         graphs[how] = gpu.captured(_learning(bench, how, replay, partial(replay.sample, return_info=True)))
     taken = bench.race(graphs, bench.sizes.steps)
@@ -411,7 +413,7 @@ def _waits(bench: Bench, loader: Any, cycles: int) -> list[float]:
     """Seconds in which the device stands still, of each step."""
     gpu, batches, before = bench.gpu, iter(loader), None
     warmup, around = min(20, bench.sizes.steps), []
-    for _ in range(bench.sizes.steps // 2 + warmup):
+    for _ in range(max(bench.sizes.steps // 2, 1) + warmup):
         begin = gpu.event()
         batch = next(batches)
         around.append((begin, gpu.event()))

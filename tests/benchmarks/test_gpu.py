@@ -195,7 +195,7 @@ def test_it_says_that_there_is_no_gpu(monkeypatch, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_it_asks_of_cuda_exists():
+def test_what_it_asks_of_cuda_exists(monkeypatch):
     """Calls are checked against torch's own functions, as nothing here can run them."""
     cuda = mock.create_autospec(torch.cuda)
     cuda.current_device.return_value = 0
@@ -213,6 +213,7 @@ def test_what_it_asks_of_cuda_exists():
         cuda._sleep.assert_called_with(3)
     cuda.synchronize.assert_called_with(torch.device("cuda", 0))
     assert {"fused", "capturable"} <= set(inspect.signature(torch.optim.Adam).parameters)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     assert it.waits(lambda: None, 3) == 0
 
 
