@@ -31,6 +31,26 @@ def existing_device(device: torch.device | str | int, name: str) -> torch.device
     return torch.device(made.type, torch.accelerator.current_device_index() if index is None else index)
 
 
+def foreseen_device(device: torch.device | str | int, name: str) -> torch.device:
+    """An accelerator by name, of this machine if it has any.
+
+    Raises:
+        RuntimeError: it has others only, or that is no device. ValueError: the device is none with memory of its own.
+    """
+    found = named_device(device, name)
+    if found.type in ("cpu", "meta"):
+        raise ValueError(
+            f"{name}: expected a device with memory of its own, such as 'cuda', got {str(found)!r}. Leave it out."
+        )
+    return existing_device(found, name) if torch.accelerator.is_available() else found
+
+
+def foreseen(device: torch.device | str | int) -> tuple[str, int | None]:
+    """Name and :func:`free_bytes` of a device that ``plan`` is asked for. Raises as :func:`foreseen_device`."""
+    found = foreseen_device(device, "plan: device")
+    return str(found), free_bytes(found)
+
+
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device. One of the host goes through pinned memory, so that the host need not wait."""
     if tensor.is_cpu and device.type == "cuda":
@@ -45,10 +65,20 @@ def capturing(device: torch.device) -> bool:
 
 def free_bytes(device: torch.device) -> int | None:
     """Memory that a device has for new tensors; None: that is not known."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, cached = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     return free + cached - torch.cuda.memory_allocated(device)
+
+
+def check_room(what: str, needed: int, device: torch.device) -> None:
+    """Before memory for rows, or of them, is taken. Raises ``RuntimeError``: a device has less than it ``needed`` free."""
+    free = free_bytes(device)
+    if free is not None and free < needed:
+        raise RuntimeError(
+            f"{what} on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or keep them on the host "
+            'with device="cpu". engram.plan(row, capacity, device=…) says what they take.'
+        )
 
 
 def after_stream(device: torch.device, before: torch.Stream | None) -> torch.Stream | None:

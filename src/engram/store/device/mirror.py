@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._support import fork, native
+from engram._support.devices import check_room
 from engram._support.words import warn
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.priorities import DevicePriorities
@@ -106,6 +107,7 @@ class Mirror:
         needed = sum(nbytes for *_, nbytes in self._parts)
         self._most = max(1, min(BLOCK_BYTES // needed, store.capacity), math.prod(store.schema.columns))
         room = self._size(self._most)
+        check_room("the blocks of a mirror", 2 * room, store.device)
         self._rooms = [
             (
                 torch.empty(room, dtype=torch.uint8, device=store.device),

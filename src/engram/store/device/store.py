@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram._support import native
-from engram._support.devices import free_bytes, sent
+from engram._support.devices import check_room, sent
 from engram.errors import EMPTY, NoSampleable
+from engram.format.sizes import device_row_bytes
 from engram.store.device.hosted import HostedStore
 from engram.store.device.rows import DeviceRows
 from engram.store.memory import new_control_memory
@@ -59,12 +60,7 @@ class DeviceStore(HostedStore):
 
         Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
         """
-        needed, free = (schema.capacity + 1) * (schema.row_bytes + 24), free_bytes(device)
-        if free is not None and free < needed:
-            raise RuntimeError(
-                f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
-                'keep them on the host with device="cpu".'
-            )
+        check_room(f"{schema.capacity:,} rows", device_row_bytes(schema.capacity, schema.row_bytes), device)
         return cls(schema, DeviceRows(schema, device, tensors), *new_control_memory(schema))
 
     # ---- what the core has of the rows -------------------------------------------------------------------------------
