@@ -5,9 +5,8 @@ from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.around.episodes import find_start_stop_traj
 from engram.around.expander import Expander
 from engram.around.following import FinalObservations, NextFromFollowing, finals_of
-from engram.around.frames import CatFrames, FrameStack
 from engram.around.hindsight import Hindsight, HindsightStrategy
-from engram.around.returns import NStep, RewardToGo
+from engram.around.reductions import CatFrames, FrameStack, NStep, RewardToGo
 from engram.around.sequence import AnchorPriorities, SampleUnit, Sequence, Transition, r2d2_priority
 from engram.around.settings import WindowSpec
 from engram.around.slices import (
