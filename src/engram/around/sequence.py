@@ -252,7 +252,7 @@ class ExpandedReader(UnitReader):
 
 
 _BOUNDARIES = ("pad", "stop", "include_reset")
-_MOST = 1 << 40
+_MAX_STEPS = 1 << 40
 #: Places in what windows tell.
 _STEPS, _ANCHORS, _ANCHOR_TICKETS = 1, 2, 4
 _AROUND = ", or a step around it,"
@@ -541,18 +541,18 @@ class Sequence(SampleUnit):
         traj_key: object = None,
         end_when: str | None = None,
     ) -> None:
-        self.length = check_count("Sequence: length", length, "records", most=_MOST)
+        self.length = check_count("Sequence: length", length, "records", most=_MAX_STEPS)
         if episode_boundary not in _BOUNDARIES:
             raise ValueError(
                 f"Sequence: episode_boundary: expected one of {list(_BOUNDARIES)}, got {episode_boundary!r}."
             )
         self.episode_boundary = episode_boundary
         self.done_key = as_path(done_key, "Sequence: done_key")
-        self.burn_in = check_count("Sequence: burn_in", burn_in, "records", least=0, most=_MOST)
-        self.bootstrap = check_count("Sequence: bootstrap", bootstrap, "records", least=0, most=_MOST)
-        self.dilation = check_count("Sequence: dilation", dilation, "steps", most=_MOST)
-        if self.reach > _MOST:
-            raise ValueError(f"Sequence: expected windows over at most {_MOST} steps, got {self.reach}.")
+        self.burn_in = check_count("Sequence: burn_in", burn_in, "records", least=0, most=_MAX_STEPS)
+        self.bootstrap = check_count("Sequence: bootstrap", bootstrap, "records", least=0, most=_MAX_STEPS)
+        self.dilation = check_count("Sequence: dilation", dilation, "steps", most=_MAX_STEPS)
+        if self.reach > _MAX_STEPS:
+            raise ValueError(f"Sequence: expected windows over at most {_MAX_STEPS} steps, got {self.reach}.")
         self.priority_eta = None if priority_eta is None else checked_eta("Sequence: priority_eta", priority_eta)
         self.init_key = as_path(init_key, "Sequence: init_key")
         self.rules = TrajectoryKeys.of("Sequence", traj_key, end_keys, None, end_when)

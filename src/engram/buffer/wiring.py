@@ -224,10 +224,10 @@ class Wiring:
         self.source.bind(self.storage)
         return self.source
 
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether the sampler of any buffer on the storage does something with writes."""
         storage = self.storage
-        return bool(storage.is_heard) if len(storage.listeners) > 1 else self.of_sampler.listens
+        return bool(storage.has_listeners) if len(storage.listeners) > 1 else self.of_sampler.listens
 
     # ---- limits ----------------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 #: Versions are counted in int64, and drawn by in float64.
-_MOST = 1 << 53
+_VERSION_LIMIT = 1 << 53
 #: So often versions are read again where all of them moved meanwhile, as writers are faster.
-_LOOKS = 16
+_MAX_READS = 16
 
 
 class StalenessAwareSampler(NativeSampler):
@@ -104,7 +104,9 @@ class StalenessAwareSampler(NativeSampler):
 
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
-        self._max_staleness = check_count("StalenessAwareSampler: max_staleness", value, least=-1, most=_MOST - 1)
+        self._max_staleness = check_count(
+            "StalenessAwareSampler: max_staleness", value, least=-1, most=_VERSION_LIMIT - 1
+        )
 
     @property
     def version_key(self) -> str | FieldPath:
@@ -234,7 +236,7 @@ class StalenessAwareSampler(NativeSampler):
         if self._table is None or self._table[0] is not store:
             self._table = store, native.VersionTable(store.core, store.control_memory)
         table = self._table[1]
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_READS):
             rows, numbers = table.catch_up()
             if not len(rows):
                 break
@@ -276,8 +278,8 @@ class StalenessAwareSampler(NativeSampler):
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "StalenessAwareSampler"
         check_keys(state_dict, ("consumer_version", "max_staleness"), where)
-        version = integer(state_dict, "consumer_version", -_MOST + 1, _MOST, where)
-        return Change(self._take, version, integer(state_dict, "max_staleness", -1, _MOST, where))
+        version = integer(state_dict, "consumer_version", -_VERSION_LIMIT + 1, _VERSION_LIMIT, where)
+        return Change(self._take, version, integer(state_dict, "max_staleness", -1, _VERSION_LIMIT, where))
 
     def _take(self, version: int, max_staleness: int) -> None:
         self._version().core.version = version
@@ -304,4 +306,6 @@ class StalenessAwareSampler(NativeSampler):
 
 def check_version(value: object) -> int:
     """A consumer's version. Raises ``TypeError``, ``ValueError``: none."""
-    return check_count("StalenessAwareSampler: consumer_version", value, least=-_MOST + 1, most=_MOST - 1)
+    return check_count(
+        "StalenessAwareSampler: consumer_version", value, least=-_VERSION_LIMIT + 1, most=_VERSION_LIMIT - 1
+    )

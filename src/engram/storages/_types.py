@@ -150,7 +150,7 @@ def _row(field: Field, raw: bytes) -> Tensor:
 NOTHING_ADDED = Added((), {})
 
 
-_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 #: Of these the value alone tells a key: ``1 == True == 1.0``.
 _PLAIN = frozenset((str, int))
 
@@ -180,7 +180,7 @@ def _check_int(key: object, path: tuple[str, ...], call: str) -> None:
     is_int = isinstance(key, int) and repr(key).removeprefix("-").isdecimal()
     if not is_int:
         got = f"{key!r:.60}, a {type(key).__name__}"
-    elif not _LEAST <= key <= _MOST or not INTEGER.fullmatch(str(key)):  # type: ignore[operator]
+    elif not _INT64_MIN <= key <= _INT64_MAX or not INTEGER.fullmatch(str(key)):  # type: ignore[operator]
         got = f"one of {int(key).bit_length()} bits"  # type: ignore[call-overload]
     else:
         return

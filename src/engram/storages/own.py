@@ -427,13 +427,13 @@ class LazyTensorStorage(TensorStorage):
             self._looking = True  # it is still there
             try:
                 del self.memory
-                self._tell_moved()  # samplers keep what their indexes know, as long as there are any
+                self._notify_moved()  # samplers keep what their indexes know, as long as there are any
                 gone = store.discard(self)
             finally:
                 self._looking = False
             if not gone:
                 self._adopt(store, before)
-                self._tell_moved()
+                self._notify_moved()
                 if error is not None:
                     error.args = (f"{error.args[0]}{_TAKEN}",)
                 return False
@@ -593,7 +593,7 @@ class DefaultStorage(ListStorage):
                 vars(self).update({**vars(twin), "_lock": self._lock, "listeners": self.listeners})
                 made.__class__ = LazyTensorStorage
                 made.remedy = " Rows of several kinds are for storage=ListStorage(…)."
-                made._tell_moved()
+                made._notify_moved()
         return made
 
     @property

@@ -226,7 +226,7 @@ class TensorStorage(Storage):
                 except BaseException:
                     self._home = None
                     raise
-        self._tell_moved()
+        self._notify_moved()
 
     def check_inherited(self) -> None:
         if self._unshared and self._home is None:

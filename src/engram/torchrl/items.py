@@ -252,7 +252,7 @@ _DESCRIPTIONS, _PLACES, _DATA = "metadata.json", "data_indices.json", "compresse
 _STACK = "<class 'tensordict._lazy.LazyStackedTensorDict'>"
 #: How many times as much memory as the text of descriptions takes what is read from it, at most.
 _PARSED = 16
-_MOST = 1 << 60
+_MAX_BYTES = 1 << 60
 
 
 class _Size(msgspec.Struct, tag_field="__type__", tag="torch.Size"):
@@ -303,7 +303,7 @@ class CompressedItems:
 
     def __init__(self, folder: Folder, parts: Parts, max_bytes: int | None) -> None:
         self._folder, self._parts = folder, parts
-        self._most = _MOST if max_bytes is None else max_bytes
+        self._most = _MAX_BYTES if max_bytes is None else max_bytes
         #: What was read last of TensorDicts: where, and what its description says.
         self._meta: tuple[Parts, dict[str, object]] = (), {}
         self._name = folder.name((*parts, _DESCRIPTIONS))
