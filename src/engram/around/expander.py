@@ -169,6 +169,11 @@ class Expander(DeclaredSampler):
         raise NotImplementedError
 
     @property
+    def reads_there(self) -> bool:
+        """Whether rows on an accelerator can be read with what this expander adds."""
+        return False
+
+    @property
     def _followed(self) -> tuple[FieldPath, ...]:
         """Of all expanders here."""
         return tuple(key for expander in self.chain for key in expander.followed)
@@ -319,7 +324,8 @@ class Expander(DeclaredSampler):
         """
         self._check_next_frames()
         self._check_storage(storage)
-        if not storage.traits.has_fields or (storage.device is not None and storage.device.type != "cpu"):
+        there = storage.device is not None and storage.device.type != "cpu"
+        if not storage.traits.has_fields or (there and not self.reads_there):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
             raise RuntimeError(self._elsewhere(where))
         self._source.bind(storage)

@@ -302,11 +302,19 @@ class PrioritizedSampler(NativeSampler):
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
     def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: Shown = "beside"
+        self,
+        storage: SampledStorage,
+        key: Key,
+        n: int,
+        *,
+        numbered: bool = True,
+        shown: Shown = "beside",
+        through: Readable | None = None,
     ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``.
 
-        The info has ``"priority_weight"``, of the sampler's dtype, and ``"index_generation"``, int64: both ``[n]``.
+        The info has ``"priority_weight"``, of the sampler's dtype, and ``"index_generation"``, int64: both ``[n]``. ``through``: what
+        reads rows on a device in place of their store, and perhaps more than these.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
@@ -322,12 +330,9 @@ class PrioritizedSampler(NativeSampler):
         index = self._index
         if index is None or index.retired:
             index = self._attached()
-        memory, how = storage.memory, (self.dtype is torch.float32, self.normalize == "batch")
-        if isinstance(index, DeviceIndex) and isinstance(memory, DeviceStore):
-            columns = index.sample(memory, key, n, *how)
-        else:
-            assert isinstance(index, PriorityIndex) and memory is not None  # noqa: PT018 - the buffer asks only then
-            columns = index.sample(memory, key, n, *how)
+        assert index is not None  # the buffer asks only then
+        memory = storage.memory if through is None else through
+        columns = index.sample(memory, key, n, self.dtype is torch.float32, self.normalize == "batch")
         weights = columns.pop()
         if weights.dtype is not self.dtype:
             weights = weights.to(self.dtype)

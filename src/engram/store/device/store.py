@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.device.followed import Followed
     from engram.store.device.mirror import Mirror
     from engram.store.device.priorities import DevicePriorities
     from engram.store.keys import Key
@@ -258,6 +259,14 @@ class DeviceStore(HostedStore):
         at, numbers = rows.work.append(rows, columns, n) or (rows.numbers, rows.numbers)
         return Write(at, 0, numbers)
 
+    def append_some(self, columns: Sequence[Tensor], chosen: Tensor, base: int) -> Tensor:
+        """As :meth:`RowOperations.append_some`, to a store of one lane. Only the device knows how many rows that are."""
+        columns = [column.detach() for column in columns]
+        with self.rows:
+            chosen, *columns = self._sent([chosen, *columns], "extend")
+            self.rows.captured = True
+            return self.rows.work.append_some(self.rows, columns, chosen, base)
+
     def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
         """Write where the plan says for each row."""
         rows, (filled, _) = self.rows, self.core.extent()
@@ -357,24 +366,37 @@ class DeviceStore(HostedStore):
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         fields, ledger = len(self._which), self.rows
-        if (self.lanes > 1 or self.bare.void_rows or not ledger.ring) and not ledger.capturing:
+        if self._lies_apart and not ledger.capturing:
             found = super().sample_uniform(key, n, with_rows, with_numbers)
             return [*found[:fields], *(ledger.sent(beside, "sample") for beside in found[fields:])]
         columns = self.sample_rows(n, key.value)
         return [*columns[:fields], *columns[fields : fields + 1] * with_rows, *columns[fields + 1 :] * with_numbers]
 
+    @property
+    def _lies_apart(self) -> bool:
+        """Whether the live rows are not the first ones."""
+        return self.lanes > 1 or self.bare.void_rows > 0 or not self.rows.ring
+
     def sample_rows(
-        self, n: int, key: int, tree: DevicePriorities | None = None, *, weighed: bool = True
+        self,
+        n: int,
+        key: int,
+        tree: DevicePriorities | None = None,
+        *,
+        weighed: bool = True,
+        followed: Followed | None = None,
     ) -> list[Tensor]:
         """As :meth:`RowOperations.read`. Raises ``NoSampleable``: the store is empty."""
         ledger = self.rows
-        with ledger:
+        with ledger, contextlib.nullcontext() if followed is None else followed.finals:
             size = 0 if ledger.capturing else self._size()
             if not ledger.capturing and not size:
                 raise NoSampleable(EMPTY)
-            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed)
+            size = -1 if self._lies_apart else size
+            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed, followed=followed)
             if any(kind == "usage" for _, kind in self.indexes):
-                self.count_sampled(columns[len(self._which)].cpu())
+                beside = 0 if followed is None else len(followed.fields)
+                self.count_sampled(columns[len(self._which) + beside].cpu())
             else:
                 self.bare.count_all_sampled(n)
             return columns
