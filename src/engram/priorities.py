@@ -114,7 +114,7 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
 
 
 class Priorities(Protocol):
-    """The priorities of the rows of one store or list, as samplers use them, wherever they lie. :class:`PriorityIndex` says what methods do."""
+    """The priorities of rows as samplers use them, wherever they lie. :class:`PriorityIndex` says what its methods do."""
 
     #: Whether they lie on the accelerator where the rows are.
     on_device: bool

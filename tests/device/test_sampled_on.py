@@ -5,7 +5,6 @@ import torch
 
 from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, TensorDictPrioritizedReplayBuffer
 from engram.buffer import replay_buffer
-from engram.device import replay
 from tests.device import test_direct
 from tests.device.test_direct import by_priority, pair, same
 
@@ -16,7 +15,6 @@ device = test_direct.device
 def target(device, monkeypatch):
     monkeypatch.setattr(replay_buffer, "target_of", lambda device, form: torch.device("cuda", 0))
     monkeypatch.setattr(replay_buffer, "moved", lambda sample, target: ("by the host", sample))
-    monkeypatch.setattr(replay, "capturing", lambda on: device.capturing())
 
 
 def test_batches_are_read_by_the_device(device):

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from engram import _fork, samplers, storages, writers
 from engram._checks import as_numbers, check_count
-from engram._devices import sent
 from engram._overrides import overrides, refuse_others
 from engram.around import Expander
 from engram.around.units import Named
 from engram.errors import RowError
 from engram.limits import Gate, Rules, rules_of
 from engram.store import Process
+from engram.store.device.accelerator import Accelerator
 from engram.types import Declared, Sampler, Traits, Writer
 
 if TYPE_CHECKING:
@@ -284,12 +284,12 @@ class Wiring:
         if storage.ndim > 1:
             rows = storages.coordinates(rows, storage.columns)
         device = storage.device  # on_device, without a call
-        return rows if device is None or device.type == "cpu" else sent(rows, device)
+        return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Rows where the storage is."""
         device = self.storage.device
-        return rows if device is None or device.type == "cpu" else sent(rows, device)
+        return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
     def no_index(self) -> Tensor:
         """The index of no rows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._checks import check_count
 from engram._closing import Closes
-from engram._devices import capturing, existing_device
+from engram._devices import existing_device
 from engram.device.direct import DirectReader, NotDirect, Readable
 from engram.errors import NoSampleable
 from engram.nested import is_tensordict
@@ -324,7 +324,7 @@ class Replays:
 
         Raises ``RuntimeError``: it must, and a graph is being captured; or this was not called before with this device and size.
         """
-        key, in_graph = (device, n), capturing(device)
+        key, in_graph = (device, n), Accelerator(device).capturing()
         why, state = self._refused.get(key, ("call it once before the capture, which registers the memory", None))
         if not in_graph and key not in self.made and (state is None or state != self._rows.state()):
             try:

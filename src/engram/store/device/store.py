@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram import _native
-from engram._devices import free_bytes, sent
 from engram.errors import EMPTY, NoSampleable
+from engram.store.device.accelerator import Accelerator
 from engram.store.device.hosted import HostedStore
 from engram.store.device.rows import DeviceRows
 from engram.store.memory import new_control_memory
@@ -60,8 +60,9 @@ class DeviceStore(HostedStore):
 
         Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
         """
-        needed, free = (schema.capacity + 1) * (schema.row_bytes + 24), free_bytes(device)
-        if free is not None and free < needed:
+        needed = (schema.capacity + 1) * (schema.row_bytes + 24)
+        free = Accelerator(device).room()[0] if device.type == "cuda" else needed
+        if free < needed:
             raise RuntimeError(
                 f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
                 'keep them on the host with device="cpu".'
@@ -139,7 +140,7 @@ class DeviceStore(HostedStore):
 
     def _set_cursor(self, now: tuple[int, int, int]) -> None:
         self.rows.known = now
-        self.rows.cursor.copy_(sent(torch.tensor(now, device="cpu"), self.device))
+        self.rows.cursor.copy_(self.rows.accelerator.bring(torch.tensor(now, device="cpu")))
 
     def refilled(self) -> None:
         with self.rows:
@@ -156,7 +157,7 @@ class DeviceStore(HostedStore):
         """Consecutive rows have the numbers that the core has of them."""
         rows = torch.arange(start, stop, device="cpu")
         numbers = self.writes_of(rows, self.tickets_of(rows)).clamp_(min=0)
-        self.rows.numbers[start:stop].copy_(sent(numbers, self.device))
+        self.rows.numbers[start:stop].copy_(self.rows.accelerator.bring(numbers))
 
     def fill(self) -> None:
         """All rows are live, as they are."""
@@ -275,9 +276,11 @@ class DeviceStore(HostedStore):
         at = write.rows
         if plan.rows is not None:
             self._clear_gaps(filled)
+        columns = self._sent(columns, "write")
         if plan.kept is not None:
-            at, columns = at[plan.kept], [column[sent(plan.kept, column.device)] for column in columns]
-        at, columns = rows.sent(at, "write"), self._sent(columns, "write")
+            kept = rows.sent(plan.kept, "write")
+            at, columns = at[plan.kept], [column[kept] for column in columns]
+        at = rows.sent(at, "write")
         last = rows.last_of(at)
         rows.put(at, self._which, columns, last)
         rows.number(at, write.first, last)
