@@ -27,6 +27,8 @@ from engram.store import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -122,7 +124,7 @@ class Priorities(Protocol):
     retired: bool
 
     @property
-    def core(self) -> Any:
+    def core(self) -> _native.Priorities | DevicePriorities:
         """What has ``alpha`` and ``beta``, which may be set, ``total``, ``rows`` and ``default_priority``."""
 
     @property
@@ -133,7 +135,8 @@ class Priorities(Protocol):
 
     def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def sample(self, store: Any, key: Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]: ...
+    @property
+    def sample(self) -> Callable[..., list[Tensor]]: ...
 
     def check(self, priorities: Tensor) -> None: ...
 
@@ -149,9 +152,9 @@ class Priorities(Protocol):
 
     def leaves_of(self, rows: Tensor) -> Tensor: ...
 
-    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, Any]: ...
+    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, object]: ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, object]) -> None: ...
 
 
 class PriorityIndex(TicketIndex[_native.Priorities]):

@@ -269,8 +269,10 @@ class Expander(DeclaredSampler):
         source = self._innermost
         if not self._followed or not len(storage):
             return source.can_sample(storage, batch_size)
+        assert storage.memory is not None
+        if not storage.memory.is_native and self.draws_on_device:
+            return self._can_sample_there(storage.memory) and source.can_sample(storage, batch_size)
         if self._windows is not None:
-            assert storage.memory is not None
             finished = self._expansion_of(storage.memory).finished
             return self._windows.can_sample(storage, batch_size, finished=finished)
         try:
@@ -398,6 +400,8 @@ class Expander(DeclaredSampler):
         """
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
+        if not memory.is_native and self.draws_on_device:
+            return self._sample_there(storage, key, n, numbered=numbered)
         expansion = self._expansion_of(memory)
         relabelling, windows = expansion.relabelling, self._windows
         goals = None if relabelling is None else relabelling.goals(memory, expansion.table, key.value)
@@ -430,6 +434,14 @@ class Expander(DeclaredSampler):
         if goals is not None:
             goals.apply(storage, columns, info, expansion.computed)
         return columns, rows, info
+
+    def _sample_there(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool) -> NativeBatch:
+        """As :meth:`sample_natively`, of rows on an accelerator. Where no row can be drawn, ``rb.stats()`` raises."""
+        raise NotImplementedError
+
+    def _can_sample_there(self, memory: Store) -> bool:
+        """Whether some row on an accelerator can be read with what this expander adds."""
+        raise NotImplementedError
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from engram.state import Stateful, check_keys, integer, typed
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.store import DeviceStore
-from engram.store.device.followed import End, Followed
+from engram.store.device.followed import End, EndKind, Followed
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import WritePlan
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.store import Key, Store
-    from engram.types import Commit, Info, NativeBatch, SampledStorage, Sampler, Shown, Traits, Write
+    from engram.types import Commit, Info, NativeBatch, SampledStorage, Sampler, Traits, Write
 
 
 #: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.
@@ -607,13 +607,8 @@ class NextFromFollowing(Expander):
     def draws_on_device(self) -> bool:  # type: ignore[override]
         return self.reads_there and (self._source.traits.draws_uniformly or self._source.draws_on_device)
 
-    def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
-    ) -> NativeBatch:
-        """As for every expander. On an accelerator no row is waited for: where none has a next observation, ``rb.stats()`` raises."""
-        memory, source = storage.memory, self._source
-        if not (isinstance(memory, DeviceStore) and self.draws_on_device):
-            return super().sample_natively(storage, key, n, numbered=numbered, shown=shown)
+    def _sample_there(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool) -> NativeBatch:
+        memory, source = cast("DeviceStore", storage.memory), self._source
         followed = self._followed_on(memory)
         info: Info = {}
         if isinstance(source, PrioritizedSampler):
@@ -625,14 +620,10 @@ class NextFromFollowing(Expander):
         info.update(zip(self.computed_keys, columns[stored:], strict=True))
         return columns[:stored], rows, info
 
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        memory, source = storage.memory, self._source
-        if not (isinstance(memory, DeviceStore) and self.draws_on_device and len(storage)):
-            return super().can_sample(storage, batch_size)
-        followed = self._followed_on(memory)
+    def _can_sample_there(self, memory: Store) -> bool:
+        followed = self._followed_on(cast("DeviceStore", memory))
         with followed.rows, followed.finals:
-            some = bool(followed.find(torch.arange(memory.capacity, device=memory.device))[0].any())
-        return some and source.can_sample(storage, batch_size)
+            return bool(followed.find(torch.arange(memory.capacity, device=memory.device))[0].any())
 
     def _followed_on(self, memory: DeviceStore) -> Followed:
         """Where next observations are. Raises as for rows on the host."""
@@ -657,7 +648,9 @@ class NextFromFollowing(Expander):
             ends = [End(number, "id") for number in bounds.ids]
             for number in bounds.ends:
                 all_flags = whole_flag_bytes(fields[number], bounds.all_flags) > 0
-                by: Any = "step type" if step_type_bytes(fields[number]) else "all flags" if all_flags else "any flag"
+                by: EndKind = (
+                    "step type" if step_type_bytes(fields[number]) else "all flags" if all_flags else "any flag"
+                )
                 ends.append(End(number, by))
             finals = cast("DeviceStore", storage.store).rows
             found = Followed(memory, finals, following.mark, [*following.fields.values()], ends)

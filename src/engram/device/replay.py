@@ -12,8 +12,9 @@ from torch import Tensor
 from engram._checks import check_count
 from engram._closing import Closes
 from engram._devices import existing_device
+from engram._words import warn
 from engram.device.direct import DirectReader, NotDirect, Readable
-from engram.errors import NoSampleable
+from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.nested import is_tensordict
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
@@ -347,3 +348,11 @@ class Replays:
     def update(self, index: object, priority: object, generation: Tensor | None) -> bool:
         """Send priorities of a batch to the buffer. False: the host must apply them; those before are applied."""
         return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
+
+    def close(self) -> None:
+        """Apply the priorities that are under way, and give the memory up. A failure is a warning."""
+        while self.made:
+            try:
+                self.made.popitem()[1].close()
+            except (PriorityError, WriterStalled) as error:
+                warn(f"close: {error}")

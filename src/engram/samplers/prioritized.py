@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, cast
 
 import numpy as np
 import torch
@@ -380,7 +380,7 @@ class PrioritizedSampler(NativeSampler):
             raise RuntimeError("update_priority: expected rows that were written; nothing was ever written.")
         assert self._storage is not None  # it has priorities
         if self._storage.memory is None:  # a list: its rows' tickets are its own
-            rows = self._current(self._storage, own, rows, generation)
+            rows = self._current(self._storage, cast("PriorityIndex", own), rows, generation)
             generation = None
         own.update(rows, priorities, generation)
 
@@ -419,7 +419,7 @@ class PrioritizedSampler(NativeSampler):
         own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
         own.check(priorities)
 
-    def _current(self, storage: SampledStorage, own: Priorities, rows: Tensor, generation: Tensor | None) -> Tensor:
+    def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""
         numbers = storage.writes_of(rows, storage.tickets_of(rows))
         stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)

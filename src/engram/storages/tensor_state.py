@@ -15,7 +15,7 @@ from engram.format import schema as schemas
 from engram.persist.rows import bytes_of, named_writes
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
 from engram.priorities import KIND as PRIORITIES
-from engram.priorities import priorities_of
+from engram.priorities import PriorityIndex, priorities_of
 from engram.state import integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState, add_field, fill_rows
@@ -257,7 +257,8 @@ class RowsState(NamedTuple):
 
     def restore(self, store: Store, source: RowsSource) -> None:
         """Replace all that a store holds. Writers must be paused. Whatever ``source`` raises leaves it empty."""
-        trees = {name: priorities_of(store, name, config)[0] for name, config in self.priorities.items()}
+        make = PriorityIndex.of_store if store.is_native else priorities_of
+        trees = {name: make(store, name, config)[0] for name, config in self.priorities.items()}
         walked = {}
         if store.directory is not None:  # elsewhere a sampler keeps its own
             walked = {name: EpochIndex.of_store(store, name, NO_EPOCH) for name in self.passes}

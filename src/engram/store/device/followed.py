@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 _FIRST, _LAST = 0, 2
 
 
+#: How a field ends a trajectory: by another content in the following row; by the last type, or the first one in the following row; by
+#: flags other than zero.
+EndKind: TypeAlias = Literal["id", "step type", "any flag", "all flags"]
+
+
 class End(NamedTuple):
     """A field that ends a trajectory."""
 
     field: int
-    by: Literal["id", "step type", "any flag", "all flags"]
-    """What in it: another content in the following row; the last type, or the first one in the following row; flags other than zero."""
+    by: EndKind
 
 
 class Followed:

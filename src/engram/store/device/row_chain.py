@@ -145,7 +145,8 @@ class RowKernels(RowOperations):
             for column, kept in pairs:
                 table += self._entries(column, before, kept.data_ptr(), kept.data_ptr())
                 before += column[0].nbytes
-            at = [rows.whole[followed.mark].data_ptr(), finals.whole[-1].data_ptr(), finals.capacity, followed.width]
+            marks, tags = rows.whole[followed.mark], finals.whole[-1]
+            at = [marks.data_ptr(), tags.data_ptr(), finals.capacity, followed.width]
             words = [*at, len(followed.ends), len(table) // _ENTRY, _CHECKS + len(checks), 0, *checks, *table]
             followed.table = self._table = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
             for tree in (None, *(tree.state_there for tree in rows.trees)):
