@@ -56,10 +56,14 @@ def _garbage(shape, dtype):
 
 
 class Pinned(HostMemory):
-    """Memory that counts as pinned."""
+    """Memory that counts as pinned. ``most``: bytes of the largest tensor so far."""
+
+    most = 0
 
     def empty(self, shape, dtype):
-        return _put(_garbage(shape, dtype), "pinned")
+        made = _put(_garbage(shape, dtype), "pinned")
+        self.most = max(self.most, made.nbytes)
+        return made
 
     def is_pinned(self, tensor):
         return place(tensor) is not None
@@ -192,6 +196,12 @@ class Imitation(Accelerator):
             self.log.append(("wait", stream.name, event.name))
             self.queue(event, stream)
 
+    def after(self, before):
+        stream = self.current()
+        if before is not None and stream != before:
+            self.wait(stream, self.mark(before))
+        return stream
+
     def finish(self, stream=None):
         self.forbid_in_capture("cudaEventSynchronize" if stream else "cudaDeviceSynchronize")
         self.counts["sync"] += 1
@@ -280,6 +290,9 @@ class Imitation(Accelerator):
         if place(tensor) != "pinned":
             self.fault(f"a copy to {self.name} of memory that is not pinned ({place(tensor)}) is not asynchronous")
         return self._copy("send", self.on_device(_garbage(tensor.shape, tensor.dtype)), tensor)
+
+    def bring(self, tensor):
+        return tensor if self.holds(tensor) else self.send(self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor))
 
     def receive(self, tensor):
         if not self.holds(tensor):

@@ -1434,6 +1434,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         >>> rb.close()
         """
         self._following.close()
+        self._rows.replays.close()  # first: their priorities belong in the storage
         prefetching, wiring, service = self._prefetching, self._wiring, self._service
         storage = wiring.storage
         wiring.gate.close(None if storage.closed else storage.memory)

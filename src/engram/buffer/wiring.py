@@ -10,12 +10,12 @@ from torch import Tensor
 from engram import samplers, storages, writers
 from engram._support import fork
 from engram._support.checks import as_numbers, check_count
-from engram._support.devices import sent
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander
 from engram.around.sequence import Named
 from engram.errors import RowError
 from engram.store import Process
+from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Rules, rules_of
 from engram.types import Declared, Sampler, Traits, Writer
 
@@ -285,12 +285,12 @@ class Wiring:
         if storage.ndim > 1:
             rows = storages.coordinates(rows, storage.columns)
         device = storage.device  # on_device, without a call
-        return rows if device is None or device.type == "cpu" else sent(rows, device)
+        return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Rows where the storage is."""
         device = self.storage.device
-        return rows if device is None or device.type == "cpu" else sent(rows, device)
+        return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
     def no_index(self) -> Tensor:
         """The index of no rows."""

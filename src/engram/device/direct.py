@@ -243,15 +243,12 @@ class DirectReader:
 
     def _follow(self) -> torch.Stream:
         """The stream in use, whose work comes after that of the call before: the chain has memory of its own, one batch at a time."""
-        accelerator = self.accelerator
-        stream = accelerator.current()
-        if accelerator.capturing():
+        if self.accelerator.capturing():
             self._registered.use()  # a graph may read it until this is closed
             _CAPTURED.add(self)
-        elif stream != self._stream:
-            accelerator.wait(stream, accelerator.mark(self._stream))
-            self._stream = stream
-        return stream
+            return self.accelerator.current()
+        self._stream = self.accelerator.after(self._stream) or self._stream
+        return self._stream
 
     def read(self, *, return_info: bool) -> object:
         """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample`` raises."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from engram._support.checks import check_count
 from engram._support.closing import Closes
-from engram._support.devices import capturing, existing_device
+from engram._support.devices import existing_device
 from engram._support.nested import is_tensordict
+from engram._support.words import warn
 from engram.device.direct import DirectReader, NotDirect, Readable
-from engram.errors import NoSampleable
+from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
 
@@ -324,7 +325,7 @@ class Replays:
 
         Raises ``RuntimeError``: it must, and a graph is being captured; or this was not called before with this device and size.
         """
-        key, in_graph = (device, n), capturing(device)
+        key, in_graph = (device, n), Accelerator(device).capturing()
         why, state = self._refused.get(key, ("call it once before the capture, which registers the memory", None))
         if not in_graph and key not in self.made and (state is None or state != self._rows.state()):
             try:
@@ -347,3 +348,11 @@ class Replays:
     def update(self, index: object, priority: object, generation: Tensor | None) -> bool:
         """Send priorities of a batch to the buffer. False: the host must apply them; those before are applied."""
         return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
+
+    def close(self) -> None:
+        """Apply the priorities that are under way, and give the memory up. A failure is a warning."""
+        while self.made:
+            try:
+                self.made.popitem()[1].close()
+            except (PriorityError, WriterStalled) as error:
+                warn(f"close: {error}")

@@ -331,7 +331,9 @@ class ListStorage(Storage):
             for groups in self._groups.values():
                 groups.emptied()
 
-    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+    def priorities(
+        self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
+    ) -> tuple[PriorityIndex, bool] | None:
         check_index_name(name)
         self.bound(rows)
         with self._lock:

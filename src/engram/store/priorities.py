@@ -7,7 +7,7 @@ different indexes have priorities of their own over one copy of the data.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityErr
 from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -103,13 +105,54 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
     return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
 
 
+class Priorities(Protocol):
+    """The priorities of rows as samplers use them, wherever they lie. :class:`PriorityIndex` says what its methods do."""
+
+    #: Whether they lie on the accelerator where the rows are.
+    on_device: bool
+    #: Whether the priorities of that name are elsewhere now.
+    retired: bool
+
+    @property
+    def core(self) -> native.Priorities | DevicePriorities:
+        """What has ``alpha`` and ``beta``, which may be set, ``total``, ``rows`` and ``default_priority``."""
+
+    @property
+    def config(self) -> PriorityConfig: ...
+
+    @property
+    def masses(self) -> Masses: ...
+
+    def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    @property
+    def sample(self) -> Callable[..., list[Tensor]]: ...
+
+    def check(self, priorities: Tensor) -> None: ...
+
+    def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None: ...
+
+    def update_arrays(self, rows: Numbers, priorities: Numbers, expected: Numbers | None) -> None: ...
+
+    def reset(self, rows: Tensor) -> None: ...
+
+    def weights(self, rows: Tensor) -> Tensor: ...
+
+    def leaves(self, n: int) -> Tensor: ...
+
+    def leaves_of(self, rows: Tensor) -> Tensor: ...
+
+    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, object]: ...
+
+    def restore(self, state: dict[str, object]) -> None: ...
+
+
 class PriorityIndex(TicketIndex[native.Priorities]):
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
     kind = "priorities"
     make_core = native.Priorities
-    #: Whether the priorities of that name are elsewhere now.
-    retired = False
+    on_device = retired = False
     reset_mutex = staticmethod(native.reset_priorities_mutex)
     copy_memory = staticmethod(native.copy_priorities)
 
@@ -179,6 +222,10 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         except IndexError as error:
             raise RowError(f"weights: {error}.") from error
         return out
+
+    def check(self, priorities: Tensor) -> None:
+        """Raise ``PriorityError`` for priorities of which one is negative, not finite or too large."""
+        self.update(torch.full((len(priorities),), -1, device="cpu"), priorities, None)
 
     def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
         """New priorities, float64 or float32 ``[B]``, of rows int64 ``[B]``; -1 is passed over, and so are rows with another ticket.
@@ -284,6 +331,8 @@ class DeviceIndex(DevicePriorities):
     A sampler that needs them on the host moves them there, for good (:attr:`retired`).
     """
 
+    on_device = True
+
     @classmethod
     def of_device_store(cls, store: DeviceStore, name: str, config: PriorityConfig) -> tuple[DeviceIndex, bool]:
         """The index of that name on the device, and whether this call made it.
@@ -346,18 +395,23 @@ class DeviceIndex(DevicePriorities):
         return index.block
 
 
-Priorities: TypeAlias = PriorityIndex | DeviceIndex
-
-
 def priorities_of(
-    store: Store, name: str, config: PriorityConfig, *, on_device: bool | None = None
-) -> tuple[Priorities, bool]:
-    """The priorities of that name where they are to be, and whether this call made them. ``on_device``: None where they are, or
-    else where the store has them. Raises as :meth:`PriorityIndex.of_store`.
+    store: Store, name: str, config: PriorityConfig, device: torch.device | None = None
+) -> tuple[PriorityIndex | DeviceIndex, bool]:
+    """The priorities of that name where they are to be, and whether this call made them.
+
+    Args:
+        device: None: where they are, or else where the store has them.
+
+    Raises as :meth:`PriorityIndex.of_store`; ``ValueError``: the rows are on another accelerator.
     """
-    if isinstance(store, DeviceStore) and on_device is not False:
+    if isinstance(store, DeviceStore) and (device is None or device.type != "cpu"):
+        if device not in (None, torch.device(store.device.type), store.device):
+            raise ValueError(
+                f"PrioritizedSampler: device: expected {store.device}, where the rows are, or 'cpu', got {device}."
+            )
         known = store.indexes.get((name, PriorityIndex.kind))
-        if on_device or isinstance(known, DeviceIndex) or (known is None and store.keeps_priorities):
+        if device is not None or isinstance(known, DeviceIndex) or (known is None and store.keeps_priorities):
             return DeviceIndex.of_device_store(store, name, config)
     return PriorityIndex.of_store(store, name, config)
 

@@ -7,11 +7,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import LazyTensorStorage, NoSampleable, PrioritizedSampler, PriorityError, RowError, TensorDictReplayBuffer
+from engram import (
+    LazyTensorStorage,
+    NoSampleable,
+    PrioritizedSampler,
+    PriorityError,
+    RandomSampler,
+    RowError,
+    TensorDictReplayBuffer,
+)
 from engram.samplers.prioritized import as_priorities
 from engram.store.device.row_chain import RowKernels
 from engram.store.device.rows import DeviceRows
+from tests.around.test_next_from_following import steps
 from tests.device.graphs import Graph, state_of
+from tests.store.device.test_followed import by_priority
+from tests.store.device.test_followed import made as following
 from tests.store.device.there import ByKernels, There
 
 WIDTHS = {
@@ -425,3 +436,25 @@ def test_rows_of_the_cpu_have_no_kernels():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend(steps_of(1))
     assert not isinstance(DeviceRows(rb.storage.store.schema, torch.device("cpu")).work, RowKernels)
+
+
+@pytest.mark.parametrize("inner", [RandomSampler, by_priority])
+@pytest.mark.parametrize("shape", [(2,), (7,), (3, 90)])
+def test_next_observations_are_those_of_torch(monkeypatch, inner, shape):
+    """Also in place of rows that have no next observation: half of them, here."""
+    both = []
+    for kernels in (False, True):
+        monkeypatch.setattr(There, "kernels", kernels)
+        both.append(following(12, inner=inner, finals=9))
+        for first in (0, 6, 12):
+            data = steps([False, True, False, True, True, False], first=first)
+            for key in ("obs", ("next", "obs")):
+                data[key] = data[key].sum(1).reshape(6, *[1] * len(shape)).repeat(1, *shape)
+            both[-1].extend(data)
+            both[-1].end_trajectory()
+        if inner is by_priority:
+            both[-1].update_priority(torch.arange(12), torch.arange(12).float())
+    ours, theirs = (rb.sample(16, return_info=True)[1] for rb in both)
+    assert torch.equal(ours["index"], theirs["index"])
+    assert torch.equal(ours["next", "obs"], theirs["next", "obs"])
+    assert both[1].storage.store.rows.work.launches == 3 * 2 + 1 + (inner is by_priority)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.chain import Launcher
+    from engram.store.device.followed import Followed
     from engram.store.device.priorities import DevicePriorities
     from engram.store.device.rows import DeviceRows
     from engram.store.device.tree import SumTree
@@ -35,7 +36,7 @@ _SIZES = 64
 #: Fields that one launch appends.
 _FIELDS = 8
 #: Where the table begins, and words of an entry: as in row_kernels.py.
-_TABLE, _ENTRY = 16, 8
+_TABLE, _ENTRY, _CHECKS = 16, 8, 8
 #: Entries of updates are numbered from here on: the other numbers in ``_last`` are positions in a batch.
 _FIRST_UPDATE = 1 << 40
 #: Rows of an append that the kernels take: one program has their numbers and leaves.
@@ -65,12 +66,9 @@ class RowKernels(RowOperations):
         widths = [column[0].nbytes for column in rows.whole]
         longest = max(widths, default=0)
         self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
-        table, self._first_chunk, before = [], [0], 0
+        table, self._first_chunk, before = list[int](), [0], 0
         for column, nbytes in zip(rows.whole, widths, strict=True):
-            aligned = column.data_ptr() | nbytes | 8
-            for begin in range(0, nbytes, self._chunk):
-                field, size = len(self._first_chunk) - 1, min(self._chunk, nbytes - begin)
-                table += [column.data_ptr(), nbytes, begin, before, nbytes, size, aligned & -aligned, field]
+            table += self._entries(column, before, len(self._first_chunk) - 1)
             if nbytes:
                 self._first_chunk.append(len(table) // _ENTRY)
             before += nbytes
@@ -85,7 +83,9 @@ class RowKernels(RowOperations):
         #: Of each field dtype, shape and strides of a row's values, and its bytes.
         self._fields = [(column.dtype, column.shape[1:], column.stride(), column[0].nbytes) for column in rows.whole]
         self._length, self._device = rows.lane_length, rows.device
-        self._known: dict[tuple[int, torch.dtype | None], list[_Part]] = {}
+        self._known: dict[tuple[int, torch.dtype | None, tuple[int, ...]], list[_Part]] = {}
+        #: Where next observations are, as the kernels have found it last.
+        self._table: Tensor | None = None
         self.warm_up()
 
     # ---- reads -------------------------------------------------------------------------------------------------------
@@ -99,23 +99,29 @@ class RowKernels(RowOperations):
         tree: DevicePriorities | None = None,
         *,
         weighed: bool = True,
+        followed: Followed | None = None,
     ) -> list[Tensor]:
         """As :meth:`RowOperations.read`: one launch, and one block of memory for all of the batch."""
+        table = None if followed is None else self._table_of(followed)
+        if (size < 0 and tree is None) or (followed is not None and table is None):
+            return super().read(ledger, n, key, size, tree, weighed=weighed, followed=followed)
         beside = None if tree is None else torch.float32 if weighed else torch.float64
-        parts = self._known.get((n, beside)) or self._parts_of(n, beside)
-        nbytes = -(-n // _PADDED) * _PADDED * (_BESIDE_BYTES + self._row_bytes)
+        nexts = () if followed is None else followed.fields
+        parts = self._known.get((n, beside, nexts)) or self._parts_of(n, beside, nexts)
+        row_bytes = self._row_bytes + sum(self._fields[field][3] for field in nexts)
+        nbytes = -(-n // _PADDED) * _PADDED * (_BESIDE_BYTES + row_bytes)
         block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         state = None if tree is None else tree.state_there
-        self._read(state, weighed, ledger.capturing, key, size, block.data_ptr(), n)
+        self._read(state, table, weighed, ledger.capturing, key, size, block.data_ptr(), n)
         typed = {dtype: block.view(dtype) for dtype in {part[0] for part in parts}}
         # data: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
         return [typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in parts]
 
-    def _parts_of(self, n: int, beside: torch.dtype | None) -> list[_Part]:
-        """The parts of a block: fields, rows, numbers, perhaps weights or leaves. They are noted for the next batch."""
+    def _parts_of(self, n: int, beside: torch.dtype | None, nexts: tuple[int, ...]) -> list[_Part]:
+        """The parts of a block: fields, next observations, rows, numbers, perhaps weights or leaves. They are noted for the next batch."""
         padded, before = -(-n // _PADDED) * _PADDED, _BESIDE_BYTES
         parts: list[_Part] = []
-        for dtype, shape, strides, nbytes in self._fields:
+        for dtype, shape, strides, nbytes in (*self._fields, *(self._fields[field] for field in nexts)):
             parts.append((dtype, (n, *shape), strides, padded * before // dtype.itemsize))
             before += nbytes
         parts += [(torch.int64, (n,), (1,), 0), (torch.int64, (n,), (1,), padded)]
@@ -123,15 +129,49 @@ class RowKernels(RowOperations):
             parts.append((beside, (n,), (1,), padded * 16 // beside.itemsize))
         if len(self._known) > _SIZES:
             self._known.clear()
-        self._known[n, beside] = parts
+        self._known[n, beside, nexts] = parts
         return parts
 
-    def _read(self, tree: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int) -> None:
-        n, state, drawn = numbers[-1], self._state, tree is not None
+    def _table_of(self, followed: Followed) -> Tensor | None:
+        """Where next observations are, as the kernels find it. None: they do not know that dtype, or that end of an episode."""
+        rows, finals = followed.rows, followed.finals
+        pairs = [(rows.whole[field], kept) for field, kept in zip(followed.fields, finals.whole, strict=False)]
+        known = all(one.dtype is kept.dtype for one, kept in pairs)
+        if followed.table is None and known and {end.by for end in followed.ends} <= {"id", "any flag"}:
+            checks, table, before = list[int](), list[int](), self._row_bytes
+            for end in followed.ends:
+                column = rows.whole[end.field]
+                checks += [column.data_ptr(), column[0].nbytes, end.by == "id"]
+            for column, kept in pairs:
+                table += self._entries(column, before, kept.data_ptr(), kept.data_ptr())
+                before += column[0].nbytes
+            marks, tags = rows.whole[followed.mark], finals.whole[-1]
+            at = [marks.data_ptr(), tags.data_ptr(), finals.capacity, followed.width]
+            words = [*at, len(followed.ends), len(table) // _ENTRY, _CHECKS + len(checks), 0, *checks, *table]
+            followed.table = self._table = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
+            for tree in (None, *(tree.state_there for tree in rows.trees)):
+                self.warm_up(tree)
+        return followed.table
+
+    def _entries(self, column: Tensor, before: int, last: int, also: int = 0) -> list[int]:
+        """The words of a table for the chunks of a column. ``last``: of each the last one; ``also``: another address that is read."""
+        nbytes, words = column[0].nbytes, list[int]()
+        aligned = column.data_ptr() | also | nbytes | 8
+        for begin in range(0, nbytes, self._chunk):
+            size = min(self._chunk, nbytes - begin)
+            words += [column.data_ptr(), nbytes, begin, before, nbytes, size, aligned & -aligned, last]
+        return words
+
+    def _read(
+        self, tree: Tensor | None, table: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int
+    ) -> None:
+        n, state = numbers[-1], self._state
         block = self._block(n, 1)
-        given = {"BLOCK": block, "CHUNK": self._chunk, "TREE": drawn, "WEIGHED": weighed, "CAPTURED": captured}
-        grid = (max(1, -(-n // block)), self._parts)
-        self._launch("read", grid, self._warps, state, state if tree is None else tree, signed(key), *numbers, **given)
+        given = {"TREE": tree is not None, "WEIGHED": weighed, "CAPTURED": captured, "FOLLOWED": table is not None}
+        grid, beside = (max(1, -(-n // block)), self._parts), [state if it is None else it for it in (tree, table)]
+        self._launch(
+            "read", grid, self._warps, state, *beside, signed(key), *numbers, BLOCK=block, CHUNK=self._chunk, **given
+        )
 
     # ---- appends -----------------------------------------------------------------------------------------------------
 
@@ -211,7 +251,8 @@ class RowKernels(RowOperations):
         none, state = self._state[:0], self._state if tree is None else tree
         for captured in (False, True):
             for either in (False, True):
-                self._read(tree, either, captured, 0, 0, 0, 0)
+                for table in dict.fromkeys((None, self._table)):
+                    self._read(tree, table, either, captured, 0, 0, 0, 0)
                 self._record(tree is not None, captured, either, state, *[0] * 6)
                 for dtype in () if tree is None else _PRIORITIES:
                     self._update(either, tree, none, none.to(dtype), none, 0)

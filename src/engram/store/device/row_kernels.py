@@ -6,6 +6,10 @@ row's bytes, the chunk's bytes, bytes per load, and the number of the field amon
 another one: words in the order of the ``T_`` constants, then at ``LEVELS`` per level the address of its sums, of its smallest leaves,
 and its size; the leaves come first.
 
+``followed`` says where next observations are: words in the order of the ``F_`` constants, then at ``CHECKS`` three words per field that
+ends an episode: address, bytes of a row, and whether they are compared with those of the following row, or else with zeros; then at the
+word ``F_TABLE`` entries as above, of the observations, with the address of the final ones last.
+
 A phase that needs what the phase before has written comes after a barrier of a single program.
 """
 
@@ -23,6 +27,9 @@ T_LEVELS, T_POWERS, T_EPS, T_MOST = map(tl.constexpr, range(4))
 LEVELS = tl.constexpr(4)
 #: How often a captured draw looks for a row that holds something, before it takes one of another place of the batch.
 TRIES = tl.constexpr(16)
+#: Addresses of the marks and of the tags; rows of final observations, and of a step; fields that end an episode; chunks, and where.
+F_MARKS, F_TAGS, F_FINALS, F_WIDTH, F_CHECKS, F_CHUNKS, F_TABLE = map(tl.constexpr, range(7))
+CHECKS = tl.constexpr(8)
 _FANOUT, _SHIFT = map(tl.constexpr, (128, 7))
 
 
@@ -82,59 +89,111 @@ def _fall(u, tree, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _live(key, i, n, state):
-    """Rows of the ring that hold something, uniformly, and their numbers; 0 where none is found."""
-    total = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), _at(state, R_CAPACITY))
-    row, number, tries = i * 0, i * 0, tl.where(total > 0, 0, TRIES * n)
-    while (tries < TRIES * n) & (tl.min(number, 0) <= 0):
-        bits = _bits(key, (i + tries // TRIES) % n, i * 0 + tries % TRIES)
-        other = tl.umulhi(bits, bits * 0 + total.to(tl.uint64)).to(tl.int64)
-        row = tl.where(number > 0, row, other)
-        number = tl.where(number > 0, number, _load(_at(state, R_NUMBERS) + row * 8))
-        tries += 1
-    return row, tl.maximum(number, 0)
+def _candidate(key, j, size, state, tree, BLOCK: tl.constexpr, TREE: tl.constexpr, CAPTURED: tl.constexpr):
+    """Rows by numbers of a key, the numbers of their writes, and their leaves; of rows of leaf zero, row 0."""
+    bits, leaf = _bits(key, j, j * 0), tl.zeros([BLOCK], tl.float64)
+    if TREE:
+        row, leaf = _fall((bits >> 11).to(tl.float64) * 1.1102230246251565e-16, tree, BLOCK)
+        row = tl.where(leaf > 0, row, 0)
+    else:
+        if CAPTURED:
+            size = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), _at(state, R_CAPACITY))
+        row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
+    return row, _load(_at(state, R_NUMBERS) + row * 8), leaf
+
+
+@triton.jit
+def _ahead(row, number, state, followed):
+    """``Followed.find``."""
+    length, marks = _at(state, R_LENGTH), _at(followed, F_MARKS) + row * 16
+    first, place = row // length * length, _load(marks)
+    after = first + (row - first + _at(followed, F_WIDTH)) % length
+    inside = (place >= 0) & (place < _at(followed, F_FINALS))
+    kept = inside & (_load(_at(followed, F_TAGS) + tl.where(inside, place, 0) * 8) == _load(marks + 8))
+    goes_on = _load(_at(state, R_NUMBERS) + after * 8) > number
+    for check in range(_at(followed, F_CHECKS)):
+        entry = followed + CHECKS + check * 3
+        nbytes, compared = _at(entry, 1), _at(entry, 2)
+        for byte in range(nbytes):
+            column = _at(entry, 0) + byte
+            there = tl.where(compared != 0, _load(column + after * nbytes, tl.int8), 0)
+            goes_on = goes_on & (_load(column + row * nbytes, tl.int8) == there)
+    return (kept & (place >= 0)) | (goes_on & (place < 0)), tl.where(kept, place, -1), after
+
+
+@triton.jit
+def _usable(row, number, leaf, state, followed, TREE: tl.constexpr, FOLLOWED: tl.constexpr):
+    """Whether rows may be drawn; and where their next observations are, as ``Followed.find`` has it."""
+    good, final, after = number > 0, row, row
+    if TREE:
+        good = good & (leaf > 0)
+    if FOLLOWED:
+        has_next, final, after = _ahead(row, number, state, followed)
+        good = good & has_next
+    return good, final, after
+
+
+@triton.jit
+def _some(state, tree, TREE: tl.constexpr, CAPTURED: tl.constexpr):
+    """Whether there may be a row to draw."""
+    some = _at(state, R_CAPACITY) > 0
+    if TREE:
+        some = _load(_at(tree, LEVELS + (_at(tree, T_LEVELS) - 1) * 3), tl.float64) > 0
+    elif CAPTURED:
+        some = _at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2) > 0
+    return some
+
+
+@triton.jit
+def _copy_to(block, entry, source, i, mine, padded, CHUNK: tl.constexpr):
+    """A chunk of each row to its place in a block."""
+    to = block + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
+    _copy(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, CHUNK)
 
 
 @triton.jit(do_not_specialize=["key", "size", "out", "n"])
 def read(
-    state, tree, key: tl.int64, size: tl.int64, out: tl.int64, n: tl.int64,
+    state, tree, followed, key: tl.int64, size: tl.int64, out: tl.int64, n: tl.int64,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WEIGHED: tl.constexpr, CAPTURED: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """Chooses ``n`` rows, and copies them into a block: rows, numbers, weights or leaves, then the fields.
+    """Chooses ``n`` rows, and copies them into a block: rows, numbers, weights or leaves, the fields, then next observations.
 
     Programs of the second dimension share the chunks of a place. ``size``: live rows, all below it. CAPTURED: of the ring as it is then,
-    by random numbers of the key and of how many batches were drawn so.
+    by random numbers of the key and of how many batches were drawn so. FOLLOWED: rows that have a next observation.
     """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mine, i = place < n, tl.maximum(tl.minimum(place, n - 1), 0)
     mixed, padded = key.to(tl.uint64), (n + 15) // 16 * 16
     if CAPTURED:
         mixed = _bits(mixed, _at(state, R_DRAWN), _at(state, R_DRAWN) * 0)
-    leaf = tl.zeros([BLOCK], tl.float64)
-    if TREE:
-        row, leaf = _fall((_bits(mixed, i, i * 0) >> 11).to(tl.float64) * 1.1102230246251565e-16, tree, BLOCK)
-        row = tl.where(leaf > 0, row, 0)
-        number = _load(_at(state, R_NUMBERS) + row * 8)
-    elif CAPTURED:
-        row, number = _live(mixed, i, n, state)
-    else:
-        bits = _bits(mixed, i, i * 0)
-        row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
-        number = _load(_at(state, R_NUMBERS) + row * 8)
+    row, number, leaf = _candidate(mixed, i, size, state, tree, BLOCK, TREE, CAPTURED)
+    good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
+    if FOLLOWED or (CAPTURED and not TREE):
+        tries = tl.where(_some(state, tree, TREE, CAPTURED), 1, TRIES * n)
+        while (tries < TRIES * n) & (tl.min(good.to(tl.int32), 0) == 0):
+            j = (i + tries // TRIES) % n + tries % TRIES * n
+            other, number_there, leaf_there = _candidate(mixed, j, size, state, tree, BLOCK, TREE, CAPTURED)
+            row, number = tl.where(good, row, other), tl.where(good, number, number_there)
+            leaf = tl.where(good, leaf, leaf_there)
+            good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
+            tries += 1
+        row, number = tl.where(good, row, 0), tl.where(good, number, 0)
     if tl.program_id(1) == 0:
         _store_where(out + i * 8, row, mine)
         _store_where(out + (padded + i) * 8, number, mine)
-        found = tl.max(number, 0) > 0
         if TREE:
-            found = tl.max(leaf, 0) > 0
             _say(tree, leaf, out + padded * 16, i, mine, WEIGHED)
-        if (tl.program_id(0) == 0) & (n > 0) & (found == 0):
+        if (tl.program_id(0) == 0) & (n > 0) & (tl.max(good.to(tl.int32), 0) == 0):
             tl.atomic_add(_at(state, R_TALLY).to(tl.pointer_type(tl.int64)) + 3, 1, sem="relaxed")
     for chunk in range(tl.program_id(1).to(tl.int64), _at(state, R_CHUNKS), tl.num_programs(1)):
         entry = state + TABLE + chunk * ENTRY
-        source = _at(entry, 0) + row * _at(entry, 1) + _at(entry, 2)
-        to = out + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
-        _copy(source, to, _at(entry, 5), _at(entry, 6), mine, CHUNK)
+        _copy_to(out, entry, _at(entry, 0) + row * _at(entry, 1), i, mine, padded, CHUNK)
+    if FOLLOWED:
+        for chunk in range(tl.program_id(1).to(tl.int64), _at(followed, F_CHUNKS), tl.num_programs(1)):
+            entry = followed + _at(followed, F_TABLE) + chunk * ENTRY
+            source = tl.where(final >= 0, _at(entry, 7) + final * _at(entry, 1), _at(entry, 0) + after * _at(entry, 1))
+            _copy_to(out, entry, source, i, mine, padded, CHUNK)
     if CAPTURED:
         _count_batch(state)
 
