@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -278,23 +279,20 @@ class _Parts(NamedTuple):
     """Which of them, one behind the other, comes at each place; None: they are in order."""
 
     @classmethod
-    def of(cls, parts: list[_Part], places: list[int]) -> _Parts:
-        """``places``: of each, one behind the other. Raises ``RuntimeError``: they have several shapes."""
+    def of(cls, parts: list[_Part]) -> _Parts:
+        """Raises ``RuntimeError``: they have several shapes."""
         shapes = [(part.drawn.rows.shape[0] // len(part.places), *part.drawn.rows.shape[1:]) for part in parts]
         if any(shape != shapes[0] for shape in shapes):
             got = [f"{list(shape)} of member {part.member.number}" for part, shape in zip(parts, shapes, strict=True)]
             raise RuntimeError(
                 f"sample: expected parts of one shape, got {', '.join(dict.fromkeys(got))}. Give the members samplers that draw the same."
             )
-        order = sorted(range(len(places)), key=places.__getitem__)
-        in_order = places == sorted(places)
-        return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
+        places = [np.array(part.places) for part in parts]
+        return cls(parts, sum(map(len, places)), shapes[0], plans.order_of(places))
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Tensors of each part, ``[parts, rows, ...]``."""
-        joined = values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type] # any sequence
-        joined = joined.view(self.total, joined.shape[0] // self.total, *joined.shape[1:])
-        return joined if self.order is None else joined.index_select(0, self.order)
+        return plans.joined(values, self.order, self.total)
 
 
 #: Parts of a batch, their members ``[parts]``, and what the batch is said to be.
@@ -333,10 +331,9 @@ class EnsembleReadPath(ReadPath):
         )
         for number in dict.fromkeys(ids):
             self._members[number].check_left(rows * ids.count(number))
-        parts, order = [], []
+        parts = []
         for number in sorted(set(ids)):
             member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]
-            order += places
             if len(places) == 1 or member.draws_rows:
                 drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
                 parts.append(_Part(member, places, drawn))
@@ -344,7 +341,7 @@ class EnsembleReadPath(ReadPath):
                 parts += [
                     _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
                 ]
-        batch = _Parts.of(parts, order)
+        batch = _Parts.of(parts)
         return batch, torch.tensor(ids, device="cpu"), self._said(batch)
 
     def _said(self, batch: _Parts) -> dict[Entry, Tensor]:
@@ -426,13 +423,16 @@ class EnsembleReadPath(ReadPath):
         return collated(chunks, ids.tolist()) if how is None else how(chunks)
 
     def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
-        index = info.pop(_INDEX)
-        lead = _lead(index, self._members)
-        named = ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
+        lead, named = self._named(info, ids)
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
-        attach(data, tuple(lead), {_INDEX: index, _IDS: named, **info})
+        attach(data, tuple(lead), {_INDEX: info.pop(_INDEX), _IDS: named, **info})
         return data
+
+    def _named(self, info: dict[Entry, Tensor], ids: Tensor) -> tuple[torch.Size, Tensor]:
+        """The batch dimensions, and the member of each row."""
+        lead = _lead(info[_INDEX], self._members)
+        return lead, ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
     def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:
         """A TensorDict ``[parts, rows]``."""
@@ -440,11 +440,9 @@ class EnsembleReadPath(ReadPath):
         return cast("dict[object, object]", made)
 
     def _info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:
-        index = info[_INDEX]
-        lead = _lead(index, self._members)
-        named = rows.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
-        both = wrap({"index": index, "buffer_ids": named}, torch.Size(lead), None)
-        made = wrap({"index": both}, torch.Size(lead), None)
+        lead, named = self._named(info, rows)
+        both = wrap({"index": info[_INDEX], "buffer_ids": named}, lead, None)
+        made = wrap({"index": both}, lead, None)
         put(made, {key: value for key, value in info.items() if key != _INDEX})
         return made
 

@@ -165,7 +165,7 @@ class Draws:
             )
         if not self._epochs:
             used = np.array([shard.weight for shard in shards])
-            return _Batch(key, units, plans.chosen(key, attempt, masses, units), used, shards)
+            return _Batch(key, units, plans.chosen(masses, plans.random_of(key, attempt).random(units)), used, shards)
         batch = _Batch(key, units, plans.dealt(key, attempt, masses.astype(np.int64), units), masses, shards)
         for shard, n in zip(shards, batch.counts, strict=True):
             shard.weight -= n
