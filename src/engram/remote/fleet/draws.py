@@ -333,9 +333,7 @@ class Draws:
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""
         with self._lock:
-            for shard in self._members.present():
-                with self._members.reaching(shard):
-                    shard.storage.settle()
+            self._members.answers(lambda shard: shard.storage.settle())
 
     def forget_asked(self) -> None:
         """Drop what was asked for."""

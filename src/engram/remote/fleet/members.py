@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,13 +20,14 @@ from engram.remote.served import ASK_AGAIN_S, Limits
 from engram.store.limits import Rules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engram.remote.storage import RemoteStorage
 
 
 _log = logging.getLogger("engram")
 
+T = TypeVar("T")
 #: What happens to a store whose servers are gone.
 Missing: TypeAlias = Literal["skip", "wait"]
 #: For how long a store that is to be skipped is waited for.
@@ -111,9 +112,7 @@ class Members:
 
     def known(self) -> list[Shard]:
         """Those that are there, with masses of this second. Raises as :meth:`lose`."""
-        for shard in self.present():
-            if time.monotonic() - shard.told_at >= _OLD_S:
-                self.ask(shard)
+        self.answers(lambda shard: self.ask(shard) if time.monotonic() - shard.told_at >= _OLD_S else None)
         return self.present()
 
     def asked_again(self) -> list[Shard]:
@@ -121,21 +120,22 @@ class Members:
         for shard in self.present():
             if self.epochs:
                 shard.epoch, shard.ended = 0, None
-            self.ask(shard)
+        self.answers(self.ask)
         return self.present()
 
-    def ask(self, shard: Shard) -> protocol.State | None:
-        """Numbers of a store; None: it is gone. Raises as :meth:`lose`."""
-        state: protocol.State | None = None
-        with self.reaching(shard):
-            state = shard.storage.state()
-            shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
+    def ask(self, shard: Shard) -> protocol.State:
+        """Numbers of a store. Raises ``ConnectionError``: it is gone."""
+        state = shard.storage.state()
+        shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
         return state
 
-    def ask_all(self) -> list[tuple[Shard, protocol.State]]:
-        """All stores that are there, with their numbers. Raises as :meth:`lose`."""
-        found = [(shard, self.ask(shard)) for shard in self.present()]
-        return [(shard, state) for shard, state in found if state is not None]
+    def answers(self, ask: Callable[[Shard], T]) -> list[tuple[Shard, T]]:
+        """What stores answer, of all that are there. Those that are gone are lost. Raises as :meth:`lose`."""
+        found = []
+        for shard in self.present():
+            with self.reaching(shard):
+                found.append((shard, ask(shard)))
+        return found
 
     @contextmanager
     def reaching(self, shard: Shard) -> Iterator[None]:
@@ -144,6 +144,17 @@ class Members:
             yield
         except ConnectionError as error:
             self.lose(shard, error)
+
+    @contextmanager
+    def needing(self, shard: Shard, note: str = "") -> Iterator[None]:
+        """Ask a store something that no other one can do. If it is gone, it is lost, and ``ConnectionError`` is raised, with a note."""
+        try:
+            yield
+        except ConnectionError as error:
+            if note:
+                error.add_note(note)
+            self.lose(shard, error)
+            raise
 
     def check_all_present(self, call: str, after: str = "") -> None:
         """Raise ``ConnectionError``: a store of the fleet is gone."""
@@ -430,10 +441,7 @@ class Ledger(Limits):
 
     def _asked(self) -> dict[Shard, protocol.State]:
         """Of each store that is there, what it says."""
-        found: dict[Shard, protocol.State] = {}
-        for shard in self._members.present():
-            with self._members.reaching(shard):
-                found[shard] = shard.storage.state()
+        found = dict(self._members.answers(lambda shard: shard.storage.state()))
         now = time.monotonic()
         for shard in self._members.shards:
             if shard in found:

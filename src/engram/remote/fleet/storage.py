@@ -164,7 +164,7 @@ class FleetStorage(ServedStorage):
         return sum(shard.storage.nbytes for shard in self.members.shards)
 
     def state(self) -> protocol.State:
-        found = [state for _, state in self.members.ask_all()]
+        found = [state for _, state in self.members.answers(self.members.ask)]
         names = dict.fromkeys(name for state in found for name in state.counters)
         counters: dict[str, int | float] = {}
         for name in names:
@@ -182,11 +182,8 @@ class FleetStorage(ServedStorage):
         return protocol.State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
 
     def gauges(self) -> dict[str, float]:
-        found = []
-        for shard, state in self.members.ask_all():
-            with self.members.reaching(shard):
-                found.append((state, shard.storage.gauges()))
-        return combined(found)
+        ask = self.members.ask
+        return combined([both for _, both in self.members.answers(lambda it: (ask(it), it.storage.gauges()))])
 
     def consumer_version(self, at_least: int | None = None) -> int:
         """The largest of all stores, which those learn that are there now; and those that are gone, when they are back."""
@@ -199,11 +196,10 @@ class FleetStorage(ServedStorage):
 
     def _versions(self, at_least: int | None) -> Iterator[int]:
         """Of those that are there."""
-        for shard in self.members.present():
-            with self.members.reaching(shard):
-                yield shard.storage.consumer_version(at_least)
-                if at_least is not None:
-                    shard.change()
+        for shard, version in self.members.answers(lambda it: it.storage.consumer_version(at_least)):
+            if at_least is not None:
+                shard.change()
+            yield version
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -281,10 +277,8 @@ class FleetStorage(ServedStorage):
         with self._homes:
             if self._home is None or self._home.lost:
                 turn, stores = self._turn(), len(self.members.shards)
-                asked = [
-                    (state.writers, (shard.number - turn) % stores, shard) for shard, state in self.members.ask_all()
-                ]
-                self._home = min(asked)[2]
+                found = self.members.answers(self.members.ask)
+                self._home = min((state.writers, (it.number - turn) % stores, it) for it, state in found)[2]
             return self._home
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
@@ -295,18 +289,12 @@ class FleetStorage(ServedStorage):
             raise NotAdmitted(n)
         try:
             shard = self.home()
-            written = self._written(shard, plan, prepared, n)
+            with self.members.needing(shard):
+                written = shard.storage.write(plan, prepared, n)
         finally:
             self.ledger.counted(n, samples=False)
         shard.change()
         return Write(plans.number(written.rows, shard.number), 0)
-
-    def _written(self, shard: Shard, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        try:
-            return shard.storage.write(plan, prepared, n)
-        except ConnectionError as error:
-            self.members.lose(shard, error)
-            raise
 
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
@@ -316,22 +304,14 @@ class FleetStorage(ServedStorage):
                 raise ConnectionError(
                     f"remove: expected the stores of all rows, but {shard.storage!r} is gone. Nothing is removed."
                 )
-            try:
+            with self.members.needing(shard, "Nothing is removed."):
                 shard.storage.check_removal(rows[ours] & _ROW)
-            except ConnectionError as error:
-                error.add_note("Nothing is removed.")
-                self.members.lose(shard, error)
-                raise
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         removed = 0
         for shard, ours in self._owners(rows):
-            try:
+            with self.members.needing(shard, f"remove: {removed} rows of other stores are removed."):
                 removed += shard.storage.remove(rows[ours] & _ROW, None if expected is None else expected[ours])
-            except ConnectionError as error:
-                error.add_note(f"remove: {removed} rows of other stores are removed.")
-                self.members.lose(shard, error)
-                raise
             shard.change()
         return removed
 
