@@ -72,7 +72,7 @@ def test_an_address_whose_server_is_gone_again_is_asked_again(monkeypatch, recwa
     answers = SimpleNamespace(store="late")
     made = [Store("late", refuses=1), Store("late")]
     given = iter(made)
-    monkeypatch.setattr(finding, "_said", lambda access, address: answers)
+    monkeypatch.setattr(finding, "_served_at", lambda access, address: answers)
     monkeypatch.setattr(finding, "check_stores", lambda served, full: None)
     monkeypatch.setattr(finding, "Connection", lambda access: None)
     monkeypatch.setattr(finding, "RemoteStorage", lambda connection: next(given))

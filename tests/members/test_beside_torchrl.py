@@ -138,7 +138,7 @@ def test_dimensions_are_divided_the_same_way(dim, shape):
         lambda rb: rb.end_streams(),
         lambda rb: rb.end_streams(end_key="a", truncated_key="a"),
         lambda rb: rb.update_if_present(index=torch.zeros(1), generation=torch.zeros(1), patch={}),
-        lambda rb: type(rb.storage)(*getattr(rb.storage, "_storages", rb.storage), transforms=[None]),
+        lambda rb: type(rb.storage)(*rb.storage._storages, transforms=[None]),
     ],
 )
 def test_mistakes_raise_the_same_classes(call):

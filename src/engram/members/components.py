@@ -88,9 +88,10 @@ def members_named(index: object, n: int, who: str) -> int | list[int]:
     else:
         if isinstance(index, bool) or not isinstance(index, int | list | range | np.ndarray | np.integer | Tensor):
             raise TypeError(f"{who}: expected an int, a slice, or ints that name members, got {type(index).__name__}.")
-        named = _as_ints(f"{who}: members", index)
+        named = as_numbers(f"{who}: members", index)
         if named.ndim > 1:
             raise RuntimeError(f"{who}: expected an int or a list of ints, got an index of shape {list(named.shape)}.")
+        _check_ints(f"{who}: members", named)
         for member in named.reshape(-1).tolist():
             if not -n <= member < n:
                 raise IndexError(f"{who}: expected a member in [0, {n}), got {member}.")
@@ -112,17 +113,17 @@ def split_index(index: object, who: str) -> tuple[object, object | None]:
     return index[0], None if not rows else rows[0] if len(rows) == 1 else rows
 
 
-def _as_ints(what: str, given: object) -> Tensor:
-    """Numbers of members, of any integer dtype. Raises ``TypeError``: no ints."""
-    numbers = as_numbers(what, given)
+def _check_ints(what: str, numbers: Tensor) -> None:
+    """Raise ``TypeError``: they are no ints."""
     if numbers.numel() and (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool):
         raise TypeError(f"{what}: expected ints, the numbers of members, got {numbers.dtype}.")
-    return numbers
 
 
 def check_ids(ids: object, n: int, what: str) -> Tensor:
     """Numbers of members, int64 on the CPU, of any shape. Raises ``TypeError``: no ints. ``ValueError``: there is no such member."""
-    numbers = _as_ints(what, ids).to("cpu", torch.int64)
+    numbers = as_numbers(what, ids)
+    _check_ints(what, numbers)
+    numbers = numbers.to("cpu", torch.int64)
     bad = numbers[(numbers < 0) | (numbers >= n)]
     if len(bad):
         raise ValueError(f"{what}: expected members in [0, {n}), got {int(bad[0])}.")
@@ -155,8 +156,8 @@ def routed(index: object, n: int, who: str) -> tuple[Tensor, Tensor]:
     return members, named
 
 
-class OnePerMember(Generic[T]):
-    """Components of one kind, one of each member, and their states by number."""
+class _Several(Generic[T]):
+    """Components of one kind, one of each member."""
 
     #: One of each member.
     _all: tuple[T, ...]
@@ -171,6 +172,13 @@ class OnePerMember(Generic[T]):
     def __len__(self) -> int:
         """How many there are."""
         return len(self._all)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
+
+
+class OnePerMember(_Several[T]):
+    """Components of one kind, and their states by the number of the member."""
 
     def __getitem__(self, index: object) -> T | Self:
         """One of them, or an ensemble of some. Raises as ``ReplayBufferEnsemble[index]``."""
@@ -196,11 +204,8 @@ class OnePerMember(Generic[T]):
         states = enumerate(self._all)
         return Loads([prepare_load(one, state_dict[str(number)], f"{who}[{number}]") for number, one in states])
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
 
-
-class _Storages(OnePerMember[Storage], Storage):
+class _Storages(_Several[Storage], Storage):
     """What a buffer asks of the storages of an ensemble."""
 
     traits = Traits()
@@ -328,6 +333,10 @@ class StorageEnsemble(_Storages):
         self._transforms = None if transforms is None else changes
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _storages(self) -> tuple[Storage, ...]:
+        return self._all  # as TorchRL's calls them
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -502,7 +511,8 @@ class Choice:
                     f"sample: expected a member of the ensemble that can give {rows} rows, got {n} that cannot."
                 )
         at = np.array(self._numbers(key, _FINE)) / _FINE
-        return plans.chosen(np.array(masses), at).tolist()
+        members: list[int] = plans.chosen(np.array(masses), at).tolist()
+        return members
 
     def _numbers(self, key: int, below: int) -> list[int]:
         numbers = native.empty_rows(self.parts)

@@ -264,8 +264,7 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Raise it to this one, if it is smaller."""
 
 
-#: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``), :class:`Append` (``write``), :class:`Tickets` and
-#: :class:`Remove` (``edit``).
+#: Actions by name.
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
     "stats": Stats,
@@ -278,6 +277,8 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "limit": Limit,
     "version": Version,
 }
+#: What the messages of streams may be.
+STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
 
 
 class Mass(msgspec.Struct, frozen=True, array_like=True):
@@ -363,14 +364,15 @@ class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of each batch, if they are parts."""
 
 
-def decoded(kind: type[T], raw: bytes, call: str) -> T:
+def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:
     """A command, checked. Raises ``ValueError``: too long, no JSON, or not what is expected."""
     if len(raw) > MAX_COMMAND:
         raise ValueError(f"{call}: expected a command of at most {MAX_COMMAND} bytes, got {len(raw)}.")
     try:
-        return msgspec.json.decode(raw, type=kind)
+        command: msgspec.Struct = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{call}: {error}.") from error
+    return command
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------

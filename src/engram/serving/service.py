@@ -38,7 +38,7 @@ from engram.transforms import Compose
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from uuid import UUID
 
@@ -227,24 +227,35 @@ class Service:
         self._columns: dict[tuple[object, ...], list[Column]] = {}
         #: The columns of rows on their way in.
         self.written = wire.written_columns(self._schema)
-        self._actions: Mapping[str, Callable[..., object]] = {
-            "describe": self._describe,
-            "stats": self._stats,
-            "gauges": self._gauges,
-            "health": self._health,
-            "can_sample": self._can_sample,
-            "can_remove": self._can_remove,
-            "empty": self._empty,
-            "end_trajectory": self._end_trajectory,
-            "limit": self._limit,
-            "version": self._version,
-        }
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
-    def do(self, name: str, command: msgspec.Struct) -> object:
-        """An action: what is answered, as JSON will say it. Raises what it raises."""
-        return self._actions[name](command)
+    def do(self, command: msgspec.Struct) -> object:
+        """One of :data:`protocol.ACTIONS`: what is answered, as JSON will say it. Raises what it raises."""
+        wiring = self._wiring
+        match command:
+            case protocol.Describe():
+                return self._describe(command)
+            case protocol.Stats():
+                return self._state()
+            case protocol.Gauges():
+                return gauges(wiring.storage, wiring.source)
+            case protocol.CanSample():
+                return wiring.can_sample(command.rows)
+            case protocol.CanRemove():
+                wiring.check_editable("remove")
+            case protocol.Empty():
+                self._rb.empty(empty_write_count=not command.keep_write_count)
+            case protocol.EndTrajectory():
+                roles = {public(path): role for path, role in command.roles}
+                return self._rb.end_trajectory(
+                    command.lanes, terminated=command.terminated, roles=roles or None
+                ).tolist()
+            case protocol.Limit():
+                self._limit(command)
+            case protocol.Version():
+                return self._version(command)
+        return {}
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         if command.protocol != protocol.PROTOCOL:
@@ -275,21 +286,11 @@ class Service:
             if change > 0 and self._awaited:
                 self._awaited.popleft()
 
-    def _stats(self, _: protocol.Stats) -> protocol.State:
+    def _state(self) -> protocol.State:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
-        return protocol.State(
-            len(storage),
-            self._rb.write_count,
-            storage.counters(),
-            *limits,
-            self._mass(),
-            self.writers,
-            core.fleet_limit,
-        )
-
-    def _gauges(self, _: protocol.Gauges) -> dict[str, float]:
-        return gauges(self._wiring.storage, self._wiring.source)
+        counts = len(storage), self._rb.write_count, storage.counters()
+        return protocol.State(*counts, *limits, self._mass(), self.writers, core.fleet_limit)
 
     def _mass(self) -> protocol.Mass | None:
         """Of the next draw."""
@@ -308,32 +309,11 @@ class Service:
         by = cast("PrioritizedSampler", drawing_by(self._wiring.sampler))
         return protocol.Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
 
-    def _health(self, _: protocol.Health) -> dict[str, object]:
-        return {}
-
-    def _can_sample(self, command: protocol.CanSample) -> bool:
-        return self._wiring.can_sample(command.rows)
-
-    def _can_remove(self, _: protocol.CanRemove) -> dict[str, object]:
-        self._wiring.check_editable("remove")
-        return {}
-
-    def _empty(self, command: protocol.Empty) -> dict[str, object]:
-        self._rb.empty(empty_write_count=not command.keep_write_count)
-        return {}
-
-    def _end_trajectory(self, command: protocol.EndTrajectory) -> list[int]:
-        roles = {public(path): role for path, role in command.roles}
-        ended = self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles or None)
-        rows: list[int] = ended.tolist()
-        return rows
-
-    def _limit(self, command: protocol.Limit) -> dict[str, object]:
+    def _limit(self, command: protocol.Limit) -> None:
         wiring = self._wiring
         rules = Rules(command.ratio, command.tolerance, command.min_size, command.in_flight)
         unconsumed = wiring.source.drawable(wiring.storage) if rules.in_flight else 0
         self._store.core.set_fleet_limit(*rules, unconsumed, command.fleet, command.stores, command.level)
-        return {}
 
     def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler

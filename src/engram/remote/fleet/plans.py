@@ -51,8 +51,9 @@ def key_of(key: int, store: int, attempt: int) -> int:
 def chosen(masses: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.int64]:
     """The member at each place in [0, 1) of the line on which members lie side by side, each as long as its mass."""
     ends = np.cumsum(masses)
-    members: NDArray[np.int64] = np.searchsorted(ends, at * ends[-1], side="right")
-    return np.minimum(members, np.flatnonzero(masses)[-1])  # rounding must not choose one without mass
+    last = np.flatnonzero(masses)[-1]  # rounding must not choose one without mass
+    members: NDArray[np.int64] = np.minimum(np.searchsorted(ends, at * ends[-1], side="right"), last)
+    return members
 
 
 def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:
