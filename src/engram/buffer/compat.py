@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engram.buffer.output import Output
     from engram.persist.checkpointers import StorageCheckpointerBase
     from engram.remote.fleet.members import Missing
-    from engram.remote.storage import Full
+    from engram.remote.protocol import Full
     from engram.storages.own import GivenStorage
     from engram.types import Sampler, Writer
     from engram.writers.removers import Remover

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from engram.buffer.compat import ConnectArguments
     from engram.buffer.replay_buffer import ReplayBuffer
     from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.storage import Full
 
     Path = str | os.PathLike[str] | None
 

@@ -22,7 +22,7 @@ from engram.remote.wire import columns_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.remote.storage import Full
+    from engram.remote.protocol import Full
     from engram.remote.wire import Column
 
 T = TypeVar("T")

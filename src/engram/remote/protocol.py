@@ -134,6 +134,8 @@ LEAVING = b"{}"
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 T = TypeVar("T")
 Stream = Literal["learn", "write", "edit"]
+#: What a write does that has no credits.
+Full = Literal["block", "raise", "drop"]
 
 
 def held_bytes(rows: int, row_bytes: int) -> int:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.persist.roles import Roles
     from engram.remote.protocol import Served
     from engram.storages import Count
@@ -430,6 +429,14 @@ _LOOK_S, _ANSWER_S = 0.5, 10.0
 _LONGER_S = 60.0
 
 
+class Waits(Protocol):
+    """Options of a Checkpointer, which actors know in full."""
+
+    @property
+    def timeout(self) -> float:
+        """For how long ranks wait for each other."""
+
+
 class ShardSavers:
     """See :class:`engram.types.Savers`.
 
@@ -442,7 +449,7 @@ class ShardSavers:
         self._shards, self._restored = shards, restored
         self._key = ""
         self._root: Path
-        self._options: Options
+        self._options: Waits
 
     # ---- asking --------------------------------------------------------------------------------------------------------
 
@@ -513,7 +520,7 @@ class ShardSavers:
 
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
 
-    def open(self, root: Path, options: Options) -> None:
+    def open(self, root: Path, options: Waits) -> None:
         self._root, self._options, self._key = root, options, secrets.token_hex(8)
         first, patience = self._shards[0].actor, max(shard.patience_s for shard in self._shards)
         for ranks in (range(1), range(1, len(self._shards))):  # the first one answers the others
@@ -523,8 +530,8 @@ class ShardSavers:
         self._ready()
         self._answers("save", self._ask("begin", step, json.dumps(user)), self._timeout)
 
-    def end(self) -> SaveReport:
-        reports: list[SaveReport] = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
+    def end(self) -> Any:
+        reports = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
         return reports[0]._replace(paused_s=max(report.paused_s for report in reports))
 
     def _give_up(self, rank: int, why: str) -> bool:
@@ -542,9 +549,8 @@ class ShardSavers:
                 continue
         return False
 
-    def restore(self, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
+    def restore(self, wanted: object, options: object) -> Any:
         self._ready()
-        reports: list[RestoreReport]
         try:
             reports = self._answers(
                 "restore", self._ask("restore", wanted, options), self._timeout, lost=self._break_off

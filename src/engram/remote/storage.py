@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from engram.types import Info, WritePlan
 
 
-Full = Literal["block", "raise", "drop"]
-
 #: What may be under way. A larger message goes alone.
 CREDIT_BYTES, CREDIT_MESSAGES = 4 << 20, 4
 #: Between two requests that the limits of the store refused.
@@ -66,7 +64,7 @@ class WritesUnderWay:
     It owns what is under way, what was dropped, and the error that the next call raises.
     """
 
-    def __init__(self, full: Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
+    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
         """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
         self._full, self._send = full, send
         self._rows: deque[_Rows] = deque()

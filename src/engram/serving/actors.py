@@ -115,14 +115,11 @@ class RanksOnRay(Ranks):
         except ConnectionError as error:
             raise RankFailed(str(error)) from error
 
-    def _ask(self, what: Said, name: str, value: bytes | int | None = None) -> Any:
-        return self._answer(self._holder.board, what, name, value)
-
     def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, value)
+        self._answer(self._holder.board, "set", key, value)
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = self._ask("get", key)
+        found: bytes | None = self._answer(self._holder.board, "get", key, None)
         return found
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -130,14 +127,14 @@ class RanksOnRay(Ranks):
         return found
 
     def claim(self, key: str, value: bytes) -> bytes:
-        there: bytes = self._ask("claim", key, value)
+        there: bytes = self._answer(self._holder.board, "claim", key, value)
         return there
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
+        return int(self._answer(self._holder.board, "add", key, amount))
 
     def forget(self, key: str) -> None:
-        self._ask("forget", key)
+        self._answer(self._holder.board, "forget", key, None)
 
 
 class ShardSaver:
@@ -244,7 +241,7 @@ class ShardActor:
     """
 
     def __init__(
-        self, kind: type[ReplayBuffer], made_of: Mapping[str, Any], of_clients: Mapping[str, object], place: Place
+        self, kind: type[ReplayBuffer], made_of: Mapping[str, object], of_clients: Mapping[str, object], place: Place
     ) -> None:
         self._kind, self._of_clients = kind, of_clients
         self._server: Server | None = None
@@ -253,7 +250,7 @@ class ShardActor:
         self._turns = itertools.count()
         try:
             self._storage, self._temporary = storage_of(made_of["storage"], place)
-            self._rb = kind(**{**made_of, "storage": self._storage})
+            self._rb = kind(**{**made_of, "storage": self._storage})  # type: ignore[arg-type] # it checks
             self._saver = ShardSaver(self._rb, place.number, place.of)
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
             self._failed = error

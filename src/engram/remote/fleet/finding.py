@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from engram.remote.connection import Access
     from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.storage import Full
 
 
 K = TypeVar("K")
