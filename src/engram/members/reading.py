@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 MISSING = {"priority_weight": 1.0, "index_generation": -1}
 
 
+_TOTAL = "The unit's total says how many rows stand for each drawn one: parts of a batch have one size."
+
+
 class Drawn(NamedTuple):
     """Rows that a member has drawn, before they are put together."""
 
@@ -60,9 +63,11 @@ class _MemberReadPath(ReadPath):
                 info: dict[Entry, Tensor] = {"index_generation": columns.pop()} if tracks else {}
                 return Drawn(columns, columns.pop(), info)
         drawn: Drawn = self.sample_with(own, rows, True, timeout)  # type: ignore[assignment] # what finish returns
-        if drawn.rows.ndim == 1 and not 0 < drawn.rows.shape[0] <= rows:
+        most = rows * (1 if wiring.unit is None else wiring.unit.total)
+        if drawn.rows.ndim == 1 and not 0 < drawn.rows.shape[0] <= most:
+            who, advice = (wiring.sampler, "") if wiring.unit is None else (wiring.unit, f" {_TOTAL}")
             raise RuntimeError(
-                f"sample: expected {rows} rows of {self._wiring.sampler!r}, or fewer, and one at least, got {len(drawn.rows)}."
+                f"sample: expected {most} rows of {who!r}, or fewer, and one at least, got {len(drawn.rows)}.{advice}"
             )
         return drawn
 
@@ -121,7 +126,7 @@ class Member:
     def draws_rows(self) -> bool:
         """Whether each row is drawn by itself, so that several parts of a batch can be drawn together."""
         traits = self.wiring.of_sampler
-        return not (traits.has_epochs or traits.consumes or traits.draws_windows)
+        return not (traits.has_epochs or traits.consumes or traits.draws_windows or self.wiring.unit is not None)
 
     def check_left(self, rows: int) -> None:
         """Raise ``NoSampleable``, before any row is drawn, where those that are left cannot be so many rows of a batch.
@@ -171,7 +176,7 @@ class Member:
     def _rows_of(self, drawn: Drawn) -> int:
         """How many rows of a batch size a draw is."""
         if drawn.rows.ndim == 1:
-            return drawn.rows.shape[0]
+            return drawn.rows.shape[0] // (1 if self.wiring.unit is None else self.wiring.unit.total)
         return drawn.rows.shape[0] * (self.wiring.source.rows_together()[1] or 1)
 
     def _refuse(self, rows: int, got: int) -> NoReturn:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import ray
 import torch
@@ -430,6 +430,14 @@ class ListBuffer:
         number = ray.get(self._actor.iterate.remote())
         while (batch := self._call("following", number)) is not None:
             yield batch
+
+    @property
+    def savers(self) -> NoReturn:
+        """Raise ``TypeError``: a Checkpointer asks for them, and saves stores."""
+        raise TypeError(
+            "Checkpointer: buffer: expected a buffer whose rows lie in a store, got a list in an actor of Ray. Save it with "
+            "rb.dumps(path), or make it of partial(LazyTensorStorage, …) or partial(LazyMemmapStorage, …)."
+        )
 
     def start(self) -> ListBuffer:
         return self
