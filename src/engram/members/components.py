@@ -156,7 +156,7 @@ def routed(index: object, n: int, who: str) -> tuple[Tensor, Tensor]:
     return members, named
 
 
-class _Several(Generic[T]):
+class OfMembers(Generic[T]):
     """Components of one kind, one of each member."""
 
     #: One of each member.
@@ -169,6 +169,9 @@ class _Several(Generic[T]):
             raise TypeError(f"{type(self).__name__}: expected {what}, got {got}.")
         self._all = given
 
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._all)
+
     def __len__(self) -> int:
         """How many there are."""
         return len(self._all)
@@ -177,7 +180,7 @@ class _Several(Generic[T]):
         return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
 
 
-class OnePerMember(_Several[T]):
+class OnePerMember(OfMembers[T]):
     """Components of one kind, and their states by the number of the member."""
 
     def __getitem__(self, index: object) -> T | Self:
@@ -205,7 +208,7 @@ class OnePerMember(_Several[T]):
         return Loads([prepare_load(one, state_dict[str(number)], f"{who}[{number}]") for number, one in states])
 
 
-class _Storages(_Several[Storage], Storage):
+class _Storages(OfMembers[Storage], Storage):
     """What a buffer asks of the storages of an ensemble."""
 
     traits = Traits()
@@ -252,9 +255,6 @@ class _Storages(_Several[Storage], Storage):
         del maker  # each would take the other's place
         for one in self._all:
             one.share()
-
-    def __iter__(self) -> Iterator[Storage]:
-        return iter(self._all)
 
     def empty(self, *, keep_write_count: bool) -> None:
         for one in self._all:
