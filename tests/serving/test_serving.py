@@ -243,7 +243,7 @@ def test_serving_that_fails_leaves_the_process_as_it_was(store, tmp_path, monkey
 
 
 def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, monkeypatch):
-    monkeypatch.setattr("engram.serving.server._LEAVE_S", 60.0)
+    monkeypatch.setattr("engram.serving.server._DRAIN_TIMEOUT_S", 60.0)
     begun, go, ended = (threading.Event() for _ in range(3))
     rb = ReplayBuffer.open(store)
     service = Service(rb)

@@ -209,7 +209,7 @@ class OnePerMember(OfMembers[T]):
 
 
 class _Storages(OfMembers[Storage], Storage):
-    """What a buffer asks of the storages of an ensemble."""
+    """The storages of an ensemble, as far as a buffer asks them."""
 
     traits = Traits()
 
@@ -422,7 +422,7 @@ class StorageEnsemble(_Storages):
 
 
 class _Loads(Loads):
-    """Those of all storages."""
+    """The loads of all storages."""
 
     @property
     def capacity(self) -> int:
@@ -458,10 +458,10 @@ class Choice:
             raise RuntimeError(f"{who}: expected one of p and sample_from_all, got both.")
         self.sample_from_all = bool(sample_from_all)
         #: As it was given; None: as many as there are members.
-        self.asked = (
+        self.num_buffer_sampled = (
             None if num_buffer_sampled is None else check_count(f"{who}: num_buffer_sampled", num_buffer_sampled)
         )
-        self.parts = members if self.asked is None or self.sample_from_all else self.asked
+        self.parts = members if self.num_buffer_sampled is None or self.sample_from_all else self.num_buffer_sampled
         self.p: Tensor | str | None = None
         self._weights: list[float] = []
         self.weigh(p)
@@ -544,7 +544,7 @@ def _drawable(source: DeclaredSampler, storage: SampledStorage, rows: int) -> fl
 
 
 class _Samplers(OnePerMember[Sampler], DeclaredSampler):
-    """What a buffer asks of the samplers of an ensemble."""
+    """The samplers of an ensemble, as far as a buffer asks them."""
 
     traits = Traits(has_epochs=False, listens=False)
     choice: Choice
@@ -570,7 +570,7 @@ class _Samplers(OnePerMember[Sampler], DeclaredSampler):
         weights = p if p is None or isinstance(p, str) else p[list(members)]
         some = super().some(members)
         some.choice = Choice(
-            type(self).__name__, len(some), weights, choice.asked, sample_from_all=choice.sample_from_all
+            type(self).__name__, len(some), weights, choice.num_buffer_sampled, sample_from_all=choice.sample_from_all
         )
         return some
 
@@ -698,7 +698,7 @@ class SamplerEnsemble(_Samplers):
 
 
 class _Writers(OnePerMember[Writer], NativeWriter):
-    """What a buffer asks of the writers of an ensemble."""
+    """The writers of an ensemble, as far as a buffer asks them."""
 
     traits = Traits()
 

@@ -240,19 +240,19 @@ def check_alike(members: Sequence[Member]) -> None:
     own = first.memory.schema
     for other in members[1:]:
         assert other.memory is not None
-        theirs = other.memory.schema
-        shared = max(min(len(own.fields), len(theirs.fields)), own.first_fields, theirs.first_fields)
-        before, then = own.until(shared), theirs.until(shared)
+        other_schema = other.memory.schema
+        shared = max(min(len(own.fields), len(other_schema.fields)), own.first_fields, other_schema.first_fields)
+        before, then = own.until(shared), other_schema.until(shared)
         if (before.fields, before.structure) == (then.fields, then.structure):
             continue
         names = f"of member {first.number}", f"of member {other.number}"
         some = [one.finished(_none_of(one)) for one in (first, other)]
         collate.join(some, names, lambda batches: batches[0])
         shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
-        others = [f"{field.name} {list(field.shape)}" for field in theirs.fields]
+        others = [f"{field.name} {list(field.shape)}" for field in other_schema.fields]
         raise RuntimeError(
             f"sample: expected members with the same rows, got {shapes} in a {own.structure.kind} {names[0]} and {others} in a "
-            f"{theirs.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
+            f"{other_schema.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
         )
 
 
@@ -266,7 +266,7 @@ _INDEX, _IDS = ("index", "index"), ("index", "buffer_ids")
 
 
 class _Part(NamedTuple):
-    """What a member has drawn, and of which parts of the batch it is, in order."""
+    """The rows that a member has drawn, and the parts of the batch that they are."""
 
     member: Member
     places: list[int]
@@ -347,9 +347,9 @@ class EnsembleReadPath(ReadPath):
                     _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
                 ]
         batch = _Parts.of(parts)
-        return batch, torch.tensor(ids, device="cpu"), self._said(batch)
+        return batch, torch.tensor(ids, device="cpu"), self._info_of(batch)
 
-    def _said(self, batch: _Parts) -> dict[Entry, Tensor]:
+    def _info_of(self, batch: _Parts) -> dict[Entry, Tensor]:
         """The entries of a batch's info, ``[parts, rows, ...]``: those that all members have, and :data:`MISSING` ones."""
         parts = batch.parts
         index = [part.member.wiring.user_index(part.drawn.rows) for part in parts]
@@ -357,7 +357,7 @@ class EnsembleReadPath(ReadPath):
             raise RuntimeError(
                 "sample: expected members with the same ndim, got several. Sample from each of them by itself."
             )
-        said: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
+        info: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
         for key in dict.fromkeys([key for part in parts for key in part.drawn.info]):
             found = [(part, part.drawn.info.get(key)) for part in parts]
             values = [value for _, value in found if value is not None]
@@ -370,8 +370,8 @@ class EnsembleReadPath(ReadPath):
                     for part, value in found
                 ]
             if len(values) == len(found):
-                said[key] = batch.joined(values)
-        return said
+                info[key] = batch.joined(values)
+        return info
 
     # ---- putting together ----------------------------------------------------------------------------------------------
 

@@ -97,8 +97,8 @@ class EnsemblePrefetching(Prefetching):
             go_back(self._members[int(number)].wiring, cast("dict[str, object]", place))
 
 
-class _Others(TypedDict, total=False):
-    """Keywords of the constructor that mean what they mean for a buffer, and those of each member."""
+class _EnsembleOptions(TypedDict, total=False):
+    """Keywords of the constructor that a buffer has, too, and ``collate_fns``."""
 
     collate_fns: Sequence[Callable[..., object] | None] | None
     generator: torch.Generator | None
@@ -174,10 +174,10 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         num_buffer_sampled: int | None = None,
         routing_key: str | tuple[str, ...] | None = None,
         routing_dim: int | None = None,
-        **others: Unpack[_Others],
+        **others: Unpack[_EnsembleOptions],
     ) -> None:
         who = type(self).__name__
-        unknown = {name: value for name, value in others.items() if name not in _Others.__annotations__}
+        unknown = {name: value for name, value in others.items() if name not in _EnsembleOptions.__annotations__}
         reject_unsupported(who, unknown, NOT_YET, type(self))
         components = storages, samplers, writers
         if rbs:
@@ -910,7 +910,7 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
             "_choice": {
                 "p": sampler.p,
                 "sample_from_all": sampler.sample_from_all,
-                "num_buffer_sampled": sampler.choice.asked,
+                "num_buffer_sampled": sampler.choice.num_buffer_sampled,
             },
             "_around": (wiring.transform, wiring.collate_fn, wiring.pinning, generator, wiring.gate),
             "_prefetched": None if self._prefetching is None or self.shared else self._prefetching.copy(),

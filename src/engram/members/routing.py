@@ -277,7 +277,7 @@ class RoutedWrites:
 
 
 class _Share(NamedTuple):
-    """What a member has of the rows of a call."""
+    """A member's share of the rows of a call."""
 
     member: Member
     at: Tensor
@@ -344,6 +344,8 @@ class Keys(NamedTuple):
 
 
 class _Patch(NamedTuple):
+    """The entries to write to a row of a member."""
+
     member: Member
     row: Tensor
     number: Tensor

@@ -32,7 +32,7 @@ _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
 #: For how long a server that is to end waits for its clients.
-_LEAVE_S = 5.0
+_DRAIN_TIMEOUT_S = 5.0
 
 
 #: Errors that Flight knows.
@@ -40,7 +40,7 @@ refusal, broken, away = flight.FlightUnauthenticatedError, flight.FlightServerEr
 
 
 class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Lets calls in that bring the token."""
+    """Middleware that refuses calls without the token."""
 
     def __init__(self, token: bytes) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
-    """Answers until :meth:`drain`. Rows and commands are checked before anything is done."""
+    """An Arrow Flight server that answers until :meth:`drain`. Rows and commands are checked before anything is done."""
 
     def __init__(
         self, service: Service, address: protocol.Address, *, token: bytes = b"", tls: tuple[bytes, bytes] | None = None
@@ -158,7 +158,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         telling = [threading.Thread(target=leave, daemon=True) for leave in streams]
         for thread in telling:
             thread.start()
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         for thread in telling:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
@@ -209,9 +209,9 @@ class _Stream:
             with self._working:
                 if self._left:
                     return
-                said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+                metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
                 try:
-                    self._answer(protocol.decoded(protocol.STREAMS[self._name], said, self._name), chunk)
+                    self._answer(protocol.decoded(protocol.STREAMS[self._name], metadata, self._name), chunk)
                 except flight.FlightError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the client raises it
@@ -231,8 +231,8 @@ class _Stream:
             case protocol.Sample():
                 with service.answering(command):
                     batches = service.sample(command)
-                    said = msgspec.json.encode(batches.said)
-                    self._put(said, batches.columns, batches.tensors, len(batches.tensors[0]))
+                    metadata = msgspec.json.encode(batches.metadata)
+                    self._put(metadata, batches.columns, batches.tensors, len(batches.tensors[0]))
             case protocol.Prioritize():
                 try:
                     service.prioritize(*self._rows_of(chunk, wire.PRIORITIES, "prioritize"))
@@ -248,14 +248,14 @@ class _Stream:
                 removed = service.remove(*self._rows_of(chunk, wire.EDITS, "edit"))
                 self._writer.write_metadata(msgspec.json.encode(protocol.Removed(removed)))
 
-    def _put(self, said: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
+    def _put(self, metadata: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
         """Answer with rows."""
         if self._schema is None:
             self._schema = wire.arrow_schema(columns), columns
             self._writer.begin(self._schema[0])
         if columns is not self._schema[1] and columns != self._schema[1]:
             raise broken("the columns of batches have changed: begin another stream")
-        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), said)
+        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), metadata)
 
     def _rows_of(self, chunk: flight.FlightStreamChunk, expected: list[wire.Column], call: str) -> list[torch.Tensor]:
         """The rows of a message. Raises ``ValueError``: it has none, others, or too many."""
@@ -270,7 +270,7 @@ class _Stream:
         if not self._checked:
             got = wire.columns_in(batch.schema)
             if got != expected:
-                raise ValueError(f"{call}: expected the columns {_said(expected)}, got {_said(got)}.")
+                raise ValueError(f"{call}: expected the columns {_column_names(expected)}, got {_column_names(got)}.")
             self._checked = True
         batch.validate()
         return wire.tensors_in(batch, expected)
@@ -281,11 +281,11 @@ def _row_bytes(columns: tuple[wire.Column, ...]) -> int:
     return sum(column.nbytes for column in columns)
 
 
-def _said(columns: list[wire.Column]) -> str:
+def _column_names(columns: list[wire.Column]) -> str:
     return ", ".join(f"{it.name} {it.dtype} {list(it.shape)}" for it in columns)[:400]
 
 
-_ENDS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(
@@ -301,7 +301,7 @@ def run(
     """
     # where this fails, the process may go on and start programs, which inherit what is blocked
     with contextlib.ExitStack() as otherwise:
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # before there are threads, which inherit it, too
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before there are threads, which inherit it, too
         otherwise.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         rb = otherwise.enter_context(ReplayBuffer.open(directory))
         if also is not None:
@@ -312,7 +312,7 @@ def run(
         if address.scheme != "unix":
             address = address._replace(port=server.port)
         ready(address)
-        signal.sigwait(_ENDS)
+        signal.sigwait(_SIGNALS)
         if server.drain():  # else a command is under way
             rb.close()
         if address.scheme == "unix":
@@ -335,7 +335,7 @@ def _server(service: Service, at: Listening) -> Server:
 
 
 class Listening(NamedTuple):
-    """Where and how. It holds secrets, so it has no text."""
+    """The address that a server listens at, and its secrets, which its text leaves out."""
 
     address: protocol.Address
     token: bytes

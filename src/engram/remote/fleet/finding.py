@@ -1,4 +1,4 @@
-"""Which addresses are servers of which store."""
+"""Finds the stores of a fleet: by the addresses of servers, or by shards on Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 #: Addresses that are asked at a time.
-_AT_A_TIME = 32
+_MAX_CONNECTING = 32
 
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
@@ -42,10 +42,10 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     check_missing(missing)
     if len(access.addresses) == 1 and stratum is None:
         return RemoteStorage(Connection(access))
-    served = _asked(access, missing)
+    served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
-    for address, said in served.items():
-        stores.setdefault(said.store, []).append(address)
+    for address, answer in served.items():
+        stores.setdefault(answer.store, []).append(address)
     check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
     if silent:
@@ -64,7 +64,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
 
 
 class Silent:
-    """Addresses that did not answer at first. Stores that are served there join a fleet when they do."""
+    """Addresses that did not answer when the fleet was connected. The stores that they serve join the fleet when they answer."""
 
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
@@ -78,11 +78,11 @@ class Silent:
         first, stores = known[0].served, {storage.served.store for storage in known}
         for address in tuple(self._addresses):
             try:
-                said = _served_at(self._access, address)
+                answer = _served_at(self._access, address)
                 self._addresses.remove(address)
-                if said.store in stores:  # another server of a known one
+                if answer.store in stores:  # another server of a known one
                     continue
-                check_stores([first, said], self._access.full)
+                check_stores([first, answer], self._access.full)
                 storage = _without_limits(self._access._replace(addresses=(address,)))
             except ConnectionError:  # gone again
                 if address not in self._addresses:
@@ -92,7 +92,7 @@ class Silent:
                 if address not in self._addresses:
                     warn(f"the store at {address} does not join: {error}")
                 continue
-            stores.add(said.store)
+            stores.add(answer.store)
             yield storage
 
 
@@ -108,7 +108,7 @@ def _without_limits(access: Access) -> RemoteStorage:
     return storage
 
 
-def _asked(access: Access, missing: Missing) -> dict[protocol.Address, protocol.Served]:
+def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, protocol.Served]:
     """What servers say, in the order of their addresses. Silent ones are asked again until the time is over.
 
     Raises ``ConnectionError``: none answers; or not all do, and they are waited for.
@@ -118,8 +118,8 @@ def _asked(access: Access, missing: Missing) -> dict[protocol.Address, protocol.
     while True:
         silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
         found |= zip(silent, _answers(partial(_served_at, access), silent), strict=True)
-        served = {it: said for it in access.addresses if not isinstance(said := found[it], ConnectionError)}
-        errors = [said for said in found.values() if isinstance(said, ConnectionError)]
+        served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
+        errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
         waits_all = missing == "wait" or not served
         patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
         if not errors or time.monotonic() + pause > begun + patience_s:
@@ -150,7 +150,7 @@ def _answers(ask: Callable[[K], T], each: Sequence[K]) -> list[T | ConnectionErr
         except ConnectionError as error:
             return error
 
-    with ThreadPoolExecutor(max(1, min(_AT_A_TIME, len(each))), "engram-connect") as threads:
+    with ThreadPoolExecutor(max(1, min(_MAX_CONNECTING, len(each))), "engram-connect") as threads:
         return list(threads.map(answer, each))
 
 
@@ -187,7 +187,7 @@ _KINDS: dict[str, Callable[[protocol.Served], object]] = {
 
 
 class Awaited(Servers, Protocol):
-    """A shard: it knows where its store is served, and makes one."""
+    """A shard on Ray: it knows where its store is served, and makes the store."""
 
     def serve(self, schema: str | None) -> Found | None:
         """Where its store is served, which is made of a schema if there is none. None: there is neither.
@@ -197,7 +197,7 @@ class Awaited(Servers, Protocol):
 
 
 class AwaitedFleet:
-    """The stores of several shards.
+    """A fleet of shards, some of whose stores may not exist yet.
 
     Args:
         shards: in the order of their numbers.

@@ -22,7 +22,7 @@ _WORD = (1 << 64) - 1
 #: The number of a store's draws may not meet that of the choice among them.
 _CHOICE = 1 << 62
 #: Numbers that NumPy deals without replacement.
-_MOST_DEALT = 10**9
+_MAX_DEALT_ROWS = 10**9
 
 
 def number(rows: Tensor, store: int) -> Tensor:
@@ -60,7 +60,7 @@ def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np
     """int64 ``[min(n, all)]``: the store of each in a random order of all that are left, so that counts are hypergeometric."""
     random, total = random_of(key, attempt), int(left.sum())
     n = min(n, total)
-    if total < _MOST_DEALT:
+    if total < _MAX_DEALT_ROWS:
         counts = random.multivariate_hypergeometric(left, n, method="marginals")
     else:  # of so many, with replacement makes no difference that could be seen
         counts = np.minimum(random.multinomial(n, left / total), left)

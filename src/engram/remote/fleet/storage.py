@@ -66,9 +66,9 @@ def combined(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> dict[
 
 def _one(name: str, stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> Iterator[float]:
     """The number of all stores, or nothing."""
-    asked = [(state.size, gauges.get(name)) for state, gauges in stores if state.size or name not in _OF_ROWS]
-    known = [(size, value) for size, value in asked if value is not None]
-    if not known or (len(known) < len(asked) and name not in _WHERE_KNOWN):
+    numbers = [(state.size, gauges.get(name)) for state, gauges in stores if state.size or name not in _OF_ROWS]
+    known = [(size, value) for size, value in numbers if value is not None]
+    if not known or (len(known) < len(numbers) and name not in _WHERE_KNOWN):
         return
     values = [value for _, value in known]
     if name in _MEANS:
@@ -100,13 +100,13 @@ def _effective(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> flo
     return whole**2 / squares if squares else None
 
 
-def any_turn() -> int:
+def random_turn() -> int:
     """Where nothing tells clients that begin to write at the same time apart."""
     return random.getrandbits(48)
 
 
 class FleetStorage(ServedStorage):
-    """Several stores that servers have open.
+    """The rows of several stores that servers have open, as one storage.
 
     Args:
         storages: of each.
@@ -121,7 +121,7 @@ class FleetStorage(ServedStorage):
         missing: Missing,
         stratum: int | None,
         joining: Joining | None = None,
-        turn: Callable[[], int] = any_turn,
+        turn: Callable[[], int] = random_turn,
     ) -> None:
         super().__init__()
         self._turn = turn
@@ -262,13 +262,13 @@ class FleetStorage(ServedStorage):
             )
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        for shard, ours in self._owners(rows):
+        for shard, at in self._owners(rows):
             if not shard.lost:
                 with self.members.reaching(shard):
-                    own = None if tickets is None else tickets[ours]
-                    shard.storage.prioritize(rows[ours] & _ROW, priorities[ours], own)
+                    own = None if tickets is None else tickets[at]
+                    shard.storage.prioritize(rows[at] & _ROW, priorities[at], own)
                     continue
-            self._dropped += len(ours)
+            self._dropped += len(at)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -299,19 +299,19 @@ class FleetStorage(ServedStorage):
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
         self.check_rows(rows, "remove")
-        for shard, ours in self._owners(rows):
+        for shard, at in self._owners(rows):
             if shard.lost:
                 raise ConnectionError(
                     f"remove: expected the stores of all rows, but {shard.storage!r} is gone. Nothing is removed."
                 )
             with self.members.needing(shard, "Nothing is removed."):
-                shard.storage.check_removal(rows[ours] & _ROW)
+                shard.storage.check_removal(rows[at] & _ROW)
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         removed = 0
-        for shard, ours in self._owners(rows):
+        for shard, at in self._owners(rows):
             with self.members.needing(shard, f"remove: {removed} rows of other stores are removed."):
-                removed += shard.storage.remove(rows[ours] & _ROW, None if expected is None else expected[ours])
+                removed += shard.storage.remove(rows[at] & _ROW, None if expected is None else expected[at])
             shard.change()
         return removed
 
@@ -344,7 +344,7 @@ class FleetStorage(ServedStorage):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         Storage.__init__(self)
-        self._turn = any_turn
+        self._turn = random_turn
         self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
 
     def close(self) -> None:
