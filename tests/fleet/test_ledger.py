@@ -51,7 +51,7 @@ class Shards:
     """Stores, as a client knows them."""
 
     missing = "skip"
-    reaching, check_all_present = Members.reaching, Members.check_all_present
+    answers, reaching, check_all_present = Members.answers, Members.reaching, Members.check_all_present
 
     def __init__(self, stores):
         self.shards = [Shard(k, store) for k, store in enumerate(stores)]

@@ -133,7 +133,7 @@ def test_rows_that_are_refused_for_now_are_written_before_the_end():
 
 
 def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):
-    monkeypatch.setattr("engram.remote.storage._LEAVE_S", 0.1)
+    monkeypatch.setattr("engram.remote.storage._CLOSE_TIMEOUT_S", 0.1)
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()
     writes = WritesUnderWay("block", server.send)

@@ -243,20 +243,21 @@ def test_serving_that_fails_leaves_the_process_as_it_was(store, tmp_path, monkey
 
 
 def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, monkeypatch):
-    monkeypatch.setattr("engram.serving.server._LEAVE_S", 60.0)
+    monkeypatch.setattr("engram.serving.server._DRAIN_TIMEOUT_S", 60.0)
     begun, go, ended = (threading.Event() for _ in range(3))
     rb = ReplayBuffer.open(store)
     service = Service(rb)
     server = Server(service, address_of(f"unix:{store}.sock", "test"))
-    stats = service._actions["stats"]
+    do = service.do
 
     def slow(command):
-        begun.set()
-        assert go.wait(60)
-        assert not ended.is_set()
-        return stats(command)
+        if isinstance(command, protocol.Stats):
+            begun.set()
+            assert go.wait(60)
+            assert not ended.is_set()
+        return do(command)
 
-    monkeypatch.setattr(service, "_actions", {**service._actions, "stats": slow})
+    monkeypatch.setattr(service, "do", slow)
     remote = ReplayBuffer.connect(f"unix:{store}.sock", patience=0)
     with ThreadPoolExecutor(2) as threads:
         size = threads.submit(len, remote)

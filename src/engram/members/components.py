@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -94,8 +92,7 @@ def members_named(index: object, n: int, who: str) -> int | list[int]:
         named = as_numbers(f"{who}: members", index)
         if named.ndim > 1:
             raise RuntimeError(f"{who}: expected an int or a list of ints, got an index of shape {list(named.shape)}.")
-        if named.numel() and (named.dtype.is_floating_point or named.dtype.is_complex or named.dtype is torch.bool):
-            raise TypeError(f"{who}: expected ints that name members, got {named.dtype}.")
+        _check_ints(f"{who}: members", named)
         for member in named.reshape(-1).tolist():
             if not -n <= member < n:
                 raise IndexError(f"{who}: expected a member in [0, {n}), got {member}.")
@@ -117,11 +114,16 @@ def split_index(index: object, who: str) -> tuple[object, object | None]:
     return index[0], None if not rows else rows[0] if len(rows) == 1 else rows
 
 
+def _check_ints(what: str, numbers: Tensor) -> None:
+    """Raise ``TypeError``: they are no ints."""
+    if numbers.numel() and (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool):
+        raise TypeError(f"{what}: expected ints, the numbers of members, got {numbers.dtype}.")
+
+
 def check_ids(ids: object, n: int, what: str) -> Tensor:
     """Numbers of members, int64 on the CPU, of any shape. Raises ``TypeError``: no ints. ``ValueError``: there is no such member."""
     numbers = as_numbers(what, ids)
-    if numbers.numel() and (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool):
-        raise TypeError(f"{what}: expected ints, the numbers of members, got {numbers.dtype}.")
+    _check_ints(what, numbers)
     numbers = numbers.to("cpu", torch.int64)
     bad = numbers[(numbers < 0) | (numbers >= n)]
     if len(bad):
@@ -155,248 +157,32 @@ def routed(index: object, n: int, who: str) -> tuple[Tensor, Tensor]:
     return members, named
 
 
-class _Storages(Storage):
-    """What a buffer asks of the storages of an ensemble."""
-
-    traits = Traits()
-    _storages: tuple[Storage, ...]
-
-    @property
-    def initialized(self) -> bool:
-        return all(one.initialized for one in self._storages)
-
-    @property
-    def max_size(self) -> int:
-        return sum(one.max_size for one in self._storages)
-
-    @property
-    def device(self) -> torch.device | None:
-        devices = {one.device for one in self._storages}
-        return devices.pop() if len(devices) == 1 else None
-
-    @property
-    def write_count(self) -> int:
-        return sum(one.write_count for one in self._storages)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self._storages)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size([len(self._storages)])
-
-    def counters(self) -> dict[str, float]:
-        found = [one.counters() for one in self._storages]
-        names = dict.fromkeys(name for counts in found for name in counts)
-        return {name: sum(counts.get(name, 0) for counts in found) for name in names}
-
-    def next_number(self) -> int:
-        """Each has tickets of its own."""
-        return 0
-
-    @property
-    def shared(self) -> bool:
-        return all(one.shared for one in self._storages)
-
-    def share(self, maker: str | None = None) -> None:
-        del maker  # each would take the other's place
-        for one in self._storages:
-            one.share()
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._storages)
-
-    def __iter__(self) -> Iterator[Storage]:
-        return iter(self._storages)
-
-    def empty(self, *, keep_write_count: bool) -> None:
-        for one in self._storages:
-            one.empty(keep_write_count=keep_write_count)
-            one.notify(None, None)
-
-    add = extend = set = asks_a_member("write")
-    __setitem__ = asks_a_member("storage[index] = value")
-    extent = asks_a_member("extent")
-    contains = asks_a_member("contains")
-    tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = asks_a_member("storage[index]")
-    prepare = write = edit = prepare_at = asks_a_member("write")
-    check_removal = remove = asks_a_member("remove")
-    settled = priorities = consumption = groups = limit = asks_a_member("sampler")
-
-    # ---- state ---------------------------------------------------------------------------------------------------------
-
-    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:
-        """The state of each, by its number."""
-        del without
-        return {str(number): one.state_dict() for number, one in enumerate(self._storages)}
-
-    def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
-        who = type(self).__name__
-        check_keys(state_dict, tuple(map(str, range(len(self)))), who)
-        states = [typed(state_dict, str(number), dict, who) for number in range(len(self))]
-        loads = []
-        for number, state in enumerate(states):
-            with naming(number, "Nothing was changed."):
-                loads.append(self._storages[number].prepare_load(state))
-        return _Loads(loads)
-
-    def prepare_snapshot(
-        self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-    ) -> Preparation[Snapshot]:
-        del without, whole
-        return super(Storage, self).prepare_snapshot()
-
-    def close(self) -> None:
-        for one in self._storages:
-            one.close()
-        super().close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self._storages))})"
-
-
-class StorageEnsemble(_Storages):
-    """The storages of an ensemble.
-
-    Args:
-        *storages: one of each member.
-        transforms: applied to what :meth:`get` returns, one for each storage, of which some may be None.
-
-    Raises:
-        TypeError: no storages, another number of transforms, or one that cannot be called.
-
-    >>> import torch
-    >>> from engram import ReplayBuffer, LazyTensorStorage, StorageEnsemble
-    >>> storage = StorageEnsemble(LazyTensorStorage(10), LazyTensorStorage(20))
-    >>> len(storage), storage.max_size
-    (2, 30)
-    """
-
-    def __init__(self, *storages: Storage, transforms: Sequence[Change | None] | None = None) -> None:
-        super().__init__()
-        who = type(self).__name__
-        if not storages or not all(isinstance(one, Storage) for one in storages):
-            raise TypeError(f"{who}: expected storages, got {[type(one).__name__ for one in storages] or 'none'}.")
-        given: object = () if transforms is None else transforms
-        changes = tuple(given) if isinstance(given, Iterable) else (given,)
-        if not isinstance(given, Iterable) or not all(one is None or callable(one) for one in changes):
-            raise TypeError(
-                f"{who}: transforms: expected a list of callables, or None for some, got {transforms!r:.80}."
-            )
-        if transforms is not None and len(changes) != len(storages):
-            raise TypeError(
-                f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(changes)}. None stands for no transform."
-            )
-        self._storages = storages
-        self._transforms = None if transforms is None else changes
-
-    # ---- what it is ----------------------------------------------------------------------------------------------------
-
-    @property
-    def storages(self) -> tuple[Storage, ...]:
-        """One of each member."""
-        return self._storages
-
-    @property
-    def transforms(self) -> tuple[Change | None, ...] | None:
-        """What is applied to the rows of each; None: nothing."""
-        return self._transforms
-
-    def flatten(self) -> StorageEnsemble:
-        """The storages with ``ndim`` 1, around the same rows, as :meth:`TensorStorage.flatten`.
-
-        >>> from engram import ListStorage, StorageEnsemble
-        >>> len(StorageEnsemble(ListStorage(12), ListStorage(12)).flatten())
-        2
-        """
-        return StorageEnsemble(*(one.flatten() for one in self._storages), transforms=self._transforms)
-
-    def register_save_hook(self, hook: SaveHook) -> None:
-        """As of each of the storages: ``hook`` sees the rows of one after the other.
-
-        >>> from engram import LazyTensorStorage, StorageEnsemble, TED2Flat
-        >>> StorageEnsemble(LazyTensorStorage(10)).register_save_hook(TED2Flat())
-        """
-        for one in self._storages:
-            one.register_save_hook(hook)
-
-    def register_load_hook(self, hook: LoadHook) -> None:
-        """As of each of the storages: ``hook`` sees the rows of one after the other.
-
-        >>> from engram import Flat2TED, LazyTensorStorage, StorageEnsemble
-        >>> StorageEnsemble(LazyTensorStorage(10)).register_load_hook(Flat2TED())
-        """
-        for one in self._storages:
-            one.register_load_hook(hook)
-
-    # ---- rows ----------------------------------------------------------------------------------------------------------
-
-    def get(self, index: object) -> list[tuple[int, object]]:
-        """Rows by number: ``[(member, rows), …]``, where the rows went through its transform.
-
-        Args:
-            index: a TensorDict or dict with ``"buffer_ids"`` ``[n]`` and ``"index"`` ``[n, rows]``, as ``SamplerEnsemble.sample``
-                returns it.
-
-        Raises:
-            TypeError: something else. ValueError: no such member. RowError: no such row.
-
-        >>> import torch
-        >>> from engram import ListStorage, StorageEnsemble
-        >>> storage = StorageEnsemble(ListStorage(4), ListStorage(4))
-        >>> storage[1].set(range(2), ["a", "b"])
-        >>> storage.get({"buffer_ids": torch.tensor([1]), "index": torch.tensor([[1, 0]])})
-        [(1, ['b', 'a'])]
-        """
-        ids, rows = routed(index, len(self._storages), "get")
-        return [(member, self._read(member, one)) for member, one in zip(ids.tolist(), rows, strict=True)]
-
-    def _read(self, member: int, rows: object) -> object:
-        with naming(member):
-            data = self._storages[member].get(rows)
-            change = None if self._transforms is None else self._transforms[member]
-            return data if change is None else change(data)
-
-    def _rows(self, member: int, rows: object) -> object:
-        with naming(member):
-            return self._storages[member][rows]
-
-    def __getitem__(self, index: object) -> object:
-        """``storage[i]``: one of the storages; ``storage[i, j]``: rows of it; ``storage[[i, k]]``: an ensemble of some;
-        ``storage[:, j]``: a list of the rows of each. Raises as ``ReplayBufferEnsemble[index]``.
-        """
-        of_members, rows = split_index(index, type(self).__name__)
-        named = members_named(of_members, len(self._storages), type(self).__name__)
-        if isinstance(named, int):
-            return self._storages[named] if rows is None else self._storages[named][rows]
-        if rows is not None:
-            return [self._rows(member, rows) for member in named]
-        some = None if self._transforms is None else [self._transforms[member] for member in named]
-        return StorageEnsemble(*(self._storages[member] for member in named), transforms=some)
-
-
-class _Loads(Loads):
-    """Those of all storages."""
-
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def allocate(self) -> None:
-        """Each does when it is committed."""
-
-
-class OnePerMember(Generic[T]):
-    """Components of one kind, one of each member, and their states by number."""
+class OfMembers(Generic[T]):
+    """Components of one kind, one of each member."""
 
     #: One of each member.
     _all: tuple[T, ...]
 
+    def _take(self, given: tuple[T, ...], kind: type, what: str) -> None:
+        """Keep components. Raises ``TypeError``: there are none, or one is something else."""
+        if not given or not all(isinstance(one, kind) for one in given):
+            got = [type(one).__name__ for one in given] or "none"
+            raise TypeError(f"{type(self).__name__}: expected {what}, got {got}.")
+        self._all = given
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._all)
+
     def __len__(self) -> int:
         """How many there are."""
         return len(self._all)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
+
+
+class OnePerMember(OfMembers[T]):
+    """Components of one kind, and their states by the number of the member."""
 
     def __getitem__(self, index: object) -> T | Self:
         """One of them, or an ensemble of some. Raises as ``ReplayBufferEnsemble[index]``."""
@@ -422,8 +208,229 @@ class OnePerMember(Generic[T]):
         states = enumerate(self._all)
         return Loads([prepare_load(one, state_dict[str(number)], f"{who}[{number}]") for number, one in states])
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
+
+class _Storages(OfMembers[Storage], Storage):
+    """The storages of an ensemble, as far as a buffer asks them."""
+
+    traits = Traits()
+
+    @property
+    def initialized(self) -> bool:
+        return all(one.initialized for one in self._all)
+
+    @property
+    def max_size(self) -> int:
+        return sum(one.max_size for one in self._all)
+
+    @property
+    def device(self) -> torch.device | None:
+        devices = {one.device for one in self._all}
+        return devices.pop() if len(devices) == 1 else None
+
+    @property
+    def write_count(self) -> int:
+        return sum(one.write_count for one in self._all)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self._all)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([len(self._all)])
+
+    def counters(self) -> dict[str, float]:
+        found = [one.counters() for one in self._all]
+        names = dict.fromkeys(name for counts in found for name in counts)
+        return {name: sum(counts.get(name, 0) for counts in found) for name in names}
+
+    def next_number(self) -> int:
+        """Each has tickets of its own."""
+        return 0
+
+    @property
+    def shared(self) -> bool:
+        return all(one.shared for one in self._all)
+
+    def share(self, maker: str | None = None) -> None:
+        del maker  # each would take the other's place
+        for one in self._all:
+            one.share()
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        for one in self._all:
+            one.empty(keep_write_count=keep_write_count)
+            one.notify(None, None)
+
+    add = extend = set = asks_a_member("write")
+    __setitem__ = asks_a_member("storage[index] = value")
+    extent = asks_a_member("extent")
+    contains = asks_a_member("contains")
+    tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = asks_a_member("storage[index]")
+    prepare = write = edit = prepare_at = asks_a_member("write")
+    check_removal = remove = asks_a_member("remove")
+    settled = priorities = consumption = groups = limit = asks_a_member("sampler")
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:
+        """The state of each, by its number."""
+        del without
+        return {str(number): one.state_dict() for number, one in enumerate(self._all)}
+
+    def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
+        who = type(self).__name__
+        check_keys(state_dict, tuple(map(str, range(len(self)))), who)
+        states = [typed(state_dict, str(number), dict, who) for number in range(len(self))]
+        loads = []
+        for number, state in enumerate(states):
+            with naming(number, "Nothing was changed."):
+                loads.append(self._all[number].prepare_load(state))
+        return _Loads(loads)
+
+    def prepare_snapshot(
+        self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
+    ) -> Preparation[Snapshot]:
+        del without, whole
+        return super(Storage, self).prepare_snapshot()
+
+    def close(self) -> None:
+        for one in self._all:
+            one.close()
+        super().close()
+
+
+class StorageEnsemble(_Storages):
+    """The storages of an ensemble.
+
+    Args:
+        *storages: one of each member.
+        transforms: applied to what :meth:`get` returns, one for each storage, of which some may be None.
+
+    Raises:
+        TypeError: no storages, another number of transforms, or one that cannot be called.
+
+    >>> import torch
+    >>> from engram import ReplayBuffer, LazyTensorStorage, StorageEnsemble
+    >>> storage = StorageEnsemble(LazyTensorStorage(10), LazyTensorStorage(20))
+    >>> len(storage), storage.max_size
+    (2, 30)
+    """
+
+    def __init__(self, *storages: Storage, transforms: Sequence[Change | None] | None = None) -> None:
+        super().__init__()
+        self._take(storages, Storage, "storages")
+        who = type(self).__name__
+        given: object = () if transforms is None else transforms
+        changes = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not isinstance(given, Iterable) or not all(one is None or callable(one) for one in changes):
+            raise TypeError(
+                f"{who}: transforms: expected a list of callables, or None for some, got {transforms!r:.80}."
+            )
+        if transforms is not None and len(changes) != len(storages):
+            raise TypeError(
+                f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(changes)}. None stands for no transform."
+            )
+        self._transforms = None if transforms is None else changes
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _storages(self) -> tuple[Storage, ...]:
+        return self._all  # as TorchRL's calls them
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """One of each member."""
+        return self._all
+
+    @property
+    def transforms(self) -> tuple[Change | None, ...] | None:
+        """What is applied to the rows of each; None: nothing."""
+        return self._transforms
+
+    def flatten(self) -> StorageEnsemble:
+        """The storages with ``ndim`` 1, around the same rows, as :meth:`TensorStorage.flatten`.
+
+        >>> from engram import ListStorage, StorageEnsemble
+        >>> len(StorageEnsemble(ListStorage(12), ListStorage(12)).flatten())
+        2
+        """
+        return StorageEnsemble(*(one.flatten() for one in self._all), transforms=self._transforms)
+
+    def register_save_hook(self, hook: SaveHook) -> None:
+        """As of each of the storages: ``hook`` sees the rows of one after the other.
+
+        >>> from engram import LazyTensorStorage, StorageEnsemble, TED2Flat
+        >>> StorageEnsemble(LazyTensorStorage(10)).register_save_hook(TED2Flat())
+        """
+        for one in self._all:
+            one.register_save_hook(hook)
+
+    def register_load_hook(self, hook: LoadHook) -> None:
+        """As of each of the storages: ``hook`` sees the rows of one after the other.
+
+        >>> from engram import Flat2TED, LazyTensorStorage, StorageEnsemble
+        >>> StorageEnsemble(LazyTensorStorage(10)).register_load_hook(Flat2TED())
+        """
+        for one in self._all:
+            one.register_load_hook(hook)
+
+    # ---- rows ----------------------------------------------------------------------------------------------------------
+
+    def get(self, index: object) -> list[tuple[int, object]]:
+        """Rows by number: ``[(member, rows), …]``, where the rows went through its transform.
+
+        Args:
+            index: a TensorDict or dict with ``"buffer_ids"`` ``[n]`` and ``"index"`` ``[n, rows]``, as ``SamplerEnsemble.sample``
+                returns it.
+
+        Raises:
+            TypeError: something else. ValueError: no such member. RowError: no such row.
+
+        >>> import torch
+        >>> from engram import ListStorage, StorageEnsemble
+        >>> storage = StorageEnsemble(ListStorage(4), ListStorage(4))
+        >>> storage[1].set(range(2), ["a", "b"])
+        >>> storage.get({"buffer_ids": torch.tensor([1]), "index": torch.tensor([[1, 0]])})
+        [(1, ['b', 'a'])]
+        """
+        ids, rows = routed(index, len(self._all), "get")
+        return [(member, self._read(member, one)) for member, one in zip(ids.tolist(), rows, strict=True)]
+
+    def _read(self, member: int, rows: object) -> object:
+        with naming(member):
+            data = self._all[member].get(rows)
+            change = None if self._transforms is None else self._transforms[member]
+            return data if change is None else change(data)
+
+    def _rows(self, member: int, rows: object) -> object:
+        with naming(member):
+            return self._all[member][rows]
+
+    def __getitem__(self, index: object) -> object:
+        """``storage[i]``: one of the storages; ``storage[i, j]``: rows of it; ``storage[[i, k]]``: an ensemble of some;
+        ``storage[:, j]``: a list of the rows of each. Raises as ``ReplayBufferEnsemble[index]``.
+        """
+        of_members, rows = split_index(index, type(self).__name__)
+        named = members_named(of_members, len(self._all), type(self).__name__)
+        if isinstance(named, int):
+            return self._all[named] if rows is None else self._all[named][rows]
+        if rows is not None:
+            return [self._rows(member, rows) for member in named]
+        some = None if self._transforms is None else [self._transforms[member] for member in named]
+        return StorageEnsemble(*(self._all[member] for member in named), transforms=some)
+
+
+class _Loads(Loads):
+    """The loads of all storages."""
+
+    @property
+    def capacity(self) -> int:
+        return 0
+
+    def allocate(self) -> None:
+        """Each does when it is committed."""
 
 
 SAMPLEABLE = "sampleable"
@@ -452,12 +459,12 @@ class Choice:
             raise RuntimeError(f"{who}: expected one of p and sample_from_all, got both.")
         self.sample_from_all = bool(sample_from_all)
         #: As it was given; None: as many as there are members.
-        self.asked = (
+        self.num_buffer_sampled = (
             None if num_buffer_sampled is None else check_count(f"{who}: num_buffer_sampled", num_buffer_sampled)
         )
-        self.parts = members if self.asked is None or self.sample_from_all else self.asked
+        self.parts = members if self.num_buffer_sampled is None or self.sample_from_all else self.num_buffer_sampled
         self.p: Tensor | str | None = None
-        self._ends: list[float] = []
+        self._weights: list[float] = []
         self.weigh(p)
 
     def weigh(self, p: Weights) -> None:
@@ -466,7 +473,7 @@ class Choice:
         if p is None or isinstance(p, str):
             if p not in (None, SAMPLEABLE):
                 raise ValueError(f"{what}: expected weights or {SAMPLEABLE!r}, got {p!r}.")
-            self.p, self._ends = p, []
+            self.p, self._weights = p, []
             return
         weights = as_numbers(what, p).to("cpu", torch.float64)
         if weights.shape != (n,):
@@ -478,7 +485,7 @@ class Choice:
             raise ValueError(f"{what}: expected a weight above 0, got {weights.tolist()}.")
         weights = weights / weights.max()  # whose sum is finite
         self.p = weights / weights.sum()
-        self._ends = list(accumulate(self.p.tolist()))
+        self._weights = self.p.tolist()
 
     def rows_of_part(self, batch_size: int) -> int:
         """Rows of each part of a batch. Raises ``ValueError``: the batch cannot be divided."""
@@ -492,21 +499,21 @@ class Choice:
 
     def chosen(self, key: int, rows: int, sources: Sources) -> list[int]:
         """The member of each part of a batch, of so many rows each. Raises ``NoSampleable``: none can give a part."""
-        n, ends = self._members, self._ends
+        n, masses = self._members, self._weights
         if self.sample_from_all:
             return list(range(n))
         if self.p is None:
             return self._numbers(key, n)
         if isinstance(self.p, str):
-            ends = list(accumulate(_drawable(source, storage, rows) for source, storage in sources))
-            if not ends[-1]:
+            masses = [_drawable(source, storage, rows) for source, storage in sources]
+            if not any(masses):
                 check_drawable(sum(len(storage) for _, storage in sources))
                 raise NoSampleable(
                     f"sample: expected a member of the ensemble that can give {rows} rows, got {n} that cannot."
                 )
-        at = [number / _FINE * ends[-1] for number in self._numbers(key, _FINE)]
-        last = next(i for i, end in enumerate(ends) if end >= ends[-1])  # rounding must not choose one without weight
-        return [min(bisect_right(ends, place), last) for place in at]
+        at = np.array(self._numbers(key, _FINE)) / _FINE
+        members: list[int] = plans.chosen(np.array(masses), at).tolist()
+        return members
 
     def _numbers(self, key: int, below: int) -> list[int]:
         numbers = native.empty_rows(self.parts)
@@ -538,7 +545,7 @@ def _drawable(source: DeclaredSampler, storage: SampledStorage, rows: int) -> fl
 
 
 class _Samplers(OnePerMember[Sampler], DeclaredSampler):
-    """What a buffer asks of the samplers of an ensemble."""
+    """The samplers of an ensemble, as far as a buffer asks them."""
 
     traits = Traits(has_epochs=False, listens=False)
     choice: Choice
@@ -564,7 +571,7 @@ class _Samplers(OnePerMember[Sampler], DeclaredSampler):
         weights = p if p is None or isinstance(p, str) else p[list(members)]
         some = super().some(members)
         some.choice = Choice(
-            type(self).__name__, len(some), weights, choice.asked, sample_from_all=choice.sample_from_all
+            type(self).__name__, len(some), weights, choice.num_buffer_sampled, sample_from_all=choice.sample_from_all
         )
         return some
 
@@ -600,13 +607,9 @@ class SamplerEnsemble(_Samplers):
         sample_from_all: bool = False,
         num_buffer_sampled: int | None = None,
     ) -> None:
-        who = type(self).__name__
-        if not samplers or not all(isinstance(one, Sampler) for one in samplers):
-            got = [type(one).__name__ for one in samplers] or "none"
-            raise TypeError(f"{who}: expected samplers, got {got}.")
-        self._all = samplers
+        self._take(samplers, Sampler, "samplers")
         self._declared = tuple(map(declared, samplers))
-        self.choice = Choice(who, len(samplers), p, num_buffer_sampled, sample_from_all=sample_from_all)
+        self.choice = Choice(type(self).__name__, len(samplers), p, num_buffer_sampled, sample_from_all=sample_from_all)
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:
@@ -696,7 +699,7 @@ class SamplerEnsemble(_Samplers):
 
 
 class _Writers(OnePerMember[Writer], NativeWriter):
-    """What a buffer asks of the writers of an ensemble."""
+    """The writers of an ensemble, as far as a buffer asks them."""
 
     traits = Traits()
 
@@ -738,10 +741,7 @@ class WriterEnsemble(_Writers):
 
     def __init__(self, *writers: Writer) -> None:
         super().__init__()
-        if not writers or not all(isinstance(one, Writer) for one in writers):
-            got = [type(one).__name__ for one in writers] or "none"
-            raise TypeError(f"{type(self).__name__}: expected writers, got {got}.")
-        self._all = writers
+        self._take(writers, Writer, "writers")
         self._placers = tuple(map(declared_writer, writers))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ class RoutedWrites:
     def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
-        info = cast("dict[Entry, Any]", index)
+        info = cast("dict[Entry, Tensor]", index)
         if priority is None:
             refuse_batch(index, priority)
         if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:
@@ -277,7 +277,7 @@ class RoutedWrites:
 
 
 class _Share(NamedTuple):
-    """What a member has of the rows of a call."""
+    """A member's share of the rows of a call."""
 
     member: Member
     at: Tensor
@@ -344,6 +344,8 @@ class Keys(NamedTuple):
 
 
 class _Patch(NamedTuple):
+    """The entries to write to a row of a member."""
+
     member: Member
     row: Tensor
     number: Tensor

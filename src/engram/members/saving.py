@@ -209,7 +209,7 @@ def _folder_of(folder: Path, member: int) -> Path:
 
 
 class _MemberLoad(NamedTuple):
-    """What was checked of a member's state."""
+    """The checked state of a member."""
 
     number: int
     load: Commit
@@ -226,7 +226,7 @@ class _MemberLoad(NamedTuple):
 
 
 class _OwnLoad:
-    """What was checked of an ensemble's own state."""
+    """The checked state of an ensemble itself."""
 
     batch_size: int | None = None
     iterating = False

@@ -41,14 +41,14 @@ IN_DOUBT = (
     "extend: the server was lost before it acknowledged the rows: they may be written or not. Look at write_count."
 )
 #: Streams of one client that break in a row, without an answer in between.
-_MOST_FAILURES = 20
+_MAX_STREAM_FAILURES = 20
 #: For how long a server may take to answer the first command.
-_FIRST_ANSWER_S = 10.0
+_FIRST_ANSWER_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 #: A peer that does not acknowledge what is sent, or an idle one that does not answer a ping, is gone after so long.
-_ACKNOWLEDGED_MS = 10_000
+_KEEPALIVE_TIMEOUT_MS = 10_000
 #: Between two pings. A server takes those that come more often than each 5 minutes for an attack, and ends the connection.
-_PING_MS = 310_000
+_KEEPALIVE_INTERVAL_MS = 310_000
 #: A parent's clients and streams, in a forked child: to free one would wait for threads that are not there.
 _of_parents: list[object] = []
 #: Of a file in a dump.
@@ -56,7 +56,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
 class Found(NamedTuple):
-    """Servers of one store, and what opens them. It holds a secret, so it has no text."""
+    """Addresses of the servers of one store, and their token. Its text leaves the token out."""
 
     addresses: tuple[protocol.Address, ...]
     token: bytes
@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 class Servers(Protocol):
-    """Who knows where the servers of a store are."""
+    """A source of the addresses of a store's servers."""
 
     @property
     def patience_s(self) -> float:
@@ -95,7 +95,7 @@ class Servers(Protocol):
 
 
 class Access(NamedTuple):
-    """Where servers are and how they are reached: all that a pickled buffer takes along. It holds no secret."""
+    """Addresses of servers, and how they are reached: all that a pickled buffer takes along. It holds no secret."""
 
     addresses: tuple[protocol.Address, ...]
     token: str | None
@@ -120,11 +120,11 @@ class Access(NamedTuple):
 
 
 class _AnotherStore(ValueError):
-    """A server has other rows than those that answered before."""
+    """Raised for a server whose rows are not those of the servers before."""
 
 
 class Connection:
-    """Servers of one store, of which one is asked at a time.
+    """A connection to the servers of one store. One of them is used at a time.
 
     Args:
         access: where they are.
@@ -197,15 +197,15 @@ class Connection:
         client = flight.connect(
             address.uri,
             generic_options=[
-                ("grpc.keepalive_time_ms", _PING_MS),
-                ("grpc.keepalive_timeout_ms", _ACKNOWLEDGED_MS),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_INTERVAL_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.use_local_subchannel_pool", 1),
             ],
             **more,
         )
         options = flight.FlightCallOptions(headers=headers)
-        first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_S)
+        first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
             raw = _answer(client, first, "describe", protocol.Describe(protocol.PROTOCOL, __version__), "connect")
             refuse(raw)
@@ -229,7 +229,7 @@ class Connection:
                 self._next += 1
                 self._open(self.served)
 
-    def look(self) -> None:
+    def reconnect(self) -> None:
         """Connect if a server answers at once. Raises ``ConnectionError``: none does."""
         self._open(self.served, 0.0)
         with self._lock:
@@ -354,7 +354,7 @@ def _short(error: object) -> str:
 
 
 class Message(NamedTuple):
-    """To a server."""
+    """A message to a server."""
 
     command: bytes
     rows: pa.RecordBatch | None = None
@@ -364,9 +364,9 @@ class Message(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of a server."""
+    """A server's answer to a message."""
 
-    said: bytes
+    metadata: bytes
     rows: pa.RecordBatch
     columns: list[Column]
     """Of the rows."""
@@ -421,7 +421,7 @@ class Exchange:
         if not self._came:
             self._read()
         answer = self._came.popleft()
-        refuse(answer.said)
+        refuse(answer.metadata)
         return answer
 
     def settle(self) -> None:
@@ -444,8 +444,8 @@ class Exchange:
                     self._put_all()
                 assert self._reader is not None  # it was begun, or was not ended
                 chunk = self._reader.read_chunk()
-                said = chunk.app_metadata.to_pybytes()
-                if said == protocol.LEAVING:
+                metadata = chunk.app_metadata.to_pybytes()
+                if metadata == protocol.LEAVING:
                     raise StopIteration
             except GONE as error:
                 self._resume(error)
@@ -458,7 +458,7 @@ class Exchange:
             self.waiting.popleft()
             if not self._columns and chunk.data is not None:  # a stream has one schema
                 self._columns = columns_in(chunk.data.schema)
-            self._came.append(Answer(said, chunk.data, self._columns))
+            self._came.append(Answer(metadata, chunk.data, self._columns))
             return
 
     def _put(self, message: Message) -> None:
@@ -485,10 +485,10 @@ class Exchange:
         while True:
             self._drop()
             self._failures += 1
-            if self._failures > _MOST_FAILURES:
+            if self._failures > _MAX_STREAM_FAILURES:
                 self.waiting.clear()
                 raise ConnectionError(
-                    f"the server broke the stream {_MOST_FAILURES} times in a row: {_short(error)}"
+                    f"the server broke the stream {_MAX_STREAM_FAILURES} times in a row: {_short(error)}"
                 ) from error
             try:
                 self._connection.again(self._client)

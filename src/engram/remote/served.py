@@ -40,14 +40,14 @@ class OfServer:
 
 
 #: Between two requests that the limits of a store refused.
-ASK_AGAIN_S = 0.02
+RETRY_INTERVAL_S = 0.02
 
 
 class Limits:
-    """Limits of a store, as far as readers of one ask for them, that is elsewhere: there are none."""
+    """The limits of a store that is elsewhere, as readers of a store ask for them: there are none."""
 
     limited = False
-    #: Of what is written to the store nothing is heard: it is waited for without it.
+    #: Writes to the store are not seen here: waiting goes on without them.
     write_count = next_ticket = 0
 
     @property
@@ -70,7 +70,7 @@ class Limits:
         return 0
 
     def await_insert(self, written: int, seconds: float) -> None:  # noqa: ARG002
-        time.sleep(min(seconds, ASK_AGAIN_S))
+        time.sleep(min(seconds, RETRY_INTERVAL_S))
 
     def wake_limits(self) -> None:
         """What waits here asks again by itself."""
@@ -84,7 +84,7 @@ class Limits:
 
 
 class Memory(NamedTuple):
-    """What readers of a store look at, of one that is elsewhere."""
+    """A store that is elsewhere, as far as readers of a store look at one."""
 
     schema: Schema
     place: str
@@ -110,7 +110,7 @@ class Drawn(NamedTuple):
 
 
 class ServedRows(Protocol):
-    """What a buffer asks of rows that servers have, beside what it asks of every storage."""
+    """Rows that servers have, as far as a buffer asks more of them than of every storage."""
 
     @property
     def served(self) -> Served:
@@ -160,7 +160,7 @@ class ServedRows(Protocol):
 
 
 class ServedStorage(Storage, ServedRows):
-    """Rows that servers have. Whatever needs them here refuses, and says what to do instead."""
+    """A storage whose rows are on servers. Calls that need the rows here are refused, with what to do instead."""
 
     traits = Traits(has_fields=True, is_remote=True)
 
@@ -269,7 +269,7 @@ _REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: loo
 
 
 class RemoteSampler(OfServer, DeclaredSampler):
-    """Draws by the sampler of a server."""
+    """A sampler that draws by the sampler of a server."""
 
     traits = Traits()
 
@@ -363,7 +363,7 @@ def _priorities(priority: object, n: int) -> Tensor:
 
 
 class RemoteWriter(OfServer, NativeWriter):
-    """Writes by the writer of a server."""
+    """A writer that writes by the writer of a server."""
 
     traits = Traits()
 

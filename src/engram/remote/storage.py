@@ -25,8 +25,7 @@ from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
-from engram.remote.protocol import Full
-from engram.remote.served import ASK_AGAIN_S, Drawn, Limits, ServedStorage
+from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
 from engram.types import Write
@@ -44,16 +43,14 @@ if TYPE_CHECKING:
 
 #: What may be under way. A larger message goes alone.
 CREDIT_BYTES, CREDIT_MESSAGES = 4 << 20, 4
-#: Between two requests that the limits of the store refused.
-_ASK_AGAIN_S = 0.02
 #: A thread that has nothing to send ends after it.
-_IDLE_S = 1.0
+_IDLE_THREAD_S = 1.0
 #: For how long the end of a buffer waits for an answer.
-_LEAVE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class _Rows(NamedTuple):
-    """Of one write."""
+    """The rows of one write."""
 
     batch: pa.RecordBatch
     lanes: frozenset[int]
@@ -65,7 +62,7 @@ class WritesUnderWay:
     It owns what is under way, what was dropped, and the error that the next call raises.
     """
 
-    def __init__(self, full: Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
+    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
         """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
         self._full, self._send = full, send
         self._rows: deque[_Rows] = deque()
@@ -102,7 +99,7 @@ class WritesUnderWay:
                     )
                 if self._refused:
                     raise NotAdmitted(batch.num_rows)
-                self._changed.wait(_IDLE_S)
+                self._changed.wait(_IDLE_THREAD_S)
                 self._raise()
             self._rows.append(_Rows(_copied(batch), lanes))
             if self._thread is None:
@@ -126,7 +123,7 @@ class WritesUnderWay:
         why, failed = "the server did not admit or acknowledge them", False
         with self._changed:
             # Those that limits refuse now, too: they may be admitted yet.
-            self._changed.wait_for(lambda: not self._rows or self._error is not None, _LEAVE_S if wait else 0)
+            self._changed.wait_for(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
             try:
                 self._raise()
             except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
@@ -157,7 +154,7 @@ class WritesUnderWay:
         most = CREDIT_MESSAGES
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._rows or self._closed, _IDLE_S) or self._closed:
+                if not self._changed.wait_for(lambda: self._rows or self._closed, _IDLE_THREAD_S) or self._closed:
                     self._thread = None
                     return
                 some = list(self._rows)[:most]
@@ -169,7 +166,7 @@ class WritesUnderWay:
                 with self._changed:
                     self._refused = True
                     self._changed.notify_all()
-                    self._changed.wait(_ASK_AGAIN_S)
+                    self._changed.wait(RETRY_INTERVAL_S)
             except Exception as error:  # noqa: BLE001 - the next call raises it
                 if len(some) > 1 and isinstance(error, ValueError):  # more than the limits can ever admit at once
                     most = 1
@@ -206,7 +203,7 @@ _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
 _EDIT_BYTES = 16
 
 #: So many bytes fit into the buffers of a connection whose server does not read.
-_UNREAD = 32 << 10
+_MAX_UNREAD_BYTES = 32 << 10
 
 
 class ServedLimits(Limits):
@@ -241,7 +238,7 @@ class ServedLimits(Limits):
 
     def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
         """Sleep until the server is to be asked again."""
-        time.sleep(min(seconds, ASK_AGAIN_S))
+        time.sleep(min(seconds, RETRY_INTERVAL_S))
         return True
 
     def count_limit_wait(self, samples: bool) -> None:
@@ -249,7 +246,7 @@ class ServedLimits(Limits):
 
 
 class RemoteStorage(ServedStorage):
-    """A store that a server has open."""
+    """The rows of a store that a server has open."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -363,8 +360,8 @@ class RemoteStorage(ServedStorage):
                 self._learning.forget()  # of one that was interrupted
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
-        said = msgspec.json.decode(answer.said, type=protocol.Sampled)
-        fields, counts = len(self._schema.fields), [math.prod(shape) for shape in said.sizes]
+        metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
+        fields, counts = len(self._schema.fields), [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 
         def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor]]) -> Drawn:
@@ -372,12 +369,12 @@ class RemoteStorage(ServedStorage):
             tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
-            last = said.last and number == len(counts) - 1
-            mass = said.masses[number] if said.masses else None
+            last = metadata.last and number == len(counts) - 1
+            mass = metadata.masses[number] if metadata.masses else None
             return Drawn(tensors[:fields], tensors[fields], info, last, mass)
 
         batches = wire.batches_in(answer.rows, answer.columns, counts)
-        return [partial(drawn, *of) for of in zip(itertools.count(), said.sizes, batches, strict=False)]
+        return [partial(drawn, *of) for of in zip(itertools.count(), metadata.sizes, batches, strict=False)]
 
     def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         outside = rows[(rows < -1) | (rows >= self.max_size)]
@@ -389,7 +386,7 @@ class RemoteStorage(ServedStorage):
         batch = wire.record_batch(_PRIORITIES, [rows, priorities, numbers], len(rows))
         with self._learning.lock:
             self._unread += batch.nbytes
-            if self._unread > _UNREAD:  # a server that waits for us to read its batches does not read
+            if self._unread > _MAX_UNREAD_BYTES:  # a server that waits for us to read its batches does not read
                 self._learning.settle()
                 self._unread = batch.nbytes
             self._learning.send(Message(msgspec.json.encode(protocol.Prioritize()), batch, again=False), answered=False)
@@ -486,7 +483,7 @@ class RemoteStorage(ServedStorage):
                 return 0
             resumed = self._editing.resumed
             removed = msgspec.json.decode(
-                self._edit(protocol.Remove(), rows, tickets).said, type=protocol.Removed
+                self._edit(protocol.Remove(), rows, tickets).metadata, type=protocol.Removed
             ).removed
             if self._editing.resumed != resumed:
                 removed = int((self._tickets(torch.unique(rows)) < 0).sum())

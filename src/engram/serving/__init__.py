@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 #: For how long a server may take to begin: importing torch on a busy machine takes its time.
-_BEGIN_S = 120.0
+_START_TIMEOUT_S = 120.0
 #: For how long it may finish what is under way.
-_LEAVE_S = 10.0
+_STOP_TIMEOUT_S = 10.0
 
 
 class serve:  # noqa: N801 - used as a function
@@ -74,12 +74,12 @@ class serve:  # noqa: N801 - used as a function
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> str:
-        self._said = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()
         self._process = process = subprocess.Popen(  # noqa: S603 - ourselves
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._said
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors
         )
         try:
-            return _first_line(process, self._said)
+            return _first_line(process, self._errors)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -92,13 +92,13 @@ class serve:  # noqa: N801 - used as a function
             return
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_LEAVE_S)
+            process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         assert process.stdout is not None
         process.stdout.close()
-        self._said.close()
+        self._errors.close()
 
     @property
     def pid(self) -> int:
@@ -130,17 +130,17 @@ def _directory_of(buffer: object) -> str:
 def _first_line(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
     """The address that a server says when clients may come. Raises ``RuntimeError``: it ended first."""
     assert process.stdout is not None
-    deadline, line = time.monotonic() + _BEGIN_S, b""
+    deadline, line = time.monotonic() + _START_TIMEOUT_S, b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise RuntimeError(f"serve: the server did not begin within {_BEGIN_S:g} s.")
+                raise RuntimeError(f"serve: the server did not begin within {_START_TIMEOUT_S:g} s.")
             part = os.read(process.stdout.fileno(), 4096)
             if not part:
                 process.wait()
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip()
-                raise RuntimeError(f"serve: the server ended at once: {said.removeprefix('Error: ')}")
+                text = errors.read().decode(errors="replace").strip()
+                raise RuntimeError(f"serve: the server ended at once: {text.removeprefix('Error: ')}")
             line += part
     return line.decode().strip()

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import ray
 import torch
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from engram.types import Sampler, Writer
 
 
-Said: TypeAlias = Literal["set", "get", "claim", "add", "forget"]
+BoardCall: TypeAlias = Literal["set", "get", "claim", "add", "forget"]
 #: For how long the actor that holds the board may take to answer.
-_ANSWER_S = 60.0
-_AGAIN = "the shard was started again, or another Checkpointer saves it now."
+_BOARD_TIMEOUT_S = 60.0
+_OTHER_JOB = "the shard was started again, or another Checkpointer saves it now."
 
 
 class Board:
-    """What ranks tell each other: the actor of the first shard holds it."""
+    """A board on which ranks tell each other things. The actor of the first shard holds it."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -62,9 +62,9 @@ class Board:
 
     def _check(self, key: str) -> None:
         if key != self.key or self.broken:
-            raise RankFailed(self.broken or _AGAIN)
+            raise RankFailed(self.broken or _OTHER_JOB)
 
-    def do(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
+    def do(self, key: str, what: BoardCall, name: str, value: bytes | int | None) -> bytes | int | None:
         """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
         self._check(key)
         values, counters = self._values, self._counters
@@ -109,20 +109,17 @@ class RanksOnRay(Ranks):
 
     def _answer(self, method: Call, *arguments: object) -> Any:
         """What the holder answers. Raises ``RankFailed``: it does not."""
-        asked = method.options(max_task_retries=0, concurrency_group="board").remote(self._key, *arguments)
+        call = method.options(max_task_retries=0, concurrency_group="board").remote(self._key, *arguments)
         try:
-            return answer_of(asked, _ANSWER_S, "rank 0, which holds the board of this job")
+            return answer_of(call, _BOARD_TIMEOUT_S, "rank 0, which holds the board of this job")
         except ConnectionError as error:
             raise RankFailed(str(error)) from error
 
-    def _ask(self, what: Said, name: str, value: bytes | int | None = None) -> Any:
-        return self._answer(self._holder.board, what, name, value)
-
     def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, value)
+        self._answer(self._holder.board, "set", key, value)
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = self._ask("get", key)
+        found: bytes | None = self._answer(self._holder.board, "get", key, None)
         return found
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -130,14 +127,14 @@ class RanksOnRay(Ranks):
         return found
 
     def claim(self, key: str, value: bytes) -> bytes:
-        there: bytes = self._ask("claim", key, value)
+        there: bytes = self._answer(self._holder.board, "claim", key, value)
         return there
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
+        return int(self._answer(self._holder.board, "add", key, amount))
 
     def forget(self, key: str) -> None:
-        self._ask("forget", key)
+        self._answer(self._holder.board, "forget", key, None)
 
 
 class ShardSaver:
@@ -162,7 +159,7 @@ class ShardSaver:
 
     def _check(self, key: str) -> None:
         if key != self._key:
-            raise RankFailed(_AGAIN)
+            raise RankFailed(_OTHER_JOB)
 
     def open(self, key: str, root: Path, options: Options, holder: Handle) -> None:
         """Make the Checkpointer of a job, in place of that of an older one. Raises what making it raises."""
@@ -217,7 +214,7 @@ class ShardSaver:
 
 
 class Place(NamedTuple):
-    """Of a shard among those of its buffer."""
+    """The place of a shard among those of its buffer."""
 
     maker: str
     """32 hexadecimal digits, by which an actor that takes the place of another one finds temporary rows."""
@@ -234,7 +231,7 @@ class Place(NamedTuple):
 
 
 class ShardActor:
-    """Makes a buffer, again where it takes the place of one that died, and serves its store as soon as there is one.
+    """An actor that makes a buffer, and serves its store as soon as there is one. It does so again in place of one that died.
 
     Args:
         kind: the class of the buffer.
@@ -244,7 +241,7 @@ class ShardActor:
     """
 
     def __init__(
-        self, kind: type[ReplayBuffer], made_of: Mapping[str, Any], of_clients: Mapping[str, object], place: Place
+        self, kind: type[ReplayBuffer], made_of: Mapping[str, object], of_clients: Mapping[str, object], place: Place
     ) -> None:
         self._kind, self._of_clients = kind, of_clients
         self._server: Server | None = None
@@ -253,7 +250,7 @@ class ShardActor:
         self._turns = itertools.count()
         try:
             self._storage, self._temporary = storage_of(made_of["storage"], place)
-            self._rb = kind(**{**made_of, "storage": self._storage})
+            self._rb = kind(**{**made_of, "storage": self._storage})  # type: ignore[arg-type] # it checks
             self._saver = ShardSaver(self._rb, place.number, place.of)
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
             self._failed = error
@@ -301,7 +298,7 @@ class ShardActor:
         """Call a method of its :class:`ShardSaver`."""
         return getattr(self._saver, name)(*arguments)
 
-    def board(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
+    def board(self, key: str, what: BoardCall, name: str, value: bytes | int | None) -> bytes | int | None:
         """What ranks tell each other."""
         return self._saver.board.do(key, what, name, value)
 
@@ -318,9 +315,9 @@ def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:
         RuntimeError: one that processes cannot share. What making it raises.
     """
     if isinstance(given, partial) and given.func is LazyMemmapStorage:
-        asked = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
-        asked.apply_defaults()
-        return _in_directory(place, **asked.arguments)
+        call = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
+        call.apply_defaults()
+        return _in_directory(place, **call.arguments)
     storage: Storage = component(given, Storage, "storage", None)
     if isinstance(storage, LazyMemmapStorage) and not isinstance(given, Storage):
         raise TypeError(
@@ -365,7 +362,7 @@ def is_kept_in_list(storage: object) -> bool:
 
 
 class ListActor:
-    """The actor: keeps the buffer and runs its methods."""
+    """An actor that keeps a buffer and runs its methods."""
 
     def open(self, kind: type[ReplayBuffer], given: Mapping[str, object]) -> None:
         """Make it. Raises what that raises."""
@@ -433,6 +430,14 @@ class ListBuffer:
         number = ray.get(self._actor.iterate.remote())
         while (batch := self._call("following", number)) is not None:
             yield batch
+
+    @property
+    def savers(self) -> NoReturn:
+        """Raise ``TypeError``: a Checkpointer asks for them, and saves stores."""
+        raise TypeError(
+            "Checkpointer: buffer: expected a buffer whose rows lie in a store, got a list in an actor of Ray. Save it with "
+            "rb.dumps(path), or make it of partial(LazyTensorStorage, …) or partial(LazyMemmapStorage, …)."
+        )
 
     def start(self) -> ListBuffer:
         return self

@@ -13,7 +13,7 @@ import threading
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -28,14 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-C = TypeVar("C", bound=msgspec.Struct)
-_LEARN = cast("type[protocol.Sample | protocol.Prioritize]", protocol.Sample | protocol.Prioritize)
-_EDIT = cast("type[protocol.Tickets | protocol.Remove]", protocol.Tickets | protocol.Remove)
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
 #: For how long a server that is to end waits for its clients.
-_LEAVE_S = 5.0
+_DRAIN_TIMEOUT_S = 5.0
 
 
 #: Errors that Flight knows.
@@ -43,7 +40,7 @@ refusal, broken, away = flight.FlightUnauthenticatedError, flight.FlightServerEr
 
 
 class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Lets calls in that bring the token."""
+    """Middleware that refuses calls without the token."""
 
     def __init__(self, token: bytes) -> None:
         super().__init__()
@@ -59,7 +56,7 @@ class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
-    """Answers until :meth:`drain`. Rows and commands are checked before anything is done."""
+    """An Arrow Flight server that answers until :meth:`drain`. Rows and commands are checked before anything is done."""
 
     def __init__(
         self, service: Service, address: protocol.Address, *, token: bytes = b"", tls: tuple[bytes, bytes] | None = None
@@ -92,8 +89,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                 raise ValueError(
                     f"expected one of the commands {', '.join(protocol.ACTIONS)}, got {action.type!r:.40}."
                 )
-            command = protocol.decoded(kind, action.body.to_pybytes() or b"{}", action.type)
-            return self._service.do(action.type, command)
+            return self._service.do(protocol.decoded(kind, action.body.to_pybytes() or b"{}", action.type))
         except Exception as error:  # noqa: BLE001 - the client raises it
             return protocol.refusal_of(error)
 
@@ -125,10 +121,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
-        kind = _STREAMS.get(descriptor.command)
-        if kind is None:
+        name = next((name for name in protocol.STREAMS if name.encode() == descriptor.command), None)
+        if name is None:
             raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
-        stream = kind(self._service, reader, writer)
+        stream = _Stream(self._service, name, reader, writer)
         with self._lock:
             if self._draining or len(self._streams) >= MAX_STREAMS:
                 raise away("the server leaves, or has as many streams as it takes")
@@ -162,7 +158,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         telling = [threading.Thread(target=leave, daemon=True) for leave in streams]
         for thread in telling:
             thread.start()
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         for thread in telling:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
@@ -170,17 +166,17 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         return idle and not any(thread.is_alive() for thread in telling)
 
 
-class _Stream(Generic[C]):
-    """One client's messages, in order."""
-
-    #: What messages say.
-    commands: ClassVar[type[msgspec.Struct]]
-    call = ""
+class _Stream:
+    """One client's messages, in order: batches to draw (``learn``), rows to write (``write``) or rows that go (``edit``)."""
 
     def __init__(
-        self, service: Service, reader: flight.MetadataRecordBatchReader, writer: flight.MetadataRecordBatchWriter
+        self,
+        service: Service,
+        name: protocol.Stream,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        self.service = service
+        self.service, self._name = service, name
         self._reader, self._writer = reader, writer
         self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
         #: Held while a message is worked on.
@@ -191,14 +187,18 @@ class _Stream(Generic[C]):
 
     def run(self) -> None:
         """Answer until the client or the server leaves."""
-        self.count(1)
+        self._count(1)
         try:
             self._run()
         finally:
-            self.count(-1)
+            self._count(-1)
 
-    def count(self, change: int) -> None:
+    def _count(self, change: int) -> None:
         """A client has begun such a stream, or ended it."""
+        if self._name == "learn":
+            self.service.count_stream(change)
+        elif self._name == "write":
+            self.service.count_writer(change)
 
     def _run(self) -> None:
         while True:
@@ -209,9 +209,9 @@ class _Stream(Generic[C]):
             with self._working:
                 if self._left:
                     return
-                said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+                metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
                 try:
-                    self.answer(cast("C", protocol.decoded(self.commands, said, self.call)), chunk)
+                    self._answer(protocol.decoded(protocol.STREAMS[self._name], metadata, self._name), chunk)
                 except flight.FlightError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the client raises it
@@ -224,20 +224,40 @@ class _Stream(Generic[C]):
             with contextlib.suppress(flight.FlightError, OSError):  # the client has left already
                 self._writer.write_metadata(protocol.LEAVING)
 
-    def answer(self, command: C, chunk: flight.FlightStreamChunk) -> None:
+    def _answer(self, command: msgspec.Struct, chunk: flight.FlightStreamChunk) -> None:
         """Do what a message says."""
-        raise NotImplementedError
+        service = self.service
+        match command:
+            case protocol.Sample():
+                with service.answering(command):
+                    batches = service.sample(command)
+                    metadata = msgspec.json.encode(batches.metadata)
+                    self._put(metadata, batches.columns, batches.tensors, len(batches.tensors[0]))
+            case protocol.Prioritize():
+                try:
+                    service.prioritize(*self._rows_of(chunk, wire.PRIORITIES, "prioritize"))
+                except Exception as error:  # nothing comes back
+                    raise broken(f"prioritize: {error}") from error
+            case protocol.Append():
+                rows = service.append(command, self._rows_of(chunk, service.written, "append"), chunk.data.num_rows)
+                self._put(b'{"ok":1}', wire.ROW, [rows], len(rows))
+            case protocol.Tickets():
+                held = service.tickets(self._rows_of(chunk, wire.EDITS, "edit")[0])
+                self._put(b'{"ok":1}', wire.TICKET, [held], len(held))
+            case protocol.Remove():
+                removed = service.remove(*self._rows_of(chunk, wire.EDITS, "edit"))
+                self._writer.write_metadata(msgspec.json.encode(protocol.Removed(removed)))
 
-    def put(self, said: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
+    def _put(self, metadata: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
         """Answer with rows."""
         if self._schema is None:
             self._schema = wire.arrow_schema(columns), columns
             self._writer.begin(self._schema[0])
         if columns is not self._schema[1] and columns != self._schema[1]:
             raise broken("the columns of batches have changed: begin another stream")
-        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), said)
+        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), metadata)
 
-    def rows_of(self, chunk: flight.FlightStreamChunk, expected: list[wire.Column], call: str) -> list[torch.Tensor]:
+    def _rows_of(self, chunk: flight.FlightStreamChunk, expected: list[wire.Column], call: str) -> list[torch.Tensor]:
         """The rows of a message. Raises ``ValueError``: it has none, others, or too many."""
         batch = chunk.data
         if batch is None:
@@ -250,59 +270,10 @@ class _Stream(Generic[C]):
         if not self._checked:
             got = wire.columns_in(batch.schema)
             if got != expected:
-                raise ValueError(f"{call}: expected the columns {_said(expected)}, got {_said(got)}.")
+                raise ValueError(f"{call}: expected the columns {_column_names(expected)}, got {_column_names(got)}.")
             self._checked = True
         batch.validate()
         return wire.tensors_in(batch, expected)
-
-
-class _Learning(_Stream["protocol.Sample | protocol.Prioritize"]):
-    commands, call = _LEARN, "learn"
-
-    def count(self, change: int) -> None:
-        self.service.count_stream(change)
-
-    def answer(self, command: protocol.Sample | protocol.Prioritize, chunk: flight.FlightStreamChunk) -> None:
-        if isinstance(command, protocol.Sample):
-            with self.service.answering(command):
-                batches = self.service.sample(command)
-                self.put(msgspec.json.encode(batches.said), batches.columns, batches.tensors, len(batches.tensors[0]))
-            return
-        try:
-            self.service.prioritize(*self.rows_of(chunk, wire.PRIORITIES, "prioritize"))
-        except Exception as error:  # nothing comes back
-            raise broken(f"prioritize: {error}") from error
-
-
-class _Writing(_Stream[protocol.Append]):
-    commands, call = protocol.Append, "write"
-
-    def count(self, change: int) -> None:
-        self.service.count_writer(change)
-
-    def answer(self, command: protocol.Append, chunk: flight.FlightStreamChunk) -> None:
-        columns = self.rows_of(chunk, self.service.written, "append")
-        rows = self.service.append(command, columns, chunk.data.num_rows)
-        self.put(b'{"ok":1}', wire.ROW, [rows], len(rows))
-
-
-class _Editing(_Stream["protocol.Tickets | protocol.Remove"]):
-    commands, call = _EDIT, "edit"
-
-    def answer(self, command: protocol.Tickets | protocol.Remove, chunk: flight.FlightStreamChunk) -> None:
-        rows, tickets = self.rows_of(chunk, wire.EDITS, "edit")
-        if isinstance(command, protocol.Tickets):
-            self.put(b'{"ok":1}', wire.TICKET, [self.service.tickets(rows)], len(rows))
-        else:
-            removed = protocol.Removed(self.service.remove(rows, tickets))
-            self._writer.write_metadata(msgspec.json.encode(removed))
-
-
-_STREAMS: dict[bytes, type[_Learning | _Writing | _Editing]] = {
-    b"learn": _Learning,
-    b"write": _Writing,
-    b"edit": _Editing,
-}
 
 
 @lru_cache
@@ -310,11 +281,11 @@ def _row_bytes(columns: tuple[wire.Column, ...]) -> int:
     return sum(column.nbytes for column in columns)
 
 
-def _said(columns: list[wire.Column]) -> str:
+def _column_names(columns: list[wire.Column]) -> str:
     return ", ".join(f"{it.name} {it.dtype} {list(it.shape)}" for it in columns)[:400]
 
 
-_ENDS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(
@@ -330,7 +301,7 @@ def run(
     """
     # where this fails, the process may go on and start programs, which inherit what is blocked
     with contextlib.ExitStack() as otherwise:
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # before there are threads, which inherit it, too
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before there are threads, which inherit it, too
         otherwise.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         rb = otherwise.enter_context(ReplayBuffer.open(directory))
         if also is not None:
@@ -341,7 +312,7 @@ def run(
         if address.scheme != "unix":
             address = address._replace(port=server.port)
         ready(address)
-        signal.sigwait(_ENDS)
+        signal.sigwait(_SIGNALS)
         if server.drain():  # else a command is under way
             rb.close()
         if address.scheme == "unix":
@@ -364,7 +335,7 @@ def _server(service: Service, at: Listening) -> Server:
 
 
 class Listening(NamedTuple):
-    """Where and how. It holds secrets, so it has no text."""
+    """The address that a server listens at, and its secrets, which its text leaves out."""
 
     address: protocol.Address
     token: bytes

@@ -1,4 +1,4 @@
-"""What a server does with its store: the commands, without a word on how they come."""
+"""The commands of a server over its store, independent of how they arrive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from engram.transforms import Compose
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from uuid import UUID
 
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
 #: For how long an answer waits until others are read.
-_WAIT_S = 10.0
+_ROOM_TIMEOUT_S = 10.0
 #: Dumps at a time: each is a folder on disk.
 MAX_DUMPS = 4
 #: A dump that its client has not read for so long makes room for another.
-_UNREAD_S = 60.0
+_MAX_UNREAD_S = 60.0
 #: Of a file, in one message.
 _PART_BYTES = 4 << 20
 
@@ -81,10 +81,12 @@ class Answers:
             yield
             return
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._bytes or self._bytes + nbytes <= ANSWER_BYTES, _WAIT_S):
+            if not self._changed.wait_for(
+                lambda: not self._bytes or self._bytes + nbytes <= ANSWER_BYTES, _ROOM_TIMEOUT_S
+            ):
                 raise RuntimeError(
                     f"sample: expected at most {ANSWER_BYTES} bytes of batches under way from a server, got {self._bytes} before these "
-                    f"{nbytes}, which clients did not read within {_WAIT_S:g} s. Draw again, or fewer rows."
+                    f"{nbytes}, which clients did not read within {_ROOM_TIMEOUT_S:g} s. Draw again, or fewer rows."
                 )
             self._bytes += nbytes
         try:
@@ -96,7 +98,7 @@ class Answers:
 
 
 class TooMany(Exception):
-    """Dumps are under way, and are read."""
+    """Raised where as many dumps as a server makes are under way, and are read."""
 
 
 class Dumps:
@@ -115,7 +117,7 @@ class Dumps:
         with self._lock:
             if len(self._dumps) >= MAX_DUMPS:
                 oldest = min(self._dumps, key=lambda other: other.unread_since)
-                if time.monotonic() - oldest.unread_since < _UNREAD_S:
+                if time.monotonic() - oldest.unread_since < _MAX_UNREAD_S:
                     raise TooMany(f"the server makes {MAX_DUMPS} dumps already")
                 self._dumps.remove(oldest)
                 oldest.give_up()
@@ -164,19 +166,19 @@ class _Dump:
                 self.unread_since = float("inf")
                 with self._lock:
                     if self._given_up:
-                        raise RuntimeError(f"dumps: the client read nothing for {_UNREAD_S:g} s, and others wait.")
+                        raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
                 if len(part) < _PART_BYTES:
                     return
 
 
 #: For so many seconds a client that has connected counts as one that draws, before it draws.
-_AWAITED_S = 60.0
+_CONNECTING_S = 60.0
 
 
 class Batches(NamedTuple):
     """Batches for one message."""
 
-    said: protocol.Sampled
+    metadata: protocol.Sampled
     columns: list[Column]
     tensors: list[Tensor]
 
@@ -227,24 +229,35 @@ class Service:
         self._columns: dict[tuple[object, ...], list[Column]] = {}
         #: The columns of rows on their way in.
         self.written = wire.written_columns(self._schema)
-        self._actions: Mapping[str, Callable[..., object]] = {
-            "describe": self._describe,
-            "stats": self._stats,
-            "gauges": self._gauges,
-            "health": self._health,
-            "can_sample": self._can_sample,
-            "can_remove": self._can_remove,
-            "empty": self._empty,
-            "end_trajectory": self._end_trajectory,
-            "limit": self._limit,
-            "version": self._version,
-        }
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
-    def do(self, name: str, command: msgspec.Struct) -> object:
-        """An action: what is answered, as JSON will say it. Raises what it raises."""
-        return self._actions[name](command)
+    def do(self, command: msgspec.Struct) -> object:
+        """One of :data:`protocol.ACTIONS`: what is answered, as JSON will say it. Raises what it raises."""
+        wiring = self._wiring
+        match command:
+            case protocol.Describe():
+                return self._describe(command)
+            case protocol.Stats():
+                return self._state()
+            case protocol.Gauges():
+                return gauges(wiring.storage, wiring.source)
+            case protocol.CanSample():
+                return wiring.can_sample(command.rows)
+            case protocol.CanRemove():
+                wiring.check_editable("remove")
+            case protocol.Empty():
+                self._rb.empty(empty_write_count=not command.keep_write_count)
+            case protocol.EndTrajectory():
+                roles = {public(path): role for path, role in command.roles}
+                return self._rb.end_trajectory(
+                    command.lanes, terminated=command.terminated, roles=roles or None
+                ).tolist()
+            case protocol.Limit():
+                self._limit(command)
+            case protocol.Version():
+                return self._version(command)
+        return {}
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         if command.protocol != protocol.PROTOCOL:
@@ -262,7 +275,7 @@ class Service:
         """Another one for each client that connects while others are there; 0 for the only one."""
         with self._counting:
             now = time.monotonic()
-            while self._awaited and self._awaited[0] < now - _AWAITED_S:
+            while self._awaited and self._awaited[0] < now - _CONNECTING_S:
                 self._awaited.popleft()
             self._newest = self._newest + 1 if self._awaited or self.streams else 0
             self._awaited.append(now)
@@ -275,21 +288,11 @@ class Service:
             if change > 0 and self._awaited:
                 self._awaited.popleft()
 
-    def _stats(self, _: protocol.Stats) -> protocol.State:
+    def _state(self) -> protocol.State:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
-        return protocol.State(
-            len(storage),
-            self._rb.write_count,
-            storage.counters(),
-            *limits,
-            self._mass(),
-            self.writers,
-            core.fleet_limit,
-        )
-
-    def _gauges(self, _: protocol.Gauges) -> dict[str, float]:
-        return gauges(self._wiring.storage, self._wiring.source)
+        counts = len(storage), self._rb.write_count, storage.counters()
+        return protocol.State(*counts, *limits, self._mass(), self.writers, core.fleet_limit)
 
     def _mass(self) -> protocol.Mass | None:
         """Of the next draw."""
@@ -308,32 +311,11 @@ class Service:
         by = cast("PrioritizedSampler", drawing_by(self._wiring.sampler))
         return protocol.Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
 
-    def _health(self, _: protocol.Health) -> dict[str, object]:
-        return {}
-
-    def _can_sample(self, command: protocol.CanSample) -> bool:
-        return self._wiring.can_sample(command.rows)
-
-    def _can_remove(self, _: protocol.CanRemove) -> dict[str, object]:
-        self._wiring.check_editable("remove")
-        return {}
-
-    def _empty(self, command: protocol.Empty) -> dict[str, object]:
-        self._rb.empty(empty_write_count=not command.keep_write_count)
-        return {}
-
-    def _end_trajectory(self, command: protocol.EndTrajectory) -> list[int]:
-        roles = {public(path): role for path, role in command.roles}
-        ended = self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles or None)
-        rows: list[int] = ended.tolist()
-        return rows
-
-    def _limit(self, command: protocol.Limit) -> dict[str, object]:
+    def _limit(self, command: protocol.Limit) -> None:
         wiring = self._wiring
         rules = Rules(command.ratio, command.tolerance, command.min_size, command.in_flight)
         unconsumed = wiring.source.drawable(wiring.storage) if rules.in_flight else 0
         self._store.core.set_fleet_limit(*rules, unconsumed, command.fleet, command.stores, command.level)
-        return {}
 
     def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler
@@ -404,8 +386,8 @@ class Service:
                 break
         drawn = [batch.tensors for batch in batches]
         tensors = drawn[0] if len(drawn) == 1 else [torch.cat(same) for same in zip(*drawn, strict=True)]
-        said = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
-        return Batches(said, self._columns_of(batches[0]), tensors)
+        metadata = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
+        return Batches(metadata, self._columns_of(batches[0]), tensors)
 
     def _part(self, key: int, rows: int, command: protocol.Sample) -> tuple[_Drawn, protocol.Mass]:
         """As :meth:`_drawn`, with what was true of the store. Raises ``NoSampleable``: the epoch is over, or no window begins there."""

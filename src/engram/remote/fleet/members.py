@@ -9,39 +9,40 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from engram._support import fork
 from engram._support.words import count, warn
 from engram.remote import protocol
-from engram.remote.served import ASK_AGAIN_S, Limits
+from engram.remote.served import RETRY_INTERVAL_S, Limits
 from engram.store.limits import Rules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engram.remote.storage import RemoteStorage
 
 
 _log = logging.getLogger("engram")
 
+T = TypeVar("T")
 #: What happens to a store whose servers are gone.
 Missing: TypeAlias = Literal["skip", "wait"]
 #: For how long a store that is to be skipped is waited for.
 SKIP_S = 10.0
 #: A mass is asked for that no answer has told for so long.
-_OLD_S = 1.0
+_MAX_MASS_AGE_S = 1.0
 #: Between two looks for a store that is gone.
-_LOOK_S = 1.0
+_RECONNECT_INTERVAL_S = 1.0
 
 
 _NOTHING = protocol.Mass(0.0, 0.0, 0, 0.0, 0, goes_on=False)
 
 
 class Shard:
-    """One store."""
+    """One store of a fleet: what this client knows of it."""
 
     def __init__(self, number: int, storage: RemoteStorage) -> None:
         self.number, self.storage = number, storage
@@ -51,7 +52,7 @@ class Shard:
         #: Key of the epoch that is drawn from; 0: the first draw says it. And of the last one before it; None: not known yet.
         self.epoch = 0
         self.ended: int | None = None
-        self.told_at = -math.inf
+        self.updated_at = -math.inf
         #: How often it was lost: what was asked before is not answered.
         self.losses = 0
         #: How often this client has changed its mass: what was drawn before does not tell it.
@@ -60,7 +61,7 @@ class Shard:
 
     def change(self) -> None:
         """Its mass is another one now: it is asked for before it is used."""
-        self.changes, self.told_at = self.changes + 1, -math.inf
+        self.changes, self.updated_at = self.changes + 1, -math.inf
 
     def tell(self, mass: protocol.Mass, *, epochs: bool) -> None:
         """What was true of it when it answered last. ``epochs``: it is drawn from without replacement."""
@@ -71,11 +72,11 @@ class Shard:
             self.ended = mass.epoch
         elif epochs:
             over = mass.epoch != self.epoch or not mass.goes_on if self.epoch else mass.epoch != self.ended
-        self.mass, self.weight, self.told_at = mass, 0.0 if over else mass.total, time.monotonic()
+        self.mass, self.weight, self.updated_at = mass, 0.0 if over else mass.total, time.monotonic()
 
 
 class Joining(Protocol):
-    """Addresses that did not answer when the fleet was connected."""
+    """Addresses that did not answer when the fleet was connected, as the fleet uses them."""
 
     def left(self) -> bool:
         """Whether some have not answered yet."""
@@ -85,7 +86,7 @@ class Joining(Protocol):
 
 
 class Members:
-    """All stores of a fleet, in the order of their numbers: those that join later come last."""
+    """The stores of a fleet, in the order of their numbers. Stores that join later come last."""
 
     def __init__(
         self, storages: Sequence[RemoteStorage], missing: Missing, joining: Joining | None = None, *, epochs: bool
@@ -96,9 +97,9 @@ class Members:
         #: The policy version that all stores are to know.
         self.version: int | None = None
         self._lock = fork.rlock()
-        self._looker: _Looker | None = None
+        self._poller: ReconnectPoller | None = None
         if joining is not None and joining.left():
-            self._looker = _Looker(self)
+            self._poller = ReconnectPoller(self)
 
     def present(self) -> list[Shard]:
         """Those that are there. Raises ``ConnectionError``: none is."""
@@ -111,31 +112,30 @@ class Members:
 
     def known(self) -> list[Shard]:
         """Those that are there, with masses of this second. Raises as :meth:`lose`."""
-        for shard in self.present():
-            if time.monotonic() - shard.told_at >= _OLD_S:
-                self.ask(shard)
+        self.answers(lambda shard: self.ask(shard) if time.monotonic() - shard.updated_at >= _MAX_MASS_AGE_S else None)
         return self.present()
 
-    def asked_again(self) -> list[Shard]:
+    def refreshed(self) -> list[Shard]:
         """As :meth:`known`, where none has anything, or nothing is left of the epoch: masses of this moment."""
         for shard in self.present():
             if self.epochs:
                 shard.epoch, shard.ended = 0, None
-            self.ask(shard)
+        self.answers(self.ask)
         return self.present()
 
-    def ask(self, shard: Shard) -> protocol.State | None:
-        """Numbers of a store; None: it is gone. Raises as :meth:`lose`."""
-        state: protocol.State | None = None
-        with self.reaching(shard):
-            state = shard.storage.state()
-            shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
+    def ask(self, shard: Shard) -> protocol.State:
+        """Numbers of a store. Raises ``ConnectionError``: it is gone."""
+        state = shard.storage.state()
+        shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
         return state
 
-    def ask_all(self) -> list[tuple[Shard, protocol.State]]:
-        """All stores that are there, with their numbers. Raises as :meth:`lose`."""
-        found = [(shard, self.ask(shard)) for shard in self.present()]
-        return [(shard, state) for shard, state in found if state is not None]
+    def answers(self, ask: Callable[[Shard], T]) -> list[tuple[Shard, T]]:
+        """What stores answer, of all that are there. Those that are gone are lost. Raises as :meth:`lose`."""
+        found = []
+        for shard in self.present():
+            with self.reaching(shard):
+                found.append((shard, ask(shard)))
+        return found
 
     @contextmanager
     def reaching(self, shard: Shard) -> Iterator[None]:
@@ -144,6 +144,17 @@ class Members:
             yield
         except ConnectionError as error:
             self.lose(shard, error)
+
+    @contextmanager
+    def needing(self, shard: Shard, note: str = "") -> Iterator[None]:
+        """Ask a store something that no other one can do. If it is gone, it is lost, and ``ConnectionError`` is raised, with a note."""
+        try:
+            yield
+        except ConnectionError as error:
+            if note:
+                error.add_note(note)
+            self.lose(shard, error)
+            raise
 
     def check_all_present(self, call: str, after: str = "") -> None:
         """Raise ``ConnectionError``: a store of the fleet is gone."""
@@ -158,8 +169,8 @@ class Members:
         with self._lock:
             known, shard.lost, shard.weight = shard.lost, True, 0.0
             shard.losses += not known
-            if self._looker is None:
-                self._looker = _Looker(self)
+            if self._poller is None:
+                self._poller = ReconnectPoller(self)
         others = len(self.present())
         if not known:
             warn(
@@ -171,20 +182,20 @@ class Members:
         """Look for stores that are gone, and take those that are back. Whether others are gone still."""
         for shard in [shard for shard in self.shards if shard.lost]:
             try:
-                shard.storage.connection.look()
+                shard.storage.connection.reconnect()
                 shard.storage.forget_asked()  # what came before it was lost is answered otherwise
                 if self.version is not None:
                     shard.storage.consumer_version(self.version)
             except (OSError, ValueError, RuntimeError):
                 continue
-            shard.told_at = -math.inf
+            shard.updated_at = -math.inf
             shard.lost = False
             _log.info("the store %r is back", shard.storage)
         self._join()
         with self._lock:
             if any(shard.lost for shard in self.shards) or (self.joining is not None and self.joining.left()):
                 return True
-            self._looker = None
+            self._poller = None
             return False
 
     def _join(self) -> None:
@@ -221,21 +232,21 @@ class Members:
         """Stop looking, and close the connections."""
         with self._lock:
             self._closed = True
-            if self._looker is not None:
-                self._looker.end()
+            if self._poller is not None:
+                self._poller.end()
         for shard in self.shards:
             shard.storage.close()
 
 
-class _Looker:
-    """A thread that looks for stores, until all are back or the fleet is closed."""
+class ReconnectPoller:
+    """A thread that reconnects to lost stores, until all are back or the fleet is closed."""
 
     def __init__(self, members: Members) -> None:
         self._members, self._ended = weakref.ref(members), threading.Event()
         threading.Thread(target=self._run, name="engram-fleet", daemon=True).start()
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(_RECONNECT_INTERVAL_S):
             members = self._members()
             if members is None or not members.find():
                 return
@@ -248,15 +259,15 @@ class _Looker:
 #: For how long what was read holds, in seconds: limits that were changed hold everywhere after it.
 _LEASE_S = 1.0
 #: Of a lease, as many calls as the one that it is taken for; and which part of the rows that are left until the edge of the band.
-_CALLS, _PART = 64, 4
+_LEASE_CALLS, _LEASE_SHARE = 64, 4
 #: What a store that is gone had counted is known where it was read so shortly before it was missed.
-_KNOWN_S = 30.0
+_MAX_COUNTS_AGE_S = 30.0
 #: Looks at limits that other clients are changing, and the longest pause between two.
-_TRIES, _PAUSE_S = 100, 0.1
+_MAX_LOOKS, _MAX_LOOK_PAUSE_S = 100, 0.1
 
 
 class Counts(NamedTuple):
-    """What the stores of a fleet have counted, together."""
+    """Sums of what the stores of a fleet have counted."""
 
     rules: Rules
     #: Which limits these are; 0: there never were any.
@@ -324,7 +335,7 @@ def _left(until_centre: float, by: float, slack: float) -> float:
 
 
 class _Lease:
-    """Rows of one side that this client may move without another look."""
+    """A number of rows that this client may insert, or sample, without asking the stores again."""
 
     rows, until = 0.0, -math.inf
 
@@ -336,18 +347,24 @@ class _Lease:
 
     def renew(self, rows: int, most: float) -> None:
         """For a call of some rows, which are taken at once, where so many may be moved."""
-        self.rows = most if math.isinf(most) else max(0.0, min(_CALLS * rows, most // _PART) - rows)
+        self.rows = most if math.isinf(most) else max(0.0, min(_LEASE_CALLS * rows, most // _LEASE_SHARE) - rows)
         self.until = time.monotonic() + _LEASE_S
 
 
 class _Waits:
-    """Of the calls of one side, in this buffer."""
+    """Counts of the calls of this buffer that waited to insert, or to sample."""
 
     calls, waiting, seconds = 0, 0, 0.0
 
 
 class Ledger(Limits):
-    """The limits of a fleet, for one of its clients."""
+    """The limits of a fleet, as one of its clients follows them.
+
+    No process keeps a ledger. Each store counts in its own memory the rows that are inserted and sampled there, and the sum of these
+    counts is the ledger. A client that has read them may insert and sample for a while without reading them again: its lease. A lease
+    covers so few rows, and ends so soon, that all clients together leave the band by no more than their leases. No lease is written
+    down: it ends with its client.
+    """
 
     #: They may be: only the stores know.
     limited = True
@@ -356,7 +373,7 @@ class Ledger(Limits):
         self._members = members
         self._lock = fork.rlock()
         #: What each store said last, by its number, and when; and when it was missed.
-        self._said: dict[int, tuple[protocol.State, float]] = {}
+        self._states: dict[int, tuple[protocol.State, float]] = {}
         self._missed_at: dict[int, float] = {}
         self._counts = Counts(Rules())
         self._looked_at = -math.inf
@@ -415,8 +432,8 @@ class Ledger(Limits):
         Raises ``RuntimeError``: a store has limits of its own, or others keep setting them. As ``Members.lose``.
         """
         with self._lock:
-            for attempt in range(_TRIES):
-                states = self._asked()
+            for attempt in range(_MAX_LOOKS):
+                states = self._ask_states()
                 found = self._together(states)
                 if found is not None:
                     self._counts, self._looked_at = found, time.monotonic()
@@ -425,19 +442,16 @@ class Ledger(Limits):
                     newest = max(states.values(), key=lambda state: state.fleet[0])
                     self._set(Rules(*newest.limit), states)
                 else:  # another client may be at it
-                    time.sleep(random.uniform(0.1, 1.0) * _PAUSE_S)  # noqa: S311 - no secret
+                    time.sleep(random.uniform(0.1, 1.0) * _MAX_LOOK_PAUSE_S)  # noqa: S311 - no secret
         raise RuntimeError("limit: other clients keep setting the limits of the fleet.")
 
-    def _asked(self) -> dict[Shard, protocol.State]:
+    def _ask_states(self) -> dict[Shard, protocol.State]:
         """Of each store that is there, what it says."""
-        found: dict[Shard, protocol.State] = {}
-        for shard in self._members.present():
-            with self._members.reaching(shard):
-                found[shard] = shard.storage.state()
+        found = dict(self._members.answers(lambda shard: shard.storage.state()))
         now = time.monotonic()
         for shard in self._members.shards:
             if shard in found:
-                self._said[shard.number] = found[shard], now
+                self._states[shard.number] = found[shard], now
                 self._missed_at.pop(shard.number, None)
             else:
                 self._missed_at.setdefault(shard.number, now)
@@ -445,8 +459,10 @@ class Ledger(Limits):
 
     def _gone(self, fleet: int) -> list[protocol.State]:
         """What stores that are gone had counted, as far as it is known."""
-        known = [(*self._said[number], at) for number, at in self._missed_at.items() if number in self._said]
-        return [state for state, at, missed_at in known if state.fleet[0] == fleet and missed_at - at <= _KNOWN_S]
+        known = [(*self._states[number], at) for number, at in self._missed_at.items() if number in self._states]
+        return [
+            state for state, at, missed_at in known if state.fleet[0] == fleet and missed_at - at <= _MAX_COUNTS_AGE_S
+        ]
 
     def _together(self, states: dict[Shard, protocol.State]) -> Counts | None:
         """What states say together; None: the limits do not hold in all stores, or one has begun again without the others."""
@@ -490,7 +506,7 @@ class Ledger(Limits):
                 self._members.check_all_present("limit")
             now = self._look()
             if now.rules != rules or now.unknown:
-                self._set(rules, self._asked())
+                self._set(rules, self._ask_states())
             self.emptied()
 
     def emptied(self) -> None:
@@ -540,7 +556,7 @@ class Ledger(Limits):
 
     def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
         """Sleep until the stores are to be asked again."""
-        waits, seconds = self._waits[samples], min(seconds, ASK_AGAIN_S)
+        waits, seconds = self._waits[samples], min(seconds, RETRY_INTERVAL_S)
         waits.waiting += 1
         time.sleep(seconds)
         waits.waiting -= 1
