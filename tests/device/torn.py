@@ -41,12 +41,12 @@ def buffer(capacity, lanes, *, prioritized=False, batch_size):
     return rb.share()
 
 
-def write(rb, lane, seed, empties, stop):
+def write(rb, lane, seed, empties, pause_s, stop):
     """Append, edit, remove and sometimes empty, until told to stop."""
     torch.set_num_threads(1)
     choose, number = random.Random(seed), seed * _OF_ONE + 1
     most = max(rb.storage.max_size // 8, 1)
-    while not stop.is_set():
+    while not stop.wait(pause_s):
         n = choose.randint(1, min(most, 64))
         rows = rows_of(torch.arange(number, number + n))
         number += n
@@ -74,12 +74,12 @@ def change(rb, what, choose, rows):
 
 
 class Writers:
-    """Processes that write to a shared buffer inside a ``with``."""
+    """Processes that write to a shared buffer inside a ``with``. ``pause_s``: between two writes."""
 
-    def __init__(self, rb, count):
+    def __init__(self, rb, count, pause_s=0.0):
         self._stop = forkserver.CONTEXT.Event()
         lanes = rb.storage.lanes
-        given = [(rb, number % lanes, number + 1, number == 0, self._stop) for number in range(count)]
+        given = [(rb, number % lanes, number + 1, number == 0, pause_s, self._stop) for number in range(count)]
         self._them = [forkserver.CONTEXT.Process(target=write, args=one) for one in given]
 
     def __enter__(self):
