@@ -130,7 +130,7 @@ def test_an_edit_is_known_although_another_row_was_removed_since():
 
 def test_too_little_memory(monkeypatch):
     taken = []
-    monkeypatch.setattr("engram.store.device.store.free_bytes", lambda device: 1_000)
+    monkeypatch.setattr("engram.store.device.accelerator.Accelerator.room", lambda _: (1_000, 2_000))
     monkeypatch.setattr("engram.store.device.store.DeviceRows", lambda *given: taken.append(given))
     rb = ReplayBuffer(storage=There(100_000))
     with pytest.raises(RuntimeError, match=r"100,000 rows on cpu need [\d,]+ bytes, and 1,000 are free"):

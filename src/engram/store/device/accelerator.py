@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import functools
 import platform
+import sys
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -184,7 +185,9 @@ class Accelerator:
         return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def room(self) -> tuple[int, int]:
-        """Bytes of a CUDA device's memory: those that new tensors may have, and all."""
+        """Bytes of a device's memory: those that new tensors may have, and all; of others than CUDA's no limit is known."""
+        if self.device.type != "cuda":
+            return sys.maxsize, sys.maxsize
         free, total = self._module.mem_get_info(self.device)
         kept = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
         return int(free + kept), int(total)

@@ -60,8 +60,7 @@ class DeviceStore(HostedStore):
 
         Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
         """
-        needed = (schema.capacity + 1) * (schema.row_bytes + 24)
-        free = Accelerator(device).room()[0] if device.type == "cuda" else needed
+        needed, (free, _) = (schema.capacity + 1) * (schema.row_bytes + 24), Accelerator(device).room()
         if free < needed:
             raise RuntimeError(
                 f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
@@ -333,12 +332,8 @@ class DeviceStore(HostedStore):
         ledger, call = self.rows, "rb[index] = value"
         with ledger:
             rows = ledger.sent(rows, call)
-            at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
-            columns = self._sent(self._shaped(at, which, columns), call)
-            if ledger.capturing:
-                ledger.count_edits(at)
-            ledger.put(at, which, columns, ledger.last_of(at))
-            ledger.count_edits(at)
+            columns = self._sent(self._shaped(rows, which, columns), call)
+            at = ledger.work.edit(ledger, rows, which, columns)
             ledger.edits, ledger.captured_edits = True, ledger.captured_edits or ledger.capturing
         return Write(at, 0)
 
