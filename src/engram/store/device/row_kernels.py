@@ -16,7 +16,7 @@ A phase that needs what the phase before has written comes after a barrier of a 
 import triton
 import triton.language as tl
 
-from engram.store.device.kernels import _at, _bits, _load
+from engram.store.device.kernels import _at, _bits, _copy_wide, _load
 
 R_CAPACITY, R_LENGTH, R_NUMBERS, R_CURSOR, R_TALLY, R_LAST, R_CHUNKS = map(tl.constexpr, range(7))
 #: Batches that graphs have drawn; programs that have ended; entries of updates and edits so far; address of the counts of edits.
@@ -43,27 +43,6 @@ def _power(x, exponent):
     """``x ** exponent``, exact where the exponent is 0 or 1; of x below zero something."""
     raised = tl.where(x > 0, tl.exp(exponent * tl.log(tl.where(x > 0, x, 1.0))), 0.0)
     return tl.where(exponent == 1.0, x, tl.where(exponent == 0.0, 1.0, raised))
-
-
-@triton.jit
-def _move(source, to, nbytes, mine, dtype: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Copies a chunk from each address to another one."""
-    at = tl.arange(0, CHUNK // WIDTH)[None, :]
-    mask = mine[:, None] & (at < nbytes // WIDTH)
-    value = tl.load(source[:, None].to(tl.pointer_type(dtype)) + at, mask=mask, other=0)
-    tl.store(to[:, None].to(tl.pointer_type(dtype)) + at, value, mask=mask)
-
-
-@triton.jit
-def _copy(source, to, nbytes, width, mine, CHUNK: tl.constexpr):
-    if width == 8:
-        _move(source, to, nbytes, mine, tl.int64, 8, CHUNK)
-    elif width == 4:
-        _move(source, to, nbytes, mine, tl.int32, 4, CHUNK)
-    elif width == 2:
-        _move(source, to, nbytes, mine, tl.int16, 2, CHUNK)
-    else:
-        _move(source, to, nbytes, mine, tl.int8, 1, CHUNK)
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
@@ -148,7 +127,7 @@ def _some(state, tree, TREE: tl.constexpr, CAPTURED: tl.constexpr):
 def _copy_to(block, entry, source, i, mine, padded, CHUNK: tl.constexpr):
     """A chunk of each row to its place in a block."""
     to = block + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
-    _copy(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, CHUNK)
+    _copy_wide(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, False, False, CHUNK)
 
 
 @triton.jit(do_not_specialize=["key", "size", "out", "n"])
@@ -303,7 +282,8 @@ def place(
         other = tl.where(which == 4, s4, tl.where(which == 5, s5, tl.where(which == 6, s6, s7)))
         source = tl.where(which < 4, source, other)
         to = _at(entry, 0) + row * _at(entry, 1) + _at(entry, 2)
-        _copy(source + step * _at(entry, 4) + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), kept, CHUNK)
+        source += step * _at(entry, 4) + _at(entry, 2)
+        _copy_wide(source, to, _at(entry, 5), _at(entry, 6), kept, False, False, CHUNK)
     if EDITS and LAST:  # noqa: SIM102 - as above
         if _is_last(state):
             _end_edits(state, rows, n, 1024)
