@@ -176,6 +176,46 @@ def test_operations_and_kernels_take_turns():
         check_equal(*both)
 
 
+@pytest.mark.parametrize("n", [1, 40, 2_000])
+@pytest.mark.parametrize("fields", [1, 20])
+def test_edits_are_those_of_torch(fields, n):
+    """Also of rows that are named several times, that count from the end, and that hold nothing; of two launches or three more."""
+    both = pair(90, prioritized=False)
+
+    def data(first):
+        numbers = torch.arange(first, first + n) % 7
+        wide = {f"f{field}": (numbers + field).unsqueeze(1).repeat(1, field) for field in range(fields)}
+        return TensorDict({**wide, "a": numbers.float(), "b": numbers.bool()}, [n])
+
+    for rb in both:
+        rb.extend(data(0)[:40])
+        rb.extend(data(0)[:40])
+    launches = rows_of(both[0]).work.launches
+    for turn in range(3):
+        rows = torch.randint(-95, 95, (n,), generator=torch.Generator().manual_seed(turn))
+        for rb in both:
+            there = data(10 + turn)
+            columns = [there[field.key] for field in rb.storage.store.schema.fields]
+            if turn == 1:  # the last fields in another order, and so by operations
+                rb.storage.store.edit_there(rows, [len(columns) - 1, 0], [columns[-1], columns[0]])
+            else:
+                rb.storage.store.edit_there(rows, range(len(columns)), columns)
+        check_equal(*both)
+        assert torch.equal(*(rows_of(rb).edited[:-1] for rb in both))
+        assert torch.equal(*(rb.storage.store.rows.newly_edited() for rb in both))
+    assert rows_of(both[0]).work.launches - launches == 2 * (2 if fields == 1 else 4)
+    before = both[0]["a"].clone()
+    graph_rows, there = torch.tensor([2, -1, 2])[:n], data(50)[:3]
+    if n >= 3:
+        columns = [there[field.key] for field in both[0].storage.store.schema.fields]
+        store = both[0].storage.store
+        store.edit_there(graph_rows, range(len(columns)), columns)
+        now = both[0]["a"]
+        assert now[2] == there["a"][2]
+        assert now[-1] == there["a"][1]
+        assert torch.equal(now[3:-1], before[3:-1])
+
+
 @pytest.mark.parametrize("normalize", ["store", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_weights(normalize, dtype):

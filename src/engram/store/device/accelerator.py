@@ -25,11 +25,12 @@ import contextlib
 import ctypes
 import functools
 import platform
+import sys
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from engram._support.devices import missing_for_kernels
+from engram._support.devices import free_bytes, missing_for_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -184,10 +185,9 @@ class Accelerator:
         return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def room(self) -> tuple[int, int]:
-        """Bytes of a CUDA device's memory: those that new tensors may have, and all."""
-        free, total = self._module.mem_get_info(self.device)
-        kept = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
-        return int(free + kept), int(total)
+        """Bytes of a device's memory: those that new tensors may have, and all; of others than CUDA's no limit is known."""
+        free = free_bytes(self.device)
+        return (sys.maxsize, sys.maxsize) if free is None else (free, int(self._module.mem_get_info(self.device)[1]))
 
     # ---- captures ----------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class RowKernels(RowOperations):
         self._row_bytes, self._chunks = before, len(table) // _ENTRY
         kept = rows.numbers, rows.cursor, rows.tally, rows.last
         addresses = [tensor.data_ptr() for tensor in kept]
-        words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE]
+        words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE, rows.edited.data_ptr()]
         words += [0] * (_TABLE - len(words)) + table
         self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
         self._parts = 1 if self._interpreted else min(_PARTS, max(self._chunks, 1))
@@ -189,17 +189,8 @@ class RowKernels(RowOperations):
         """As :meth:`RowOperations.append`: two launches, of more than 8 fields or one tree one for each 8 and each tree."""
         if n > _MOST_ROWS:
             return super().append(ledger, columns, n, base=base, position=position, number=number, moves=moves)
-        captured, kept = ledger.capturing, []
-        for column, (dtype, _, _, nbytes) in zip(columns, self._fields, strict=True):
-            if nbytes:
-                values = column.to(dtype).resolve_conj().resolve_neg().contiguous()
-                aligned = not values.data_ptr() % (nbytes & -nbytes & 15 or 8)
-                kept.append(values if aligned else values.clone())
-        addresses = [values.data_ptr() for values in kept]
-        for start in range(0, len(addresses), _FIELDS):
-            some = addresses[start : start + _FIELDS]
-            begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
-            self._place(captured, base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+        captured = ledger.capturing
+        self._place(self._sources(columns), n, captured, base, position)
         index = torch.empty((2, n), dtype=torch.int64, device=self._device) if captured else None
         trees = [tree.for_kernels() for tree in ledger.trees]
         for place, (tree, leaf) in enumerate(trees or [(self._state, None)]):
@@ -208,13 +199,46 @@ class RowKernels(RowOperations):
             self._record(bool(trees), captured, last and moves, tree, base, position, number, n, given, to)
         return None if index is None else (index[0], index[1])
 
-    def _place(self, captured: bool, base: int, position: int, n: int, begin: int, end: int, *sources: int) -> None:
-        block, parts = self._block(n, max(1, 4096 // self._chunk)), min(self._parts, end - begin)
-        grid = (max(1, -(-min(n, self._length) // block)), parts)
-        numbers = (base, position, n, begin, end, *sources)
-        self._launch(
-            "place", grid, max(self._warps, 4), self._state, *numbers, BLOCK=block, CHUNK=self._chunk, CAPTURED=captured
-        )
+    def _sources(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """The values of all fields that have bytes, as kernels read them."""
+        kept = []
+        for column, (dtype, _, _, nbytes) in zip(columns, self._fields, strict=True):
+            if nbytes:
+                values = column.to(dtype).resolve_conj().resolve_neg().contiguous()
+                aligned = not values.data_ptr() % (nbytes & -nbytes & 15 or 8)
+                kept.append(values if aligned else values.clone())
+        return kept
+
+    def _place(
+        self,
+        sources: Sequence[Tensor],
+        n: int,
+        captured: bool,
+        base: int = 0,
+        position: int = 0,
+        rows: Tensor | None = None,
+    ) -> None:
+        """Copy rows to where they belong: a launch for each 8 fields. ``rows``: those that are edited."""
+        block, addresses = self._block(n, max(1, 4096 // self._chunk)), [values.data_ptr() for values in sources]
+        copied = n if rows is not None else min(n, self._length)
+        for start in range(0, max(len(addresses), 1), _FIELDS):
+            some = addresses[start : start + _FIELDS]
+            begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
+            numbers = (base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+            given = {"EDITS": rows is not None, "LAST": start + _FIELDS >= len(addresses), "CAPTURED": captured}
+            self._launch(
+                "place", (max(1, -(-copied // block)), max(1, min(self._parts, end - begin))), max(self._warps, 4),
+                self._state, self._state if rows is None else rows, *numbers, BLOCK=block, CHUNK=self._chunk, **given,
+            )  # fmt: skip
+
+    def edit(self, ledger: DeviceRows, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Tensor:
+        """As :meth:`RowOperations.edit`: of all fields two launches, of more than 8 fields one more for each 8."""
+        if [*which] != [*range(len(self._fields))]:
+            return super().edit(ledger, rows, which, columns)
+        sources, at = self._sources(columns), torch.empty_like(rows, memory_format=torch.contiguous_format)
+        self._launch("claim", (1,), 8, self._state, rows.contiguous(), at, len(rows), BLOCK=1024)
+        self._place(sources, len(rows), False, rows=at)
+        return at
 
     def _record(self, has_tree: bool, captured: bool, moves: bool, tree: Tensor, *numbers: int) -> None:
         given = {"TREE": has_tree, "CAPTURED": captured, "LAST": moves}
@@ -249,6 +273,7 @@ class RowKernels(RowOperations):
         if self._interpreted:
             return
         none, state = self._state[:0], self._state if tree is None else tree
+        nones = [none] * min(len(self._first_chunk) - 1, _FIELDS + 1)
         for captured in (False, True):
             for either in (False, True):
                 for table in dict.fromkeys((None, self._table)):
@@ -256,8 +281,9 @@ class RowKernels(RowOperations):
                 self._record(tree is not None, captured, either, state, *[0] * 6)
                 for dtype in () if tree is None else _PRIORITIES:
                     self._update(either, tree, none, none.to(dtype), none, 0)
-            if self._chunks:
-                self._place(captured, 0, 0, 0, 0, 1, *[0] * _FIELDS)
+            self._place(nones[:_FIELDS], 0, captured)
+        self._launch("claim", (1,), 8, self._state, none, none, 0, BLOCK=1024)
+        self._place(nones, 0, False, rows=none)
         self.launches = 0
 
 

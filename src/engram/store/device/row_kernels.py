@@ -16,11 +16,11 @@ A phase that needs what the phase before has written comes after a barrier of a 
 import triton
 import triton.language as tl
 
-from engram.store.device.kernels import _at, _bits, _load
+from engram.store.device.kernels import _at, _bits, _copy_wide, _load
 
 R_CAPACITY, R_LENGTH, R_NUMBERS, R_CURSOR, R_TALLY, R_LAST, R_CHUNKS = map(tl.constexpr, range(7))
-#: Batches that graphs have drawn; programs that have ended; entries of updates so far.
-R_DRAWN, R_FINISHED, R_UPDATED = map(tl.constexpr, range(7, 10))
+#: Batches that graphs have drawn; programs that have ended; entries of updates and edits so far; address of the counts of edits.
+R_DRAWN, R_FINISHED, R_UPDATED, R_EDITED = map(tl.constexpr, range(7, 11))
 TABLE, ENTRY = map(tl.constexpr, (16, 8))
 #: Address of alpha, beta and the largest priority; bits of eps, and of the largest leaf that can be summed.
 T_LEVELS, T_POWERS, T_EPS, T_MOST = map(tl.constexpr, range(4))
@@ -43,27 +43,6 @@ def _power(x, exponent):
     """``x ** exponent``, exact where the exponent is 0 or 1; of x below zero something."""
     raised = tl.where(x > 0, tl.exp(exponent * tl.log(tl.where(x > 0, x, 1.0))), 0.0)
     return tl.where(exponent == 1.0, x, tl.where(exponent == 0.0, 1.0, raised))
-
-
-@triton.jit
-def _move(source, to, nbytes, mine, dtype: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Copies a chunk from each address to another one."""
-    at = tl.arange(0, CHUNK // WIDTH)[None, :]
-    mask = mine[:, None] & (at < nbytes // WIDTH)
-    value = tl.load(source[:, None].to(tl.pointer_type(dtype)) + at, mask=mask, other=0)
-    tl.store(to[:, None].to(tl.pointer_type(dtype)) + at, value, mask=mask)
-
-
-@triton.jit
-def _copy(source, to, nbytes, width, mine, CHUNK: tl.constexpr):
-    if width == 8:
-        _move(source, to, nbytes, mine, tl.int64, 8, CHUNK)
-    elif width == 4:
-        _move(source, to, nbytes, mine, tl.int32, 4, CHUNK)
-    elif width == 2:
-        _move(source, to, nbytes, mine, tl.int16, 2, CHUNK)
-    else:
-        _move(source, to, nbytes, mine, tl.int8, 1, CHUNK)
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
@@ -148,7 +127,7 @@ def _some(state, tree, TREE: tl.constexpr, CAPTURED: tl.constexpr):
 def _copy_to(block, entry, source, i, mine, padded, CHUNK: tl.constexpr):
     """A chunk of each row to its place in a block."""
     to = block + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
-    _copy(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, CHUNK)
+    _copy_wide(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, False, False, CHUNK)
 
 
 @triton.jit(do_not_specialize=["key", "size", "out", "n"])
@@ -194,8 +173,9 @@ def read(
             entry = followed + _at(followed, F_TABLE) + chunk * ENTRY
             source = tl.where(final >= 0, _at(entry, 7) + final * _at(entry, 1), _at(entry, 0) + after * _at(entry, 1))
             _copy_to(out, entry, source, i, mine, padded, CHUNK)
-    if CAPTURED:
-        _count_batch(state)
+    if CAPTURED:  # noqa: SIM102 - Triton evaluates both sides
+        if _is_last(state):  # all have read which batch this is
+            tl.store(state + R_DRAWN, _at(state, R_DRAWN) + 1)
 
 
 @triton.jit
@@ -211,12 +191,13 @@ def _say(tree, leaf, out, i, mine, WEIGHED: tl.constexpr):
 
 
 @triton.jit
-def _count_batch(state):
-    """The last program counts the batch: all have read which one this is."""
+def _is_last(state):
+    """Whether all other programs have come here, too."""
     tl.debug_barrier()  # and all threads of this one
-    if tl.atomic_add(state + R_FINISHED, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
+    last = tl.atomic_add(state + R_FINISHED, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1
+    if last:
         tl.store(state + R_FINISHED, 0)
-        tl.store(state + R_DRAWN, _at(state, R_DRAWN) + 1)
+    return last
 
 
 @triton.jit
@@ -236,19 +217,63 @@ def _begin(state, position, number, CAPTURED: tl.constexpr):
     return position, number
 
 
-@triton.jit(do_not_specialize=["base", "position", "n", "begin", "end", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "out"])
+def claim(state, rows, out, n: tl.int64, BLOCK: tl.constexpr):
+    """One program: which live rows are edited, and that it begins. ``out``: the same, the spare row in place of those that are not live,
+    which are counted. Of a row that is named twice the last entry is noted.
+    """
+    capacity, before = _at(state, R_CAPACITY), _at(state, R_UPDATED)
+    size = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), capacity)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK).to(tl.int64)
+        row = tl.load(rows + i, mask=i < n, other=-1)
+        row = tl.where(row < 0, row + size, row)
+        inside = (row >= 0) & (row < capacity)
+        row = tl.where(inside, row, 0)
+        live = (i < n) & inside & (_load(_at(state, R_NUMBERS) + row * 8) > 0)
+        _count(_at(state, R_TALLY).to(tl.pointer_type(tl.int64)) + 2, (i < n) & (live == 0))
+        tl.atomic_max(
+            (_at(state, R_LAST) + row * 8).to(tl.pointer_type(tl.int64)), before + i + 1, mask=live, sem="relaxed"
+        )
+        tl.atomic_add((_at(state, R_EDITED) + row * 4).to(tl.pointer_type(tl.int32)), 1, mask=live, sem="relaxed")
+        tl.store(out + i, tl.where(live, row, capacity), mask=i < n)
+
+
+@triton.jit
+def _end_edits(state, rows, n, BLOCK: tl.constexpr):
+    """The edits that claim() has begun are over."""
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK).to(tl.int64)
+        row = tl.load(rows + i, mask=i < n, other=0)
+        edited = (_at(state, R_EDITED) + row * 4).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(edited, 1, mask=(i < n) & (row < _at(state, R_CAPACITY)), sem="relaxed")
+    tl.store(state + R_UPDATED, _at(state, R_UPDATED) + n)
+
+
+@triton.jit(
+    do_not_specialize=["base", "position", "n", "begin", "end", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"],
+    do_not_specialize_on_alignment=["rows"],
+)
 def place(
-    state, base: tl.int64, position: tl.int64, n: tl.int64, begin: tl.int64, end: tl.int64,
+    state, rows, base: tl.int64, position: tl.int64, n: tl.int64, begin: tl.int64, end: tl.int64,
     s0: tl.int64, s1: tl.int64, s2: tl.int64, s3: tl.int64, s4: tl.int64, s5: tl.int64, s6: tl.int64, s7: tl.int64,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAPTURED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAPTURED: tl.constexpr, EDITS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Copies chunks ``begin`` to ``end``, of up to eight fields whose values begin at ``s0`` to ``s7``, to the end of the ring at row
-    ``base``. Of more steps than the ring has rows, the last ones.
+    ``base``. Of more steps than the ring has rows, the last ones. EDITS: to ``rows`` that claim() has named, each from its last entry;
+    LAST: they are over then.
     """
-    position, _ = _begin(state, position, position, CAPTURED)
     length = _at(state, R_LENGTH)
-    step = tl.maximum(n - length, 0) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = base + (position + step) % length
+    step = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if EDITS:
+        row = tl.load(rows + step, mask=step < n, other=0)
+        inside = row < _at(state, R_CAPACITY)
+        row = tl.where(inside, row, 0)
+        kept = (step < n) & inside & (_load(_at(state, R_LAST) + row * 8) == _at(state, R_UPDATED) + step + 1)
+    else:
+        position, _ = _begin(state, position, position, CAPTURED)
+        step += tl.maximum(n - length, 0)
+        row, kept = base + (position + step) % length, step < n
     first = _at(state + TABLE + begin * ENTRY, 7)
     for chunk in range(begin + tl.program_id(1), end, tl.num_programs(1)):
         entry = state + TABLE + chunk * ENTRY
@@ -257,7 +282,11 @@ def place(
         other = tl.where(which == 4, s4, tl.where(which == 5, s5, tl.where(which == 6, s6, s7)))
         source = tl.where(which < 4, source, other)
         to = _at(entry, 0) + row * _at(entry, 1) + _at(entry, 2)
-        _copy(source + step * _at(entry, 4) + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), step < n, CHUNK)
+        source += step * _at(entry, 4) + _at(entry, 2)
+        _copy_wide(source, to, _at(entry, 5), _at(entry, 6), kept, False, False, CHUNK)
+    if EDITS and LAST:  # noqa: SIM102 - as above
+        if _is_last(state):
+            _end_edits(state, rows, n, 1024)
 
 
 @triton.jit

@@ -131,6 +131,20 @@ class RowOperations:
         ledger.cursor.add_(total)
         return torch.where(chosen.unsqueeze(1), torch.stack((rows, tags), 1), -1)
 
+    def edit(self, ledger: DeviceRows, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Tensor:
+        """Replace fields of rows, int64 ``[n]`` on the device; negative ones count from the end of a full ring, or of what is written.
+
+        Returns:
+            The rows, the spare one in place of those that hold nothing, which are counted. Of a row that is named twice the last entry
+            stays.
+        """
+        at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
+        if ledger.capturing:
+            ledger.count_edits(at)
+        ledger.put(at, which, columns, ledger.last_of(at))
+        ledger.count_edits(at)
+        return at
+
     def update(
         self, ledger: DeviceRows, tree: DevicePriorities, rows: Tensor, priorities: Tensor, expected: Tensor | None
     ) -> None:

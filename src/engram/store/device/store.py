@@ -328,12 +328,8 @@ class DeviceStore(HostedStore):
         ledger, call = self.rows, "rb[index] = value"
         with ledger:
             rows = ledger.sent(rows, call)
-            at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
-            columns = self._sent(self._shaped(at, which, columns), call)
-            if ledger.capturing:
-                ledger.count_edits(at)
-            ledger.put(at, which, columns, ledger.last_of(at))
-            ledger.count_edits(at)
+            columns = self._sent(self._shaped(rows, which, columns), call)
+            at = ledger.work.edit(ledger, rows, which, columns)
             ledger.edits, ledger.captured_edits = True, ledger.captured_edits or ledger.capturing
         return Write(at, 0)
 
