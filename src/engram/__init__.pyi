@@ -5,9 +5,9 @@ class that a store may have been used with.
 """
 
 from engram._support.absent import StoreStorage as StoreStorage
+from engram._support.copies import num_threads as num_threads
+from engram._support.copies import set_num_threads as set_num_threads
 from engram._support.field_paths import DEFAULT_DONE_KEYS as DEFAULT_DONE_KEYS
-from engram._support.native import num_threads as num_threads
-from engram._support.native import set_num_threads as set_num_threads
 from engram._support.progress import Progress as Progress
 from engram._support.version import __version__ as __version__
 from engram.around.episodes import find_start_stop_traj as find_start_stop_traj

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from engram import samplers, storages
 from engram._support.checks import check_count
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from engram.types import Form
 
 T = TypeVar("T")
-B = TypeVar("B", bound="Facade")
 
 #: How often a checkpoint that was removed while it was copied makes a look begin again.
 _TRIES = 20
@@ -408,7 +407,7 @@ def _age(root: Path, folder: Path) -> float:
 
 
 def follow_buffer(
-    cls: type[B],
+    cls: type[Facade],
     /,
     root: str | os.PathLike[str],
     *,
@@ -419,7 +418,7 @@ def follow_buffer(
     storage: Storage | Callable[[], Storage] | None = None,
     sampler: Sampler | Callable[[], Sampler] | None = None,
     **arguments: object,
-) -> B:
+) -> Any:
     """A read-only buffer with the rows of the newest complete checkpoint below a folder, and then of every newer one.
 
     For evaluation, a second learner or a data set that grows, on another machine that sees the folder. A thread looks for a newer
@@ -488,4 +487,4 @@ def follow_buffer(
     except BaseException:
         following.close()
         raise
-    return cast("B", rb)  # its class is one of these
+    return rb

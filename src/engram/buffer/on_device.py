@@ -14,8 +14,8 @@ from engram.store.row_indexes import UsageIndex
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.buffer.configuration import Settings
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.storages import TensorStorage
     from engram.store import Store

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engram import around, samplers, storages, writers
 from engram._support.checks import check_path
-from engram.buffer.settings import Settings
+from engram.buffer.configuration import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 from engram.store import DeviceStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram._support.field_paths import FieldPath
+    from engram.buffer.configuration import Settings
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Field
     from engram.persist.roles import Roles
@@ -48,7 +49,11 @@ class RowAccess:
         self._settings = settings
         self._reading = reading
         self._prefetching = prefetching
-        self.replays = Replays(OnDevice(wiring, settings, reading))
+
+    @cached_property
+    def replays(self) -> Replays:
+        """What draws batches on accelerators, by their devices."""
+        return Replays(OnDevice(self._wiring, self._settings, self._reading))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engram._support.progress import OnProgress
+    from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.recipe import Recipe
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.parts import PartReader
     from engram.persist.components import SavedPart

@@ -128,7 +128,7 @@ def as_remote(cls: type[object], remote_config: Mapping[str, object] | None = No
     return imported_ray("as_remote").remote(**({"num_cpus": 1} if remote_config is None else remote_config))(cls)
 
 
-def service_in(given: Any) -> dict[str, Any] | None:
+def service_in(given: dict[str, Any]) -> dict[str, Any] | None:
     """Take the arguments out of those of a constructor that are of a service; None: the buffer is to run here."""
     service = given.pop("service_backend", None)
     if service in (None, False, "direct"):
@@ -138,10 +138,7 @@ def service_in(given: Any) -> dict[str, Any] | None:
 
 def deployed(
     kind: type,
-    making: Mapping[str, object],
-    priority_key: str | None,
-    prefetch: int | None,
-    output: str,
+    told: Mapping[str, object],
     *,
     service: object,
     service_backend_options: Mapping[str, object] | None = None,
@@ -151,7 +148,7 @@ def deployed(
 
     Raises: ``ValueError``: no such service. ``TypeError``: options that it does not have, or a list. As :class:`RayReplayBuffer`.
     """
-    call, options = making["call"], dict(service_backend_options or {})
+    call, options = told["call"], dict(service_backend_options or {})
     if service != "ray":
         raise ValueError(f"{call}: service_backend: expected 'direct' or 'ray', got {service!r}.")
     unknown = sorted(options.keys() - {"ray_init_config", "remote_config"})
@@ -159,11 +156,8 @@ def deployed(
         raise TypeError(f"{call}: service_backend_options: expected ray_init_config and remote_config, got {unknown}.")
     from engram import RayReplayBuffer  # by the table of public names: it stands above
 
-    ours = {"call", "default_writer", "draws_of_a_row", "shared", "delayed_init"}
-    made = {name: value for name, value in making.items() if name not in ours}
-    made |= {"priority_key": priority_key, "prefetch": prefetch, "output": output}
-    made["consume_after_n_samples"] = making["draws_of_a_row"]
-    made = {name: value for name, value in made.items() if value is not None}
+    ours = {"call", "default_writer", "shared", "delayed_init"}
+    made = {name: value for name, value in told.items() if name not in ours and value is not None}
     rb = RayReplayBuffer(**made, **options, **given, replay_buffer_cls=kind)  # type: ignore[arg-type] # it checks
     if rb.transport_kind == "ray":
         rb.close()

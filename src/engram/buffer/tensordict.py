@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDictBase
 
-    from engram.buffer.compat import BufferArguments
+    from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.types import Device, Size, Told, Wait
 

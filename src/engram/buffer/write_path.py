@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram._support.nested import Path
+    from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lane, Lanes, Layout
     from engram.buffer.recipe import Recipe
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
+from engram._support.copies import raw_bytes
 from engram._support.field_paths import public
 from engram._support.nested import (
     describe,
@@ -22,7 +23,6 @@ from engram._support.nested import (
     is_tensordict,
     map_with_paths,
 )
-from engram._support.raw import raw_bytes
 from engram._support.state import check_keys, tensor_in, typed
 from engram._support.tensordicts import (
     children,
