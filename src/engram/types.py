@@ -569,10 +569,10 @@ class Sampler(Protocol):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
-        >>> class Heard(RandomSampler):
+        >>> class Watching(RandomSampler):
         ...     def observe(self, write, data):
         ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Heard())
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Watching())
         >>> _ = rb.extend(torch.arange(3))
         wrote [0, 1, 2]
         >>> rb.empty()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engram.buffer.output import Output
     from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
-    from engram.remote.streaming import Full
+    from engram.remote.protocol import Full
     from engram.storages.own import GivenStorage
     from engram.writers.removers import Remover
 

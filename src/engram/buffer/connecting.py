@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import ConnectArguments
     from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.streaming import Full
 
     Path = str | os.PathLike[str] | None
     from collections.abc import Callable, Mapping
 
-    from engram.remote.savers import ShardSavers
-    from engram.remote.shards import Described, Shard
+    from engram.remote.shards import Described, Shard, ShardSavers
 
 #: Addresses that are names in a Ray cluster begin with it.
 _ON_RAY = "ray:"
@@ -77,10 +76,10 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             way.check_on_ray()
             name, patience = address.removeprefix(_ON_RAY), float(way.patience)
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
-        from engram.remote.addresses import addresses_of
-        from engram.remote.components import RemoteSampler, RemoteWriter
         from engram.remote.connection import Access
         from engram.remote.fleet.finding import storage_at
+        from engram.remote.protocol import addresses_of
+        from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',
@@ -159,7 +158,7 @@ class OnRay:
     def savers(self, buffer: Facade) -> ShardSavers | None:
         if self.transport == "shared":
             return None
-        from engram.remote.savers import ShardSavers
+        from engram.remote.shards import ShardSavers
 
         return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
 
@@ -194,7 +193,7 @@ def attached(shards: Shards, own: Mapping[str, object]) -> Facade:
 def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Facade:
     import ray
 
-    from engram.remote.components import RemoteSampler, RemoteWriter
+    from engram.remote.served import RemoteSampler, RemoteWriter
 
     wanted = shards.transport
     if wanted == "shared" and not shards.is_one:

@@ -22,8 +22,8 @@ from engram._support.tensordicts import tensordict_type
 from engram.errors import RowError
 from engram.format.schema import Field
 from engram.storages._columns import rows_of_selection
-from engram.storages._dtypes import cast
-from engram.storages._structure import Structure, as_tensor
+from engram.storages._structure import Structure
+from engram.storages._types import as_tensor, cast
 from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
 from engram.types import Write

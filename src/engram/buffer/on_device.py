@@ -9,7 +9,7 @@ import torch
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.store import Key, shared_memory
 from engram.store.priorities import PriorityIndex
-from engram.store.usage import UsageIndex
+from engram.store.row_indexes import UsageIndex
 
 if TYPE_CHECKING:
     from torch import Tensor

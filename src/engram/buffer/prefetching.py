@@ -13,7 +13,7 @@ from engram._support.state import Change, Loads, check_keys, copied, integer, ty
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
 from engram.buffer.prefetch import LEAVE_S, Prefetcher
 from engram.errors import NoSampleable
-from engram.storages.packing import pack, unpack
+from engram.storages.items import pack, unpack
 from engram.store import Copied
 from engram.store.limits import Room
 

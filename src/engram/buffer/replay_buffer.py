@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from engram.buffer.output import Output, Source
     from engram.env.recording import Names
     from engram.persist.roles import Roles
-    from engram.remote.savers import ShardSavers
+    from engram.remote.shards import ShardSavers
     from engram.samplers._base import DeclaredSampler
     from engram.storages import GivenStorage, Storage
     from engram.store.limits import Limit
@@ -1432,6 +1432,7 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         >>> rb.close()
         """
         self._following.close()
+        self._rows.replays.close()  # first: their priorities belong in the storage
         prefetching, wiring, service = self._prefetching, self._wiring, self._service
         storage = wiring.storage
         wiring.gate.close(None if storage.closed else storage.memory)

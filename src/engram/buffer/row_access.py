@@ -123,7 +123,7 @@ class RowAccess:
         wiring = self._wiring
         memory = wiring.storage.memory
         there = isinstance(memory, DeviceStore) and memory.names(index) and wiring.storage.ndim == 1
-        where = storages.Rows(cast("Tensor", index)) if there and not wiring.is_heard() else self._where(index)
+        where = storages.Rows(cast("Tensor", index)) if there and not wiring.has_listeners() else self._where(index)
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))

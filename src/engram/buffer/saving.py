@@ -211,7 +211,7 @@ class Saving:
     def _own_priorities(self) -> str | None:
         """The name of the priorities that are all of the sampler's state; None: it has another one."""
         own = self._own_indexes()
-        return own[0][0] if [kind for _, kind in own] == [priorities.KIND] else None
+        return own[0][0] if [kind for _, kind in own] == [priorities.PriorityIndex.kind] else None
 
     def _kinds(self) -> dict[str, str]:
         """The class of each part."""
@@ -351,7 +351,7 @@ class Saving:
     def _of_the_sampler(self, states: dict[str, State]) -> list[str]:
         """Names of priorities that the sampler loads, with the parameters that it has here, and not the rows."""
         named = states["sampler"].get(saved_parts.INDEX)
-        return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.KIND)]
+        return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.PriorityIndex.kind)]
 
     def _converted(
         self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool
@@ -391,7 +391,9 @@ class Saving:
         """Check what is to be converted for the storage. Changes the states of the other parts."""
         storage, sampler = self._wiring.storage, states["sampler"]
         shard = open_shard(reader, held=True)
-        own = [name for name, kind in self._own_indexes() if kind == priorities.KIND and "leaves" in sampler]
+        own = [
+            name for name, kind in self._own_indexes() if kind == priorities.PriorityIndex.kind and "leaves" in sampler
+        ]
         for name in own:
             here: State = self._wiring.source.state_dict()
             shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])

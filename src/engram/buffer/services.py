@@ -10,7 +10,7 @@ from engram._support.checks import check_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.remote.savers import ShardSavers
+    from engram.remote.shards import ShardSavers
     from engram.storages import Storage
     from engram.transforms import Compose
     from engram.types import Form, Sampler, Write

@@ -10,12 +10,12 @@ from torch import Tensor
 from engram import samplers, storages, writers
 from engram._support import fork
 from engram._support.checks import as_numbers, check_count
-from engram._support.devices import sent
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander
-from engram.around.units import Named
+from engram.around.sequence import Named
 from engram.errors import RowError
 from engram.store import Process
+from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Rules, rules_of
 from engram.types import Declared, Sampler, Traits, Writer
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.around import SampleUnit
-    from engram.around.units import UnitReader
+    from engram.around.sequence import UnitReader
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -223,10 +223,10 @@ class Wiring:
         self.source.bind(self.storage)
         return self.source
 
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether the sampler of any buffer on the storage does something with writes."""
         storage = self.storage
-        return bool(storage.is_heard) if len(storage.listeners) > 1 else self.of_sampler.listens
+        return bool(storage.has_listeners) if len(storage.listeners) > 1 else self.of_sampler.listens
 
     # ---- limits ----------------------------------------------------------------------------------------------------------
 
@@ -284,12 +284,12 @@ class Wiring:
         if storage.ndim > 1:
             rows = storages.coordinates(rows, storage.columns)
         device = storage.device  # on_device, without a call
-        return rows if device is None or device.type == "cpu" else sent(rows, device)
+        return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Rows where the storage is."""
         device = self.storage.device
-        return rows if device is None or device.type == "cpu" else sent(rows, device)
+        return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
     def no_index(self) -> Tensor:
         """The index of no rows."""

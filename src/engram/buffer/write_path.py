@@ -143,7 +143,7 @@ class WritePath:
                 if placed is not None:
                     row: int
                     row, number = placed
-                    if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                    if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                         storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
                     return row
             elif wiring.write_of is not None and not lane and self._recipe.noted:
@@ -200,7 +200,7 @@ class WritePath:
                     named = "each"
                 appended: Write | None = storage.append_of(data, named)
                 if appended is not None:
-                    if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                    if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                         storage.notify(appended, data)
                     return appended.rows
             elif wiring.write_of is not None and lane is None and self._recipe.noted:
@@ -225,7 +225,7 @@ class WritePath:
         if written is None:
             return None
         storage = wiring.storage
-        if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+        if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
             storage.notify(written[0], data)
         return written[1]
 
@@ -253,7 +253,7 @@ class WritePath:
                 self._lanes.say_unnamed()
         else:
             write = self._place_and_write(data, lane, call, count, batched=batched, unnamed=unnamed)
-        if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+        if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
             storage.notify(write, data)
         return write
 

@@ -56,7 +56,9 @@ def main() -> None:
 
 @main.command()
 @click.argument("directory", required=False, type=_PATH)
-@click.option("--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and its devices.")
+@click.option(
+    "--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and what a GPU can do."
+)
 @_JSON
 def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """Judge what engram finds on this machine: Python, torch, the native core, memory, limits, extras.
@@ -262,9 +264,20 @@ def reshard(
 @click.option(
     "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
 )
+@click.option(
+    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins here. Loads torch."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
-    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, as_json: bool
+    sample: Path | None,
+    capacity: int,
+    given: tuple[str, ...],
+    batch: bool,
+    memory: str | None,
+    device: str | None,
+    batch_size: int,
+    as_json: bool,
 ) -> None:
     """Say how much memory or disk a buffer will take, before it is made.
 
@@ -276,7 +289,7 @@ def plan(
     with refusing():
         from engram.cli.plan import planned, show_plan
 
-        found = planned(sample, given, capacity, batch=batch, memory=memory)
+        found = planned(sample, given, capacity, batch=batch, memory=memory, device=device, batch_size=batch_size)
     _show(found, show_plan, as_json=as_json)
 
 
@@ -314,7 +327,7 @@ def serve(
     """
     _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
-        from engram.serving.run import listening, run
+        from engram.serving.server import listening, run
 
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
@@ -332,8 +345,8 @@ def health(address: str, token: str | None, tls_root: str | None, as_json: bool)
     Exit code: 0 if it does, 1 if not.
     """
     with refusing("serve", oserror=Refusal):
-        from engram.remote.addresses import addresses_of
         from engram.remote.connection import Access, Connection
+        from engram.remote.protocol import addresses_of
 
         Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
     if as_json:

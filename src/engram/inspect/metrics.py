@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector as Collects
 from engram._support.closing import Closes
 from engram._support.http import Answer, Call, Server
 from engram.inspect.catalog import METRICS, HasStats
-from engram.remote.addresses import Address, address_of
+from engram.remote.protocol import Address, address_of
 
 PATH = "/metrics"
 #: Connections at a time.

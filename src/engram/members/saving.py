@@ -16,7 +16,7 @@ from engram.format import disk
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
-from engram.members.storages import naming
+from engram.members.components import naming
 from engram.persist.components import check_kind, read_state, write_part
 from engram.persist.foreign import foreign_format, foreign_state
 
@@ -209,7 +209,7 @@ def _folder_of(folder: Path, member: int) -> Path:
 
 
 class _MemberLoad(NamedTuple):
-    """What was checked of a member's state."""
+    """The checked state of a member."""
 
     number: int
     load: Commit
@@ -226,7 +226,7 @@ class _MemberLoad(NamedTuple):
 
 
 class _OwnLoad:
-    """What was checked of an ensemble's own state."""
+    """The checked state of an ensemble itself."""
 
     batch_size: int | None = None
     iterating = False

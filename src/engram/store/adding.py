@@ -18,8 +18,7 @@ import torch
 from engram.errors import CorruptStore, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
-from engram.store.lifetime import schema_in
-from engram.store.locks import exclusive
+from engram.store.lifetime import exclusive, schema_in
 from engram.store.memory import column_field, private_field
 
 if TYPE_CHECKING:

@@ -192,7 +192,7 @@ WAIT_S = 60.0
 #: The longest sleep: a process may die between a change and the call that wakes for it.
 _SLICE_S = 1.0
 #: Between two looks for a store that another process is to create.
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 def checked_timeout(timeout: object, call: str) -> float:
@@ -332,7 +332,7 @@ class Gate:
                     f"sample: {rows} rows were not admitted in time: the store does not exist yet, as nothing was ever written, and its "
                     f"limits are {_named(rules)}. Write rows first, or wait longer (timeout=…)."
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def wait(self, store: Store, rows: int, deadline: float, *, samples: bool, counted: bool) -> bool:
         """Until so many rows may be admitted, perhaps. Raises as :meth:`sampled`.

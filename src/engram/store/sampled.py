@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram._support.field_paths import FieldPath
-    from engram.store.consumption import ConsumptionIndex
-    from engram.store.groups import Groups
-    from engram.store.priorities import PriorityConfig, PriorityIndex
+    from engram.store.priorities import Priorities, PriorityConfig
+    from engram.store.row_indexes import ConsumptionIndex, Groups
     from engram.store.store import Store
     from engram.types import Extent, Traits
 
@@ -140,13 +139,16 @@ class SampledStorage(Protocol):
         2
         """
 
-    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+    def priorities(
+        self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
+    ) -> tuple[Priorities, bool] | None:
         """The priorities of that name, and whether they were made by this call; None: nothing was ever written.
 
         Args:
             name: of the index, as :class:`PrioritizedSampler` has it in ``index``.
             config: how priorities become probabilities. Of priorities that are there already, what was stored counts.
             rows: the number of rows that a list without a bound has priorities for.
+            device: where the priorities of rows on an accelerator are to be: there, or on the CPU; None: as the storage has them.
 
         Raises:
             IncompatibleStore: they are there with another ``eps`` or ``max_priority_within_buffer``.

@@ -14,7 +14,7 @@ import torch
 from engram._support import fork
 from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable, RateLimited
-from engram.remote.commands import MAX_MESSAGE, Sample
+from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.served import Drawn
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.remote.commands import Mass, Served
     from engram.remote.fleet.members import Members, Shard
     from engram.remote.storage import RemoteStorage
     from engram.types import Entry, Info
 
 #: Rounds in a row that give no row, after which there is none.
-_IN_VAIN = 200
+_MAX_EMPTY_ROUNDS = 200
 _WEIGHT = "priority_weight"
 
 
 class _Part(NamedTuple):
-    """What a store has drawn of a batch."""
+    """The part of a batch that one store has drawn."""
 
     shard: Shard
     places: NDArray[np.int64]
@@ -45,7 +44,7 @@ class _Part(NamedTuple):
 
 
 class _Batch:
-    """A batch while its parts come."""
+    """A batch whose parts are still arriving."""
 
     def __init__(
         self, key: int, wanted: int, owners: NDArray[np.int64], used: NDArray[np.float64], shards: list[Shard]
@@ -77,7 +76,7 @@ class _Batch:
 
 
 class _Message:
-    """Batches that were asked for together."""
+    """Batches that were requested together."""
 
     def __init__(self, batches: list[_Batch]) -> None:
         self.batches = batches
@@ -89,21 +88,21 @@ class _Message:
 class Draws:
     """Plans batches, asks stores for their parts, and puts these together."""
 
-    def __init__(self, members: Members, served: Served, row_bytes: int, stratum: int | None) -> None:
+    def __init__(self, members: Members, served: protocol.Served, row_bytes: int, stratum: int | None) -> None:
         self._members, self._epochs, self._stratum = members, members.epochs, stratum
         self._prioritized = "prioritized" in served.traits_of_sampler
         self._row_bytes = row_bytes
         #: Rows of a unit, and how many it is of a batch size.
         self._together, self._counted = served.together
         self._lock = fork.rlock()
-        self._asked: deque[_Message] = deque()
+        self._pending: deque[_Message] = deque()
         #: Of parts of batches: how many were asked for, and how long their answers were waited for.
         self._requests, self._waited_s = 0, 0.0
 
     @property
     def messages(self) -> int:
         """Under way."""
-        return len(self._asked)
+        return len(self._pending)
 
     def counters(self) -> dict[str, float]:
         """Requests to stores, and the seconds that these were waited for."""
@@ -118,11 +117,11 @@ class Draws:
         """
         with self._lock:
             message = _Message([self._planned(key, self._units(rows)) for key in keys])
-            self._asked.append(message)
+            self._pending.append(message)
             try:
                 self._send(message)
             except BaseException:
-                self._asked.pop()
+                self._pending.pop()
                 raise
 
     def draw(self, key: int, rows: int) -> Drawn:
@@ -132,7 +131,7 @@ class Draws:
             try:
                 return self.answer()[0]
             finally:
-                if self._asked:  # it was interrupted
+                if self._pending:  # it was interrupted
                     self.forget_asked()
 
     def _units(self, rows: int) -> int:
@@ -141,9 +140,9 @@ class Draws:
             raise RuntimeError(
                 f"sample: batch_size: expected a multiple of the {self._counted} steps of a window, got {rows}."
             )
-        if rows * self._row_bytes > MAX_MESSAGE:
+        if rows * self._row_bytes > protocol.MAX_MESSAGE:
             raise ValueError(
-                f"sample: batch_size: expected batches of at most {MAX_MESSAGE} bytes over a connection, got {rows} rows of "
+                f"sample: batch_size: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {rows} rows of "
                 f"{self._row_bytes} bytes."
             )
         return units
@@ -153,7 +152,7 @@ class Draws:
         shards = self._members.known()
         masses = self._masses(shards)
         if not masses.any() and begins:
-            shards = self._members.asked_again()
+            shards = self._members.refreshed()
             masses = self._masses(shards)
         if self._stratum is not None and self._members.shards[self._stratum].lost:
             raise ConnectionError(
@@ -166,7 +165,7 @@ class Draws:
             )
         if not self._epochs:
             used = np.array([shard.weight for shard in shards])
-            return _Batch(key, units, plans.chosen(key, attempt, masses, units), used, shards)
+            return _Batch(key, units, plans.chosen(masses, plans.random_of(key, attempt).random(units)), used, shards)
         batch = _Batch(key, units, plans.dealt(key, attempt, masses.astype(np.int64), units), masses, shards)
         for shard, n in zip(shards, batch.counts, strict=True):
             shard.weight -= n
@@ -191,10 +190,10 @@ class Draws:
     def _count(batch: _Batch, shard: Shard) -> int:
         return int(batch.counts[batch.shards.index(shard)]) if shard in batch.shards else 0
 
-    def _command(self, shard: Shard, batches: list[_Batch], attempt: int = 0) -> Sample:
+    def _command(self, shard: Shard, batches: list[_Batch], attempt: int = 0) -> protocol.Sample:
         parts = [self._count(batch, shard) * self._counted for batch in batches]
         keys = [plans.key_of(it.key, shard.number, attempt) for it in batches]
-        return Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
+        return protocol.Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
 
     # ---- answers -------------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class Draws:
         Raises: what a store has raised.
         """
         with self._lock:
-            message = self._asked[0]
+            message = self._pending[0]
             while message.left:
                 shard, (losses, changes), which = message.left[0]
                 batches = [message.batches[k] for k in which]
@@ -217,9 +216,9 @@ class Draws:
                     raise message.error
                 made = [self._completed(batch) for batch in message.batches]
             except Exception:
-                self._asked.popleft()
+                self._pending.popleft()
                 raise
-            self._asked.popleft()
+            self._pending.popleft()
             return made
 
     def _received(
@@ -233,7 +232,7 @@ class Draws:
         try:
             return receive()
         except NoSampleable:
-            shard.told_at = -math.inf  # it is asked what it has before others are drawn
+            shard.updated_at = -math.inf  # it is asked what it has before others are drawn
         except (RateLimited, NotAdmitted) as error:
             message.error = RateLimited(f"sample: {shard.storage!r} has limits, which hold for one store. {error}")
         except ConnectionError as error:
@@ -251,12 +250,12 @@ class Draws:
         batch.take(at, places, drawn, self._together)
         if self._epochs:
             shard.epoch = drawn.mass.epoch
-        if tells and (not self._epochs or len(self._asked) <= 1):
+        if tells and (not self._epochs or len(self._pending) <= 1):
             shard.tell(drawn.mass, epochs=self._epochs)
 
     def _completed(self, batch: _Batch) -> Drawn:
         """The batch, once all of its units are there; fewer at the end of an epoch."""
-        attempt, in_vain = 0, 0
+        attempt, empty_rounds = 0, 0
         while not batch.there.all():
             attempt += 1
             if not batch.parts:  # of the next epoch, perhaps
@@ -272,8 +271,8 @@ class Draws:
                 self._redraw(rest, rest.shards[at], attempt)
             batch.parts += [part._replace(places=missing[part.places]) for part in rest.parts]
             batch.there[missing[: len(rest.there)][rest.there]] = True  # an epoch may have had fewer
-            in_vain = 0 if rest.parts else in_vain + 1
-            if in_vain > _IN_VAIN:
+            empty_rounds = 0 if rest.parts else empty_rounds + 1
+            if empty_rounds > _MAX_EMPTY_ROUNDS:
                 raise NoSampleable("sample: no store has given a row, at any try. Add data first.")
         return self._assembled(batch)
 
@@ -288,7 +287,7 @@ class Draws:
     def _assembled(self, batch: _Batch) -> Drawn:
         """All parts as one batch."""
         parts, together = batch.parts, self._together
-        mass = cast("Mass", parts[0].drawn.mass)  # they are parts
+        mass = cast("protocol.Mass", parts[0].drawn.mass)  # they are parts
         if mass.over_batch:
             least = min((part.factor for part in parts if part.factor), default=1.0)
             parts = [part._replace(factor=(least / (part.factor or 1.0)) ** mass.beta) for part in parts]
@@ -329,20 +328,18 @@ class Draws:
         with self._lock:
             if any(shard.mass.total > 0 for shard in self._members.known()):
                 return True
-            return any(shard.mass.total > 0 for shard in self._members.asked_again())
+            return any(shard.mass.total > 0 for shard in self._members.refreshed())
 
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""
         with self._lock:
-            for shard in self._members.present():
-                with self._members.reaching(shard):
-                    shard.storage.settle()
+            self._members.answers(lambda shard: shard.storage.settle())
 
     def forget_asked(self) -> None:
         """Drop what was asked for."""
         with self._lock:
             self.settle()
-            self._asked.clear()
+            self._pending.clear()
             for shard in self._members.present():
                 shard.storage.forget_asked()
                 shard.change()  # it may have other rows now

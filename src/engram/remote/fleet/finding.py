@@ -1,18 +1,21 @@
-"""Which addresses are servers of which store."""
+"""Finds the stores of a fleet: by the addresses of servers, or by shards on Ray."""
 
 from __future__ import annotations
 
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from engram._support.checks import check_count
 from engram._support.words import said_wait, warn
 from engram.format.schema import decode
-from engram.remote.connection import Connection
+from engram.remote import protocol
+from engram.remote.connection import Connection, Found, Servers
 from engram.remote.fleet import check_missing
 from engram.remote.fleet.members import SKIP_S
 from engram.remote.fleet.storage import FleetStorage
@@ -21,18 +24,17 @@ from engram.remote.storage import RemoteStorage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engram.remote.addresses import Address
-    from engram.remote.commands import Served
-    from engram.remote.connection import Access, Found, Servers
+    from engram.remote.connection import Access
     from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.streaming import Full
 
 
-_LIMITED = "connect: {!r} has limits, which hold for one store. Remove them: rb.limit(None)."
+K = TypeVar("K")
+T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 #: Addresses that are asked at a time.
-_AT_A_TIME = 32
+_MAX_CONNECTING = 32
 
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
@@ -40,10 +42,10 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     check_missing(missing)
     if len(access.addresses) == 1 and stratum is None:
         return RemoteStorage(Connection(access))
-    served = _asked(access, missing)
-    stores: dict[str, list[Address]] = {}
-    for address, said in served.items():
-        stores.setdefault(said.store, []).append(address)
+    served = _ask_servers(access, missing)
+    stores: dict[str, list[protocol.Address]] = {}
+    for address, answer in served.items():
+        stores.setdefault(answer.store, []).append(address)
     check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
     if silent:
@@ -53,25 +55,18 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
     patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
-    storages: list[RemoteStorage] = []
-    try:
-        for addresses in stores.values():
-            one = access._replace(addresses=tuple(addresses), patience_s=patience_s)
-            storages.append(RemoteStorage(Connection(one)))
-        for storage in storages:
-            check_limits(storage)
-    except BaseException:
-        for storage in storages:
-            storage.close()
-        raise
+    with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
+        each = [access._replace(addresses=tuple(addresses), patience_s=patience_s) for addresses in stores.values()]
+        storages = [opened.enter_context(closing(_without_limits(one))) for one in each]
+        opened.pop_all()
     joining = Silent(access._replace(patience_s=patience_s), silent) if silent else None
     return FleetStorage(storages, missing, stratum, joining)
 
 
 class Silent:
-    """Addresses that did not answer at first. Stores that are served there join a fleet when they do."""
+    """Addresses that did not answer when the fleet was connected. The stores that they serve join the fleet when they answer."""
 
-    def __init__(self, access: Access, addresses: list[Address]) -> None:
+    def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
 
     def left(self) -> bool:
@@ -83,14 +78,12 @@ class Silent:
         first, stores = known[0].served, {storage.served.store for storage in known}
         for address in tuple(self._addresses):
             try:
-                said = _said(self._access, address)
-                if isinstance(said, ConnectionError):
-                    continue
+                answer = _served_at(self._access, address)
                 self._addresses.remove(address)
-                if said.store in stores:  # another server of a known one
+                if answer.store in stores:  # another server of a known one
                     continue
-                check_stores([first, said], self._access.full)
-                storage = self._connected(address)
+                check_stores([first, answer], self._access.full)
+                storage = _without_limits(self._access._replace(addresses=(address,)))
             except ConnectionError:  # gone again
                 if address not in self._addresses:
                     self._addresses.append(address)
@@ -99,39 +92,40 @@ class Silent:
                 if address not in self._addresses:
                     warn(f"the store at {address} does not join: {error}")
                 continue
-            stores.add(said.store)
+            stores.add(answer.store)
             yield storage
 
-    def _connected(self, address: Address) -> RemoteStorage:
-        """Raises ``ConnectionError``. ``ValueError``: it has limits of its own."""
-        storage = RemoteStorage(Connection(self._access._replace(addresses=(address,))))
-        try:
-            check_limits(storage)
-        except BaseException:
-            storage.close()
-            raise
-        return storage
+
+def _without_limits(access: Access) -> RemoteStorage:
+    """A store of a fleet. Raises ``ConnectionError``. ``ValueError``: it has limits of its own."""
+    storage = RemoteStorage(Connection(access))
+    with ExitStack() as opened:
+        opened.callback(storage.close)
+        state = storage.state()
+        if any(state.limit) and not state.fleet[0]:
+            raise ValueError(f"connect: {storage!r} has limits, which hold for one store. Remove them: rb.limit(None).")
+        opened.pop_all()
+    return storage
 
 
-def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
+def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, protocol.Served]:
     """What servers say, in the order of their addresses. Silent ones are asked again until the time is over.
 
     Raises ``ConnectionError``: none answers; or not all do, and they are waited for.
     """
-    found: dict[Address, Served | ConnectionError] = {}
+    found: dict[protocol.Address, protocol.Served | ConnectionError] = {}
     begun, pause = time.monotonic(), _FIRST_PAUSE_S
-    with ThreadPoolExecutor(min(_AT_A_TIME, len(access.addresses)), "engram-connect") as threads:
-        while True:
-            silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
-            found |= zip(silent, threads.map(lambda it: _said(access, it), silent), strict=True)
-            served = {it: said for it in access.addresses if not isinstance(said := found[it], ConnectionError)}
-            errors = [said for said in found.values() if isinstance(said, ConnectionError)]
-            waits_all = missing == "wait" or not served
-            patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
-            if not errors or time.monotonic() + pause > begun + patience_s:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    while True:
+        silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
+        found |= zip(silent, _answers(partial(_served_at, access), silent), strict=True)
+        served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
+        errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
+        waits_all = missing == "wait" or not served
+        patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
+        if not errors or time.monotonic() + pause > begun + patience_s:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
     if errors and waits_all:
         where = ", ".join(str(it) for it in access.addresses if it not in served)
         raise ConnectionError(
@@ -140,15 +134,24 @@ def _asked(access: Access, missing: Missing) -> dict[Address, Served]:
     return served
 
 
-def _said(access: Access, address: Address) -> Served | ConnectionError:
-    """What the server at an address says, if it answers at once."""
-    try:
-        connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
-    except ConnectionError as error:
-        return error
-    served = connection.served
+def _served_at(access: Access, address: protocol.Address) -> protocol.Served:
+    """What the server at an address says, if it answers at once. Raises ``ConnectionError``."""
+    connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
     connection.close()
-    return served
+    return connection.served
+
+
+def _answers(ask: Callable[[K], T], each: Sequence[K]) -> list[T | ConnectionError]:
+    """The answer of each, or the error of one that does not answer: they are asked at the same time."""
+
+    def answer(one: K) -> T | ConnectionError:
+        try:
+            return ask(one)
+        except ConnectionError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, min(_MAX_CONNECTING, len(each))), "engram-connect") as threads:
+        return list(threads.map(answer, each))
 
 
 def check_stratum(stratum: int | None, stores: int) -> None:
@@ -157,14 +160,7 @@ def check_stratum(stratum: int | None, stores: int) -> None:
         raise ValueError(f"connect: stratum: expected the number of one of {stores} stores, got {stratum}.")
 
 
-def check_limits(storage: RemoteStorage) -> None:
-    """Raise ``ValueError``: it has limits of its own. As ``storage.state``."""
-    state = storage.state()
-    if any(state.limit) and not state.fleet[0]:
-        raise ValueError(_LIMITED.format(storage))
-
-
-def check_stores(served: list[Served], full: Full | None) -> None:
+def check_stores(served: list[protocol.Served], full: Full | None) -> None:
     """Raise ``ValueError``: stores that cannot be one buffer. ``full``: what a write does that has no credits."""
     if full is not None:
         raise ValueError(
@@ -183,18 +179,15 @@ def check_stores(served: list[Served], full: Full | None) -> None:
 
 
 #: What the stores of a fleet have in common.
-_KINDS: dict[str, Callable[[Served], object]] = {
+_KINDS: dict[str, Callable[[protocol.Served], object]] = {
     "buffer class": lambda served: served.recipe.get("buffer"),
     "sampler": lambda served: re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler),
     "fields and lanes": lambda served: msgspec.structs.replace(decode(served.schema.encode(), "connect"), capacity=0),
 }
 
 
-#: Shards that are asked at a time.
-
-
-class Awaited(Protocol):
-    """A shard: it knows where its store is served, and makes one."""
+class Awaited(Servers, Protocol):
+    """A shard on Ray: it knows where its store is served, and makes the store."""
 
     def serve(self, schema: str | None) -> Found | None:
         """Where its store is served, which is made of a schema if there is none. None: there is neither.
@@ -204,7 +197,7 @@ class Awaited(Protocol):
 
 
 class AwaitedFleet:
-    """The stores of several shards.
+    """A fleet of shards, some of whose stores may not exist yet.
 
     Args:
         shards: in the order of their numbers.
@@ -237,31 +230,26 @@ class AwaitedFleet:
 
         Raises ``ConnectionError``: no shard answers, or not all do, and they are waited for. As ``ReplayBuffer.connect``.
         """
-        found, errors = _asked_again(self._shards, None)
+        found = _answers(lambda shard: shard.serve(None), self._shards)
+        errors = [one for one in found if isinstance(one, ConnectionError)]
         if errors and (self._missing == "wait" or len(errors) == len(self._shards)):
-            raise errors[min(errors)]
-        having = [k for k, one in found.items() if one is not None]
+            raise errors[0]
+        having = [k for k, one in enumerate(found) if isinstance(one, Found)]
         return self._joined(having) if having else None
 
     def make(self, schema: str) -> FleetStorage:
         """The same; stores are made of a schema, of that of the first shard if it has one. All shards must be there."""
         self._makers[0].serve(schema)  # the first one decides where several clients do this
-        _, errors = _asked_again(self._makers[1:], self._schema_of_first())
-        if errors:
-            raise errors[min(errors)]
+        first = Connection(self._makers[0])
+        first.close()
+        schema = first.served.schema
+        for one in _answers(lambda shard: shard.serve(schema), self._makers[1:]):
+            if isinstance(one, ConnectionError):
+                raise one
         return self._joined(range(len(self._shards)))
-
-    def _schema_of_first(self) -> str:
-        connection = Connection(self._access(self._makers[0]))
-        connection.close()
-        return connection.served.schema
 
     def __str__(self) -> str:
         return f"FleetStorage({', '.join(map(str, self._shards))})"
-
-    @staticmethod
-    def _access(shard: Awaited) -> Servers:
-        return shard  # type: ignore[return-value] # it is both
 
     def _joined(self, having: Sequence[int]) -> FleetStorage:
         """Connect to all. ``having``: those that have a store. Raises ``ConnectionError``: none answers, or not all do, and they are
@@ -269,11 +257,11 @@ class AwaitedFleet:
         """
         storages: dict[int, RemoteStorage] = {}
         silent: dict[int, ConnectionError] = {}
-        served: Served | None = None
-        try:
+        served: protocol.Served | None = None
+        with ExitStack() as opened:
             for k in (*having, *(k for k in range(len(self._shards)) if k not in having)):
                 try:  # one without a store makes one like that of the others
-                    storages[k] = RemoteStorage(Connection(self._access(self._shards[k]), served))
+                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self._shards[k], served))))
                     served = storages[k].served
                 except ConnectionError as error:
                     silent[k] = error
@@ -281,28 +269,10 @@ class AwaitedFleet:
                 raise silent[min(silent)]
             check_stores([storage.served for storage in storages.values()], None)
             for k in silent:
-                storages[k] = RemoteStorage(Connection(self._access(self._shards[k]), served, opens=False))
+                away = RemoteStorage(Connection(self._shards[k], served, opens=False))
+                storages[k] = opened.enter_context(closing(away))
             fleet = FleetStorage([storages[k] for k in sorted(storages)], self._missing, self._stratum, turn=self._turn)
-        except BaseException:
-            for storage in storages.values():
-                storage.close()
-            raise
+            opened.pop_all()
         for k, why in silent.items():
             fleet.members.lose(fleet.members.shards[k], why)
         return fleet
-
-
-def _asked_again(
-    shards: Sequence[Awaited], schema: str | None
-) -> tuple[dict[int, Found | None], dict[int, ConnectionError]]:
-    """Where shards serve, by their numbers, and the errors of those that do not answer."""
-    found: dict[int, Found | None] = {}
-    errors: dict[int, ConnectionError] = {}
-    with ThreadPoolExecutor(max(1, min(_AT_A_TIME, len(shards))), "engram-connect") as threads:
-        asked = [threads.submit(shard.serve, schema) for shard in shards]
-        for k, one in enumerate(asked):
-            try:
-                found[k] = one.result()
-            except ConnectionError as error:
-                errors[k] = error
-    return found, errors

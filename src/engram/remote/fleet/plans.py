@@ -1,8 +1,8 @@
-"""Which store draws which rows of a batch: the arithmetic, which knows no server."""
+"""The plan of a batch of several members, stores or buffers: who draws which of its units, by which key, and their order."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+    from tensordict import TensorDict
     from torch import Tensor
+
+Rows = TypeVar("Rows", bound="Tensor | TensorDict")
 
 #: A row of a batch is ``store << SHIFT | row``.
 SHIFT = 48
@@ -19,7 +22,7 @@ _WORD = (1 << 64) - 1
 #: The number of a store's draws may not meet that of the choice among them.
 _CHOICE = 1 << 62
 #: Numbers that NumPy deals without replacement.
-_MOST_DEALT = 10**9
+_MAX_DEALT_ROWS = 10**9
 
 
 def number(rows: Tensor, store: int) -> Tensor:
@@ -32,6 +35,11 @@ def places_of(members: Tensor) -> dict[int, Tensor]:
     return {number: (members == number).nonzero().flatten() for number in sorted(set(members.tolist()))}
 
 
+def rows_at(values: Rows, at: Tensor) -> Rows:
+    """Some rows, wherever they lie."""
+    return cast("Rows", values[at.to(values.device or "cpu")])
+
+
 def key_of(key: int, store: int, attempt: int) -> int:
     """The key of a store's part of a batch: 63 bits, as of a local one, that follow from the batch's own."""
     mixed = (key + 0x9E3779B97F4A7C15 * (store * 0x10001 + attempt + 1)) & _WORD
@@ -40,19 +48,19 @@ def key_of(key: int, store: int, attempt: int) -> int:
     return (mixed ^ mixed >> 31) >> 1
 
 
-def chosen(key: int, attempt: int, masses: NDArray[np.float64], n: int) -> NDArray[np.int64]:
-    """int64 ``[n]``: the store of each, drawn by their masses with replacement, so that counts are multinomial."""
+def chosen(masses: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The member at each place in [0, 1) of the line on which members lie side by side, each as long as its mass."""
     ends = np.cumsum(masses)
-    at = np.searchsorted(ends, _random(key, attempt).random(n) * ends[-1], side="right")
-    stores: NDArray[np.int64] = np.minimum(at, np.flatnonzero(masses)[-1])
-    return stores
+    last = np.flatnonzero(masses)[-1]  # rounding must not choose one without mass
+    members: NDArray[np.int64] = np.minimum(np.searchsorted(ends, at * ends[-1], side="right"), last)
+    return members
 
 
 def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """int64 ``[min(n, all)]``: the store of each in a random order of all that are left, so that counts are hypergeometric."""
-    random, total = _random(key, attempt), int(left.sum())
+    random, total = random_of(key, attempt), int(left.sum())
     n = min(n, total)
-    if total < _MOST_DEALT:
+    if total < _MAX_DEALT_ROWS:
         counts = random.multivariate_hypergeometric(left, n, method="marginals")
     else:  # of so many, with replacement makes no difference that could be seen
         counts = np.minimum(random.multinomial(n, left / total), left)
@@ -83,11 +91,14 @@ def order_of(parts: Sequence[NDArray[np.int64]]) -> Tensor | None:
     return None if (places[1:] > places[:-1]).all() else torch.from_numpy(np.argsort(places))
 
 
-def joined(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
-    """Units of several parts, in an order. One part that is in order is not copied."""
-    units = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    return units if order is None else units.index_select(0, order)
+def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = None) -> Tensor:
+    """Units of several parts, in an order. One part that is in order is not copied. ``units``: so many, of several rows each."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if units is not None:
+        whole = whole.view(units, whole.shape[0] // units, *whole.shape[1:])
+    return whole if order is None else whole.index_select(0, order)
 
 
-def _random(key: int, attempt: int) -> np.random.Generator:
+def random_of(key: int, attempt: int) -> np.random.Generator:
+    """Draws the choice of members: another one at each attempt."""
     return np.random.Generator(np.random.Philox(key=[key & _WORD, _CHOICE + attempt]))

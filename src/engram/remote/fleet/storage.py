@@ -13,11 +13,10 @@ from engram._support import fork
 from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram.errors import RowError
-from engram.remote.commands import State
+from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.fleet.draws import Draws
-from engram.remote.fleet.ledger import Ledger
-from engram.remote.fleet.members import Members
+from engram.remote.fleet.members import Ledger, Members
 from engram.remote.served import Drawn, ServedStorage
 from engram.storages import Storage
 from engram.types import Write
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.persist.roles import Roles
-    from engram.remote.commands import Served
     from engram.remote.fleet.members import Joining, Missing, Shard
     from engram.remote.storage import RemoteStorage
     from engram.store.limits import Rules
@@ -51,7 +49,7 @@ _WHERE_KNOWN = ("sample_wait_ms_p50", "sample_wait_ms_p99")
 _OF_ROWS = ("age_p99", "priority_max", *_MEANS)
 
 
-def combined(stores: Sequence[tuple[State, dict[str, float]]]) -> dict[str, float]:
+def combined(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> dict[str, float]:
     """What ``RemoteStorage.gauges`` says of each of these stores, as of one store with all their rows.
 
     Sizes, counts and rates are summed. Means are those of all rows. Of waits, of the age of the last checkpoint and of ``age_p99``, the
@@ -66,11 +64,11 @@ def combined(stores: Sequence[tuple[State, dict[str, float]]]) -> dict[str, floa
     return found if effective is None else found | {"priority_ess": effective}
 
 
-def _one(name: str, stores: Sequence[tuple[State, dict[str, float]]]) -> Iterator[float]:
+def _one(name: str, stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> Iterator[float]:
     """The number of all stores, or nothing."""
-    asked = [(state.size, gauges.get(name)) for state, gauges in stores if state.size or name not in _OF_ROWS]
-    known = [(size, value) for size, value in asked if value is not None]
-    if not known or (len(known) < len(asked) and name not in _WHERE_KNOWN):
+    numbers = [(state.size, gauges.get(name)) for state, gauges in stores if state.size or name not in _OF_ROWS]
+    known = [(size, value) for size, value in numbers if value is not None]
+    if not known or (len(known) < len(numbers) and name not in _WHERE_KNOWN):
         return
     values = [value for _, value in known]
     if name in _MEANS:
@@ -79,7 +77,7 @@ def _one(name: str, stores: Sequence[tuple[State, dict[str, float]]]) -> Iterato
         yield sum(values) if name in _SUMS else max(values)
 
 
-def _ratio(stores: Sequence[tuple[State, dict[str, float]]]) -> float:
+def _ratio(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> float:
     """Rows sampled for each row inserted. Of a store that was never sampled, all rows written count as inserted."""
     inserted = (
         gauges["sample_count"] / gauges["replay_ratio"] if gauges["replay_ratio"] else state.write_count
@@ -88,7 +86,7 @@ def _ratio(stores: Sequence[tuple[State, dict[str, float]]]) -> float:
     return sum(gauges["sample_count"] for _, gauges in stores) / max(sum(inserted), 1)
 
 
-def _effective(stores: Sequence[tuple[State, dict[str, float]]]) -> float | None:
+def _effective(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> float | None:
     """Of rows with leaves ``p``: ``(sum p)² / sum p²``. Of each store the first sum is its mass. None: not all stores say it."""
     whole = squares = 0.0
     for state, gauges in stores:
@@ -102,13 +100,13 @@ def _effective(stores: Sequence[tuple[State, dict[str, float]]]) -> float | None
     return whole**2 / squares if squares else None
 
 
-def any_turn() -> int:
+def random_turn() -> int:
     """Where nothing tells clients that begin to write at the same time apart."""
     return random.getrandbits(48)
 
 
 class FleetStorage(ServedStorage):
-    """Several stores that servers have open.
+    """The rows of several stores that servers have open, as one storage.
 
     Args:
         storages: of each.
@@ -123,7 +121,7 @@ class FleetStorage(ServedStorage):
         missing: Missing,
         stratum: int | None,
         joining: Joining | None = None,
-        turn: Callable[[], int] = any_turn,
+        turn: Callable[[], int] = random_turn,
     ) -> None:
         super().__init__()
         self._turn = turn
@@ -150,7 +148,7 @@ class FleetStorage(ServedStorage):
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
     @property
-    def served(self) -> Served:
+    def served(self) -> protocol.Served:
         return self.members.shards[0].storage.served
 
     @property
@@ -165,8 +163,8 @@ class FleetStorage(ServedStorage):
     def nbytes(self) -> int:
         return sum(shard.storage.nbytes for shard in self.members.shards)
 
-    def state(self) -> State:
-        found = [state for _, state in self.members.ask_all()]
+    def state(self) -> protocol.State:
+        found = [state for _, state in self.members.answers(self.members.ask)]
         names = dict.fromkeys(name for state in found for name in state.counters)
         counters: dict[str, int | float] = {}
         for name in names:
@@ -181,14 +179,11 @@ class FleetStorage(ServedStorage):
             **self.draws.counters(),
         }
         sizes = sum(state.size for state in found), sum(state.write_count for state in found)
-        return State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
+        return protocol.State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
 
     def gauges(self) -> dict[str, float]:
-        found = []
-        for shard, state in self.members.ask_all():
-            with self.members.reaching(shard):
-                found.append((state, shard.storage.gauges()))
-        return combined(found)
+        ask = self.members.ask
+        return combined([both for _, both in self.members.answers(lambda it: (ask(it), it.storage.gauges()))])
 
     def consumer_version(self, at_least: int | None = None) -> int:
         """The largest of all stores, which those learn that are there now; and those that are gone, when they are back."""
@@ -201,11 +196,10 @@ class FleetStorage(ServedStorage):
 
     def _versions(self, at_least: int | None) -> Iterator[int]:
         """Of those that are there."""
-        for shard in self.members.present():
-            with self.members.reaching(shard):
-                yield shard.storage.consumer_version(at_least)
-                if at_least is not None:
-                    shard.change()
+        for shard, version in self.members.answers(lambda it: it.storage.consumer_version(at_least)):
+            if at_least is not None:
+                shard.change()
+            yield version
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -268,13 +262,13 @@ class FleetStorage(ServedStorage):
             )
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        for shard, ours in self._owners(rows):
+        for shard, at in self._owners(rows):
             if not shard.lost:
                 with self.members.reaching(shard):
-                    own = None if tickets is None else tickets[ours]
-                    shard.storage.prioritize(rows[ours] & _ROW, priorities[ours], own)
+                    own = None if tickets is None else tickets[at]
+                    shard.storage.prioritize(rows[at] & _ROW, priorities[at], own)
                     continue
-            self._dropped += len(ours)
+            self._dropped += len(at)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -283,10 +277,8 @@ class FleetStorage(ServedStorage):
         with self._homes:
             if self._home is None or self._home.lost:
                 turn, stores = self._turn(), len(self.members.shards)
-                asked = [
-                    (state.writers, (shard.number - turn) % stores, shard) for shard, state in self.members.ask_all()
-                ]
-                self._home = min(asked)[2]
+                found = self.members.answers(self.members.ask)
+                self._home = min((state.writers, (it.number - turn) % stores, it) for it, state in found)[2]
             return self._home
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
@@ -297,43 +289,29 @@ class FleetStorage(ServedStorage):
             raise NotAdmitted(n)
         try:
             shard = self.home()
-            written = self._written(shard, plan, prepared, n)
+            with self.members.needing(shard):
+                written = shard.storage.write(plan, prepared, n)
         finally:
             self.ledger.counted(n, samples=False)
         shard.change()
         return Write(plans.number(written.rows, shard.number), 0)
 
-    def _written(self, shard: Shard, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        try:
-            return shard.storage.write(plan, prepared, n)
-        except ConnectionError as error:
-            self.members.lose(shard, error)
-            raise
-
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
         self.check_rows(rows, "remove")
-        for shard, ours in self._owners(rows):
+        for shard, at in self._owners(rows):
             if shard.lost:
                 raise ConnectionError(
                     f"remove: expected the stores of all rows, but {shard.storage!r} is gone. Nothing is removed."
                 )
-            try:
-                shard.storage.check_removal(rows[ours] & _ROW)
-            except ConnectionError as error:
-                error.add_note("Nothing is removed.")
-                self.members.lose(shard, error)
-                raise
+            with self.members.needing(shard, "Nothing is removed."):
+                shard.storage.check_removal(rows[at] & _ROW)
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         removed = 0
-        for shard, ours in self._owners(rows):
-            try:
-                removed += shard.storage.remove(rows[ours] & _ROW, None if expected is None else expected[ours])
-            except ConnectionError as error:
-                error.add_note(f"remove: {removed} rows of other stores are removed.")
-                self.members.lose(shard, error)
-                raise
+        for shard, at in self._owners(rows):
+            with self.members.needing(shard, f"remove: {removed} rows of other stores are removed."):
+                removed += shard.storage.remove(rows[at] & _ROW, None if expected is None else expected[at])
             shard.change()
         return removed
 
@@ -366,7 +344,7 @@ class FleetStorage(ServedStorage):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         Storage.__init__(self)
-        self._turn = any_turn
+        self._turn = random_turn
         self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
 
     def close(self) -> None:

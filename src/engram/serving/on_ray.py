@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Placement = Literal["learners", "spread", "actors"]
 #: Of the resource that Ray gives each node by its IP: an actor stays with the machine, also where the node is started again.
-_SHARE = 0.001
+_NODE_SHARE = 0.001
 
 
 def checked_placement(placement: object) -> Placement:
@@ -51,7 +51,7 @@ def resources_of(shards: int, placement: Placement) -> list[dict[str, float]]:
     if placement != "spread":
         chosen = [node for node in nodes if (node["NodeID"] == here) == (placement == "learners")]
         nodes = chosen or nodes
-    return [{f"node:{nodes[k % len(nodes)]['NodeManagerAddress']}": _SHARE} for k in range(shards)]
+    return [{f"node:{nodes[k % len(nodes)]['NodeManagerAddress']}": _NODE_SHARE} for k in range(shards)]
 
 
 def options_of(
@@ -82,14 +82,14 @@ _PATIENCE_S = 60.0
 
 
 class _Checked(type):
-    """Buffers that are made here are of the class that was asked for; this says where they run."""
+    """The metaclass of :class:`RayReplayBuffer`: any open buffer whose rows are on Ray is an instance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ReplayBuffer) and not instance.closed and instance.service_backend == "ray"
 
 
 class _Owner(OnRay):
-    """Of the buffer that was made with the shards, which end with it."""
+    """The service of the buffer that was made with the shards, which end with it."""
 
     def __init__(self, shards: Shards, transport: str, own: Mapping[str, object]) -> None:
         super().__init__(shards, transport, own)
@@ -183,8 +183,8 @@ class RayReplayBuffer(metaclass=_Checked):
                 f"RayReplayBuffer: replay_buffer_cls: expected a buffer class of engram's, got {replay_buffer_cls!r}."
             )
         ray = imported_ray("RayReplayBuffer", "pyarrow.flight")
-        from engram.cluster.lists import LIST_OPTIONS, is_kept_in_list, opened
         from engram.remote.shards import Shard
+        from engram.serving.actors import LIST_OPTIONS, is_kept_in_list, opened
 
         in_list = is_kept_in_list(kwargs.get("storage"))
         if in_list and (shards != 1 or name is not None or transport not in ("auto", "ray")):
@@ -240,15 +240,14 @@ def _started(
     """Actors for a buffer, and what is of the buffer here alone. Transforms and the like are those of clients."""
     import ray
 
-    from engram.cluster.lists import ListActor
-    from engram.cluster.shard import Place, ShardActor
+    from engram.serving.actors import ListActor, Place, ShardActor
 
     if in_list:
         return [ray.remote(**options[0])(ListActor).remote()], {}
     of_clients = {name: given[name] for name in (*READING_ARGUMENTS, "priority_key") if name in given}
     generator = of_clients.pop("generator", None)
-    ours = {*READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
-    made_of = {name: value for name, value in given.items() if name not in ours}
+    of_client = {*READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
+    made_of = {name: value for name, value in given.items() if name not in of_client}
     actors = [
         ray.remote(**one)(ShardActor).remote(kind, made_of, of_clients, Place(secrets.token_hex(16), k, len(options)))
         for k, one in enumerate(options)

@@ -1,4 +1,4 @@
-"""The actor of a shard: it has a store, and the server of it."""
+"""Actors of Ray: a shard has a store and the server of it; a list has a buffer whose rows no other process sees."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ import json
 import secrets
 import tempfile
 import threading
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import ray
 import torch
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor
 
+from engram._support.checks import check_count
+from engram._support.nested import map_tensors
 from engram.buffer.wiring import component
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.ranks import Ranks
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import series
 from engram.format.schema import decode
-from engram.remote.addresses import Address
 from engram.remote.connection import Found
+from engram.remote.protocol import Address
 from engram.remote.shards import Described, answer_of
 from engram.serving.server import Server
 from engram.serving.service import Service, served_by, why_alone
-from engram.storages import LazyMemmapStorage, Storage, TensorStorage
-from engram.types import Write
+from engram.storages import LazyMemmapStorage, ListStorage, Storage, TensorStorage
+from engram.types import RowStorage, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from engram.buffer import ReplayBuffer
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
@@ -40,14 +44,14 @@ if TYPE_CHECKING:
     from engram.types import Sampler, Writer
 
 
-Said: TypeAlias = Literal["set", "get", "claim", "add", "forget"]
+BoardCall: TypeAlias = Literal["set", "get", "claim", "add", "forget"]
 #: For how long the actor that holds the board may take to answer.
-_ANSWER_S = 60.0
-_AGAIN = "the shard was started again, or another Checkpointer saves it now."
+_BOARD_TIMEOUT_S = 60.0
+_OTHER_JOB = "the shard was started again, or another Checkpointer saves it now."
 
 
 class Board:
-    """What ranks tell each other: the actor of the first shard holds it."""
+    """A board on which ranks tell each other things. The actor of the first shard holds it."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -58,9 +62,9 @@ class Board:
 
     def _check(self, key: str) -> None:
         if key != self.key or self.broken:
-            raise RankFailed(self.broken or _AGAIN)
+            raise RankFailed(self.broken or _OTHER_JOB)
 
-    def do(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
+    def do(self, key: str, what: BoardCall, name: str, value: bytes | int | None) -> bytes | int | None:
         """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
         self._check(key)
         values, counters = self._values, self._counters
@@ -105,20 +109,17 @@ class RanksOnRay(Ranks):
 
     def _answer(self, method: Call, *arguments: object) -> Any:
         """What the holder answers. Raises ``RankFailed``: it does not."""
-        asked = method.options(max_task_retries=0, concurrency_group="board").remote(self._key, *arguments)
+        call = method.options(max_task_retries=0, concurrency_group="board").remote(self._key, *arguments)
         try:
-            return answer_of(asked, _ANSWER_S, "rank 0, which holds the board of this job")
+            return answer_of(call, _BOARD_TIMEOUT_S, "rank 0, which holds the board of this job")
         except ConnectionError as error:
             raise RankFailed(str(error)) from error
 
-    def _ask(self, what: Said, name: str, value: bytes | int | None = None) -> Any:
-        return self._answer(self._holder.board, what, name, value)
-
     def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, value)
+        self._answer(self._holder.board, "set", key, value)
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = self._ask("get", key)
+        found: bytes | None = self._answer(self._holder.board, "get", key, None)
         return found
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -126,14 +127,14 @@ class RanksOnRay(Ranks):
         return found
 
     def claim(self, key: str, value: bytes) -> bytes:
-        there: bytes = self._ask("claim", key, value)
+        there: bytes = self._answer(self._holder.board, "claim", key, value)
         return there
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
+        return int(self._answer(self._holder.board, "add", key, amount))
 
     def forget(self, key: str) -> None:
-        self._ask("forget", key)
+        self._answer(self._holder.board, "forget", key, None)
 
 
 class ShardSaver:
@@ -158,7 +159,7 @@ class ShardSaver:
 
     def _check(self, key: str) -> None:
         if key != self._key:
-            raise RankFailed(_AGAIN)
+            raise RankFailed(_OTHER_JOB)
 
     def open(self, key: str, root: Path, options: Options, holder: Handle) -> None:
         """Make the Checkpointer of a job, in place of that of an older one. Raises what making it raises."""
@@ -213,7 +214,7 @@ class ShardSaver:
 
 
 class Place(NamedTuple):
-    """Of a shard among those of its buffer."""
+    """The place of a shard among those of its buffer."""
 
     maker: str
     """32 hexadecimal digits, by which an actor that takes the place of another one finds temporary rows."""
@@ -230,7 +231,7 @@ class Place(NamedTuple):
 
 
 class ShardActor:
-    """Makes a buffer, again where it takes the place of one that died, and serves its store as soon as there is one.
+    """An actor that makes a buffer, and serves its store as soon as there is one. It does so again in place of one that died.
 
     Args:
         kind: the class of the buffer.
@@ -240,7 +241,7 @@ class ShardActor:
     """
 
     def __init__(
-        self, kind: type[ReplayBuffer], made_of: Mapping[str, Any], of_clients: Mapping[str, object], place: Place
+        self, kind: type[ReplayBuffer], made_of: Mapping[str, object], of_clients: Mapping[str, object], place: Place
     ) -> None:
         self._kind, self._of_clients = kind, of_clients
         self._server: Server | None = None
@@ -249,7 +250,7 @@ class ShardActor:
         self._turns = itertools.count()
         try:
             self._storage, self._temporary = storage_of(made_of["storage"], place)
-            self._rb = kind(**{**made_of, "storage": self._storage})
+            self._rb = kind(**{**made_of, "storage": self._storage})  # type: ignore[arg-type] # it checks
             self._saver = ShardSaver(self._rb, place.number, place.of)
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
             self._failed = error
@@ -297,7 +298,7 @@ class ShardActor:
         """Call a method of its :class:`ShardSaver`."""
         return getattr(self._saver, name)(*arguments)
 
-    def board(self, key: str, what: Said, name: str, value: bytes | int | None) -> bytes | int | None:
+    def board(self, key: str, what: BoardCall, name: str, value: bytes | int | None) -> bytes | int | None:
         """What ranks tell each other."""
         return self._saver.board.do(key, what, name, value)
 
@@ -314,9 +315,9 @@ def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:
         RuntimeError: one that processes cannot share. What making it raises.
     """
     if isinstance(given, partial) and given.func is LazyMemmapStorage:
-        asked = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
-        asked.apply_defaults()
-        return _in_directory(place, **asked.arguments)
+        call = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
+        call.apply_defaults()
+        return _in_directory(place, **call.arguments)
     storage: Storage = component(given, Storage, "storage", None)
     if isinstance(storage, LazyMemmapStorage) and not isinstance(given, Storage):
         raise TypeError(
@@ -346,3 +347,128 @@ def _in_directory(
     LazyMemmapStorage(max_size, device=device, **form, **(later or {}))  # it checks them
     temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
     return LazyMemmapStorage.open_or_create(place.folder(scratch_dir), max_size, **form, unclean="refuse"), temporary
+
+
+#: Another actor in its place would be empty. Threads let a write through while a draw waits for it.
+LIST_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 16}
+
+
+def is_kept_in_list(storage: object) -> bool:
+    """Whether ``storage=`` asks for a list, as None does, or for a storage of one's own."""
+    made = storage.func if isinstance(storage, partial) else storage() if inspect.isroutine(storage) else storage
+    kind = made if inspect.isclass(made) else type(made)
+    own = issubclass(kind, RowStorage) and not issubclass(kind, Storage)
+    return made is None or issubclass(kind, ListStorage) or own
+
+
+class ListActor:
+    """An actor that keeps a buffer and runs its methods."""
+
+    def open(self, kind: type[ReplayBuffer], given: Mapping[str, object]) -> None:
+        """Make it. Raises what that raises."""
+        self._rb = kind(**given)  # type: ignore[arg-type] # it checks
+        self._iterations: dict[object, Iterator[object]] = {}
+
+    def iterate(self) -> int:
+        """Begin to iterate over batches: the number of the iteration."""
+        self._iterations[number := len(self._iterations)] = iter(self._rb)
+        return number
+
+    def do(self, name: str, *arguments: object, **named: object) -> object:
+        """Call a method. ``...`` stands for the buffer itself. Raises ``AttributeError``: an attribute of which a copy would do nothing."""
+        if name == "following":
+            return next(self._iterations[arguments[0]], None)
+        found = getattr(self._rb, name)(*arguments, **named)
+        if name == "__getattribute__" and not isinstance(found, int | float | str | tuple | None):
+            raise AttributeError(
+                f"RayReplayBuffer: {arguments[0]} stays in the actor that keeps the rows. Use methods of the buffer, such as set_sampler."
+            )
+        return ... if found is self._rb else found
+
+
+class ListBuffer:
+    """Stands for a buffer of class ``kind`` kept by an actor; each call is a message. Pickles and clients cannot end the actor."""
+
+    service_backend = transport_kind = "ray"
+
+    def __init__(self, actor: Handle, kind: type[ReplayBuffer], *, owns: bool = False) -> None:
+        vars(self).update(_actor=actor, _kind=kind, _owns=owns, closed=False)
+
+    __class__ = property(lambda self: self._kind)  # what isinstance() looks at
+
+    def __reduce__(self) -> tuple[type[ListBuffer], tuple[Handle, type[ReplayBuffer]]]:
+        return ListBuffer, (self._actor, self._kind)
+
+    def _call(self, name: str, *arguments: object, **named: object) -> object:
+        if self.closed:
+            raise RuntimeError(f"{name}: the buffer was closed. Make another one.")
+        try:
+            arguments, named = map_tensors((arguments, named), Tensor.cpu)
+            found = ray.get(self._actor.do.remote(name, *arguments, **named))
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            raise ConnectionError(
+                f"RayReplayBuffer: {name}: the actor does not answer. Its rows are in its memory alone, and lost if it is gone. Load a "
+                f"state or dump into another buffer, or use partial(LazyMemmapStorage, …), whose rows stay. {str(error).strip():.300}"
+            ) from error
+        return self if found is ... else found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{name}: no attribute of a buffer that an actor has.")
+        if callable(getattr(self._kind, name, None)) or name in ("query", "register_save_hook", "register_load_hook"):
+            return partial(self._call, name)
+        return self._call("__getattribute__", name)
+
+    __len__ = partialmethod(_call, "__len__")
+    __getitem__ = partialmethod(_call, "__getitem__")
+    __setitem__ = partialmethod(_call, "__setitem__")
+    __setattr__ = partialmethod(_call, "__setattr__")  # type: ignore[assignment, misc]
+
+    def __iter__(self) -> Iterator[object]:
+        number = ray.get(self._actor.iterate.remote())
+        while (batch := self._call("following", number)) is not None:
+            yield batch
+
+    @property
+    def savers(self) -> NoReturn:
+        """Raise ``TypeError``: a Checkpointer asks for them, and saves stores."""
+        raise TypeError(
+            "Checkpointer: buffer: expected a buffer whose rows lie in a store, got a list in an actor of Ray. Save it with "
+            "rb.dumps(path), or make it of partial(LazyTensorStorage, …) or partial(LazyMemmapStorage, …)."
+        )
+
+    def start(self) -> ListBuffer:
+        return self
+
+    __enter__ = start
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    is_alive = property(lambda self: not self.closed)
+
+    def clients(self, num_clients: int) -> list[ListBuffer]:
+        return [ListBuffer(self._actor, self._kind) for _ in range(check_count("clients", num_clients))]
+
+    def client(self) -> ListBuffer:
+        return self.clients(1)[0]
+
+    def close(self, timeout: float | None = None) -> None:
+        """End the actor, and with it its rows, where the buffer was made. Repeatable."""
+        del timeout
+        if self._owns and not self.closed and ray.is_initialized():
+            ray.kill(self._actor)
+        vars(self)["closed"] = True
+
+    shutdown = close
+
+    def __repr__(self) -> str:
+        return f"RayReplayBuffer({self._kind.__name__}, in an actor)"
+
+
+def opened(actor: Handle, kind: type[ReplayBuffer], given: Mapping[str, object], patience: float) -> ReplayBuffer:
+    """The buffer of an actor, which makes it. Raises what making it raises; ``ConnectionError``: the actor has not started in time."""
+    answer_of(actor.open.remote(kind, given), patience, "RayReplayBuffer")
+    return ListBuffer(actor, kind, owns=True)  # type: ignore[return-value] # it stands for one

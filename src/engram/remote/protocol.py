@@ -1,8 +1,12 @@
-"""What may be asked of a server, and how errors come back: JSON of at most 4 KiB, against a closed table."""
+"""What clients and servers tell each other: addresses and tokens, commands, and errors. Commands are JSON of at most 4 KiB."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+import ipaddress
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -11,6 +15,108 @@ from engram import errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_MAX_TOKEN = 4096
+
+
+class Address(NamedTuple):
+    """The address of one server."""
+
+    scheme: str
+    """``unix``, ``grpc`` (TCP) or ``grpc+tls``."""
+    host: str
+    """Of a Unix socket: its path."""
+    port: int = 0
+
+    @property
+    def uri(self) -> str:
+        """As Arrow Flight takes it."""
+        return f"grpc+unix://{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self.place}"
+
+    @property
+    def place(self) -> str:
+        """Host and port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nothing outside this machine reaches it."""
+        if self.scheme == "unix" or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return False
+
+    def __str__(self) -> str:
+        return f"unix:{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self.place}"
+
+
+def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
+    """One address: ``unix:PATH``, ``HOST:PORT``, ``grpc://HOST:PORT`` or ``grpc+tls://HOST:PORT``.
+
+    Raises ``TypeError``: no text. ``ValueError``: none of these.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{call}: address: expected a str, got {type(text).__name__}.")
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path.startswith("/") or len(os.fsencode(path)) > 100:
+            raise ValueError(
+                f"{call}: address: expected unix: and an absolute path of at most 100 bytes, got {text!r}."
+            )
+        return Address("unix", path)
+    named, separator, place = text.partition("://")
+    scheme, place = (named, place) if separator else (scheme, text)
+    host, separator, port = place.rpartition(":")
+    if scheme not in ("grpc", "grpc+tls") or not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(
+            f"{call}: address: expected unix:/PATH, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, got {text!r}."
+        )
+    return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def addresses_of(text: object, call: str) -> list[Address]:
+    """Those of several servers of one store: a list, or text with commas. The first one's scheme holds for those that name none.
+
+    Raises: as :func:`address_of`.
+    """
+    texts = text.split(",") if isinstance(text, str) else text
+    if not isinstance(texts, list | tuple) or not texts:
+        got = type(text).__name__ if texts else "an empty list"
+        raise TypeError(f"{call}: address: expected a str or a list of them, got {got}.")
+    first = address_of(texts[0], call)
+    scheme = "grpc" if first.scheme == "unix" else first.scheme
+    return [first, *(address_of(one, call, scheme=scheme) for one in texts[1:])]
+
+
+def token_in(path: str | os.PathLike[str] | None, call: str) -> bytes:
+    """What a token file says; empty for None.
+
+    Raises:
+        TypeError: no path. ValueError: it is empty, too long or of more than one line. PermissionError: others may read it.
+        OSError: it cannot be read.
+    """
+    if path is None:
+        return b""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{call}: token: expected the path of a file, got {type(path).__name__}.")
+    with Path(path).open("rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(
+                f"{call}: token: expected a file that only its owner, you, may read, got mode {stat.S_IMODE(status.st_mode):04o} of "
+                f"{os.fspath(path)!r}. Use chmod 600."
+            )
+        token = file.read(_MAX_TOKEN + 1).strip()
+    if not token or len(token) > _MAX_TOKEN or not token.isascii() or len(token.split()) != 1:
+        raise ValueError(
+            f"{call}: token: expected one word of 1 to {_MAX_TOKEN} ASCII characters in {os.fspath(path)!r}."
+        )
+    return token
+
 
 #: A client and a server must have the same number.
 PROTOCOL = 1
@@ -28,6 +134,8 @@ LEAVING = b"{}"
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 T = TypeVar("T")
 Stream = Literal["learn", "write", "edit"]
+#: What a write does that has no credits.
+Full = Literal["block", "raise", "drop"]
 
 
 def held_bytes(rows: int, row_bytes: int) -> int:
@@ -36,7 +144,7 @@ def held_bytes(rows: int, row_bytes: int) -> int:
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="sample"):
-    """Draw a batch for each key: one message with all their rows comes back."""
+    """Command to draw a batch for each key. The answer is one message with all their rows."""
 
     rows: int
     """Of each batch."""
@@ -51,12 +159,12 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="prioritize"):
-    """New priorities: columns ``row``, ``priority`` and ``ticket``, which is -1 where any will do. Nothing comes back."""
+    """Command to set new priorities: columns ``row``, ``priority`` and ``ticket``, which is -1 where any will do. Nothing comes back."""
 
 
 class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="append"):
-    """Write the rows of this message: column ``row``, their numbers, comes back. Column ``:lane`` says where each goes, if there are
-    several lanes.
+    """Command to write the rows of this message: column ``row``, their numbers, comes back. Column ``:lane`` says where each goes, if
+    there are several lanes.
 
     A client that gives itself a name, a random UUID, counts its requests, one for each lane that a message writes to, and may send a
     message again: its rows are written once. :class:`NotOnce` where that cannot be.
@@ -76,56 +184,56 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 
 class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="tickets"):
-    """Say what rows hold, column ``row``: column ``ticket`` comes back, -1 for those that hold nothing or are just being written."""
+    """Command to say what rows hold, column ``row``: column ``ticket`` comes back, -1 for rows that hold nothing or are being written."""
 
 
 class Remove(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="remove"):
-    """Make rows void that still have these tickets, columns ``row`` and ``ticket``: :class:`Removed` comes back.
+    """Command to remove rows that still have these tickets, columns ``row`` and ``ticket``: :class:`Removed` comes back.
 
     A client asks for the tickets first, and may send this again: what was written in between stays.
     """
 
 
 class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is served, which :class:`Served` says. Raises where the protocols differ."""
+    """Command to describe what is served, answered by :class:`Served`. Raises where the protocols differ."""
 
     protocol: int
     engram: str
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers of the store: :class:`State`."""
+    """Command to count: :class:`State` comes back."""
 
 
 class Gauges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``stats()`` says of the store beyond :class:`State`, by its names: estimates, and what all processes have counted.
+    """Command to estimate what ``stats()`` says beyond :class:`State`, by its names, and to say what all processes have counted.
 
     A server of an older engram refuses it, as it knows no such command.
     """
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the server answers: ``{}``."""
+    """Command that any server answers: ``{}``."""
 
 
 class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether a batch of so many rows could be drawn now: ``true`` or ``false``."""
+    """Command to say whether a batch of so many rows could be drawn now: ``true`` or ``false``."""
 
     rows: int
 
 
 class CanRemove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether rows can be removed: ``{}``. Raises where not. A server of an older engram refuses it, as it knows no such command."""
+    """Command to check that rows can be removed: ``{}``. Raises where not. A server of an older engram does not know it, and refuses."""
 
 
 class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Forget all rows: ``{}``."""
+    """Command to forget all rows: ``{}``."""
 
     keep_write_count: bool
 
 
 class EndTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """End the newest step of these lanes: the list of rows that became ends, -1 where nothing changed."""
+    """Command to end the newest step of these lanes: the list of rows that became ends, -1 where nothing changed."""
 
     lanes: list[int]
     terminated: bool = False
@@ -134,7 +242,7 @@ class EndTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Set the limits of several stores, of which this one is a part: ``{}``. It counts rows, and clients that see all stores wait.
+    """Command to set the limits of several stores, of which this one is a part: ``{}``. It counts rows, and clients of all stores wait.
 
     Newer limits, which have a larger number, stay.
     """
@@ -152,14 +260,13 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Up to which policy version the consumer has come, behind this: a number. Raises where the sampler has none."""
+    """Command to say up to which policy version the consumer has come, behind this: a number. Raises where the sampler has none."""
 
     at_least: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None = None
     """Raise it to this one, if it is smaller."""
 
 
-#: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``), :class:`Append` (``write``), :class:`Tickets` and
-#: :class:`Remove` (``edit``).
+#: Actions by name.
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
     "stats": Stats,
@@ -172,10 +279,12 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "limit": Limit,
     "version": Version,
 }
+#: What the messages of streams may be.
+STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
 
 
 class Mass(msgspec.Struct, frozen=True, array_like=True):
-    """What was true of a store when a part of a batch was drawn from it."""
+    """The masses of a store at the moment when a part of a batch was drawn from it."""
 
     total: float
     """What draws over several stores choose it by: live rows, the sum of its priorities, trajectories, the rest of an epoch."""
@@ -194,7 +303,7 @@ class Mass(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a server says of its store."""
+    """A server's description of its store."""
 
     protocol: int
     engram: str
@@ -240,14 +349,14 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """What became of rows that were to be removed."""
+    """The result of a removal."""
 
     removed: int
     """How many had the tickets, and are void now."""
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a message of batches says beside its rows."""
+    """The description of a message of batches, beside its rows."""
 
     sizes: list[list[int]]
     """The shape of each batch's rows."""
@@ -257,21 +366,22 @@ class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of each batch, if they are parts."""
 
 
-def decoded(kind: type[T], raw: bytes, call: str) -> T:
+def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:
     """A command, checked. Raises ``ValueError``: too long, no JSON, or not what is expected."""
     if len(raw) > MAX_COMMAND:
         raise ValueError(f"{call}: expected a command of at most {MAX_COMMAND} bytes, got {len(raw)}.")
     try:
-        return msgspec.json.decode(raw, type=kind)
+        command: msgspec.Struct = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{call}: {error}.") from error
+    return command
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------
 
 
 class NotOnce(RuntimeError):
-    """Rows of a message that may be sent again cannot be written so that they are there once. Nothing of it was written now."""
+    """Raised where a message that may be sent again cannot be written exactly once. Nothing of it was written."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
