@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._support.words import said_size
+from engram._support.words import said_share, said_size
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.cli.doctor import SHARED, Finding
 from engram.device.loader import DeviceLoader
@@ -127,7 +127,7 @@ def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterato
             else "More threads gather faster: engram.set_num_threads(n)."
         )
     value = (
-        f"{said_size(round(speed))}/s, {100 * part:.0f} % of one pinned copy ({BATCH} rows of {said_size(ROW_BYTES)})"
+        f"{said_size(round(speed))}/s, {said_share(part)} of one pinned copy ({BATCH} rows of {said_size(ROW_BYTES)})"
     )
     yield Finding(name, value, "note" if advice else "ok", advice)
 
