@@ -78,11 +78,6 @@ from engram.members.replay_buffer import ReplayBufferEnsemble as ReplayBufferEns
 from engram.members.routing import WriterEnsemble as WriterEnsemble
 from engram.members.samplers import SamplerEnsemble as SamplerEnsemble
 from engram.members.storages import StorageEnsemble as StorageEnsemble
-from engram.persist.checkpointers import CompressedListStorageCheckpointer as CompressedListStorageCheckpointer
-from engram.persist.checkpointers import ListStorageCheckpointer as ListStorageCheckpointer
-from engram.persist.checkpointers import StorageCheckpointerBase as StorageCheckpointerBase
-from engram.persist.checkpointers import StorageEnsembleCheckpointer as StorageEnsembleCheckpointer
-from engram.persist.checkpointers import TensorStorageCheckpointer as TensorStorageCheckpointer
 from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler
 from engram.samplers import PromptGroupSampler as PromptGroupSampler
@@ -90,6 +85,11 @@ from engram.samplers import RandomSampler as RandomSampler
 from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
 from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers._base import FieldReader as FieldReader
+from engram.saved.checkpointers import CompressedListStorageCheckpointer as CompressedListStorageCheckpointer
+from engram.saved.checkpointers import ListStorageCheckpointer as ListStorageCheckpointer
+from engram.saved.checkpointers import StorageCheckpointerBase as StorageCheckpointerBase
+from engram.saved.checkpointers import StorageEnsembleCheckpointer as StorageEnsembleCheckpointer
+from engram.saved.checkpointers import TensorStorageCheckpointer as TensorStorageCheckpointer
 from engram.serving import serve as serve
 from engram.storages import CompressedListStorage as CompressedListStorage
 from engram.storages import LazyMemmapStorage as LazyMemmapStorage

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram._support.progress import Progress
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-    from engram.format.checkpoints import Checkpoint
-    from engram.persist.parts import Snapshot
     from engram.reshard.driver import Reshard
+    from engram.saved.checkpoints import Checkpoint
+    from engram.saved.snapshot import Snapshot
     from engram.store import Store
     from engram.store.consumption import ConsumptionIndex
     from engram.store.groups import Groups

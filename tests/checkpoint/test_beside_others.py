@@ -21,10 +21,11 @@ from engram import (
 )
 from engram.checkpoint import checkpointer as module
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.checkpoint.job import Job
-from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
-from engram.persist.snapshot import RowsSnapshot
+from engram.checkpoint.save import Job
+from engram.saved import attempts, disk, series
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.documents import rank_folder
+from engram.saved.snapshot import RowsSnapshot
 from tests import fresh, stress
 from tests.buffer.dumped import Writers, check_marked, marked
 from tests.buffer.states import L, twins
@@ -473,7 +474,7 @@ def test_the_latest(ram, monkeypatch):
     assert checkpointer.latest is None
     with pytest.raises(FileNotFoundError, match="expected a checkpoint, found none"):
         checkpointer.restore()
-    series.begin(ram, step=1, epoch=series.claim_epoch(ram), world=1, trigger="save")
+    attempts.begin(ram, step=1, epoch=attempts.claim_epoch(ram), world=1, trigger="save")
     assert Checkpointer(ram, buffer()).latest is None, "killed in its first save"
     checkpointer = Checkpointer(ram, buffer(10))
     assert checkpointer.save(2).name == checkpointer.latest

@@ -10,10 +10,10 @@ from tensordict import TensorDict
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyMemmapStorage, LazyTensorStorage
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import disk, series
-from engram.format.verify import verify
+from engram.saved import disk, series
+from engram.saved.inspection import verify
 from tests.checkpoint.saving import CAPACITY, WORDS, buffer, restored, steps
-from tests.format.checkpoint_folders import rewrite, tree
+from tests.saved.checkpoint_folders import rewrite, tree
 from tests.twins import bits, contents
 
 """Rows of 8 kB: a segment, which is at least 1 MiB, holds 130 of them."""

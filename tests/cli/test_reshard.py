@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from engram.cli import main
-from engram.format import series
-from engram.format.verify import verify
-from tests.format.checkpoint_folders import tree
-from tests.format.test_damage import flip
+from engram.saved import series
+from engram.saved.inspection import verify
 from tests.ranks.jobs import buffer, checkpointer, done, job, layout, play, steps_of
+from tests.saved.checkpoint_folders import tree
+from tests.saved.test_damage import flip
 from tests.twins import contents
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from engram import RankFailed, Ranks
-from engram.checkpoint.job import Job
-from engram.checkpoint.save import SaveAttempt
-from engram.format import series
+from engram.checkpoint.save import Job, SaveAttempt
+from engram.saved import attempts, series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.waiting import Limit
 
@@ -40,7 +39,7 @@ def test_one_process_alone_raises_at_once_and_saves_again(tmp_path, wrong, wait)
     play(ck._job.buffer, 0, 0, [3])
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         ck.save(**({"step": 1} | wrong), wait=wait)
-    assert series.names(tmp_path) == []
+    assert attempts.names(tmp_path) == []
     saved = ck.save(2, wait=False)
     assert saved.wait(60).step == 2
 
@@ -84,7 +83,7 @@ def test_numbers_of_numpy_are_steps(tmp_path):
         return [*saved, ck.save(kind(11)).step]
 
     assert done(job(2, act)) == [[5, 10, 11]] * 2
-    assert [name.step for name in series.names(tmp_path)] == [11, 10, 5]
+    assert [name.step for name in attempts.names(tmp_path)] == [11, 10, 5]
 
 
 @pytest.mark.stress(sample=9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engram.format import series
+from engram.saved import attempts, series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 
 
@@ -30,10 +30,10 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
     assert first == second
     assert caplog.text.count(f"{first[1]} is there; LATEST and old ones stay as they are") == 1
     assert (tmp_path / "LATEST").read_text().strip() == first[2]
-    assert list(map(str, series.names(tmp_path))) == first[2:]
+    assert list(map(str, attempts.names(tmp_path))) == first[2:]
 
 
-def open_no_decided_one(known, folder, manifest=None, *, real=series.Known.open):
+def open_no_decided_one(known, folder, manifest=None, *, real=attempts.SeriesCache.open):
     if manifest is None:
         raise OSError(24, "too many open files")
     return real(known, folder, manifest)
@@ -43,7 +43,7 @@ def test_a_report_that_cannot_be_made_is_a_warning_in_the_log(tmp_path, monkeypa
     ck = checkpointer(tmp_path, buffer(), None)
     play(ck._job.buffer, 0, 0, [3])
     with monkeypatch.context() as patch:
-        patch.setattr(series.Known, "open", open_no_decided_one)
+        patch.setattr(attempts.SeriesCache, "open", open_no_decided_one)
         report = ck.save(7)
     assert (report.step, report.steps, report.name) == (7, 0, series.latest(tmp_path)[0].name)
     assert "lacks figures: [Errno 24]" in caplog.text

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from engram import RankFailed
-from engram.format import series
+from engram.saved import attempts, series
 from tests import stress
 from tests.processes import running
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, steps_of, whos
@@ -131,7 +131,7 @@ def test_all_are_killed_after_they_voted(tmp_path):
     with warnings.catch_warnings(action="error"):  # that nobody came to write LATEST, too, is nothing to warn of
         results = done(job(2, restored, root, 3))
     assert [who for who, _ in results] == [whos(steps_of(filled(rank))) for rank in range(2)]
-    names = [name.step for name in series.names(root) if series.look(root / str(name)) is None]
+    names = [name.step for name in attempts.names(root) if series.look(root / str(name)) is None]
     assert names == [3, 2, 1]
 
 

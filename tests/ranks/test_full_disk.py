@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from engram import RankFailed
-from engram.format import series
-from tests.format.checkpoint_folders import tree
+from engram.saved import series
 from tests.ranks import processes
 from tests.ranks.jobs import buffer, checkpointer, episode, steps_of, whos
 from tests.ranks.networks import enter_mounts, own_mounts
 from tests.ranks.processes import answer, join, meet, run, wait_for
+from tests.saved.checkpoint_folders import tree
 
 #: Bytes that a file, or a disk, has room for; a row needs 4 KiB.
 ROOM = 1 << 20

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from engram import RankFailed, Ranks
-from engram.format import series
-from tests.format.checkpoint_folders import tree
+from engram.saved import series
 from tests.ranks.jobs import buffer, checkpointer, decides_when_voted, filled, steps_of, whos
 from tests.ranks.networks import Switch, own_network
 from tests.ranks.processes import answer, join, only_for_the_dead, spawn, tell, wait_for
+from tests.saved.checkpoint_folders import tree
 from tests.waiting import Limit
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from engram import RankFailed
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
+from engram.saved import series
+from engram.saved.checkpoints import Checkpoint
 from tests import fresh, interpreter
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import answer, join, meet, only_for_the_dead, run, start, wait_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RankFailed, ReplayBuffer
-from engram.format import disk, series
+from engram.saved import attempts, disk, series
 from tests.ranks.jobs import (
     buffer,
     checkpointer,
@@ -207,7 +207,7 @@ def test_save_fails_on_one_rank_and_there_is_no_checkpoint(tmp_path):
 
     names = set(done(job(2, act)))
     assert len(names) == 1
-    good = [name for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    good = [name for name in attempts.names(tmp_path) if series.look(tmp_path / str(name)) is None]
     assert {str(name) for name in good} == {before.name, *names}
 
 
@@ -237,7 +237,7 @@ def test_rank_0_never_comes(tmp_path):
 
 def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
     """Another rank commits; and where all died, the next job does so before it loads."""
-    from engram.checkpoint import job as between_ranks
+    from engram.checkpoint import save as between_ranks
 
     monkeypatch.setattr(between_ranks, "_TRY_S", 0.1)
 
@@ -257,10 +257,10 @@ def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
     assert names[1] == names[2] is not None
     assert series.latest(tmp_path)[0].name == names[1]
     with monkeypatch.context() as undecided:
-        undecided.setattr(series, "decide", lambda *_, **__: None)
+        undecided.setattr(attempts, "decide", lambda *_, **__: None)
         job(3, act, True)
-    assert next(name.step for name in series.names(tmp_path)) == 10
-    assert series.look(tmp_path / str(series.names(tmp_path)[0])) is not None
+    assert next(name.step for name in attempts.names(tmp_path)) == 10
+    assert series.look(tmp_path / str(attempts.names(tmp_path)[0])) is not None
     with pytest.warns(UserWarning, match="LATEST"):
         loaded = done(job(3, load, tmp_path))
     assert loaded[0][0].step == 10
@@ -402,7 +402,7 @@ def test_an_incarnation_that_was_replaced_decides_nothing(tmp_path):
         ck = checkpointer(tmp_path, rb, ranks)
         ck.save(1)
         if rank == 0:
-            series.claim_epoch(tmp_path)
+            attempts.claim_epoch(tmp_path)
         ranks.gather(b"", 60.0)
         ck.save(2)
 

@@ -10,8 +10,8 @@ import torch
 
 from engram import LazyTensorStorage, RankFailed, ReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import series
-from engram.format.verify import verify
+from engram.saved import attempts, series
+from engram.saved.inspection import verify
 from tests import stress
 from tests.network_files import Server
 from tests.ranks.jobs import buffer, checkpointer, filled, steps_of, whos
@@ -39,7 +39,7 @@ def saves(ranks, rank, folder, mounts):
     name = ck.save(1).name
     if rank == ranks.world - 1:
         tell(folder / f"answer-{rank}.json", '{"killed": true}')
-        series.accept = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        attempts.accept = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     else:
         ck._job.options = ck._job.options._replace(timeout=5.0)
     try:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engram._support.retries import Retries
 from engram.errors import RowError
-from engram.persist.noted import Noted
 from engram.samplers import check_drawable
+from engram.saved.parts import Noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

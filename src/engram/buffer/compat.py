@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from engram.around import SampleUnit
     from engram.buffer.output import Output
-    from engram.persist.checkpointers import StorageCheckpointerBase
     from engram.remote.fleet.members import Missing
     from engram.remote.streaming import Full
+    from engram.saved.checkpointers import StorageCheckpointerBase
     from engram.storages.own import GivenStorage
     from engram.types import Sampler, Writer
     from engram.writers.removers import Remover

@@ -17,8 +17,6 @@ from engram._support.checks import check_count
 from engram._support.progress import Work
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
-from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.job import Job, Schedule
 from engram.checkpoint.ranks import Ranks
 from engram.checkpoint.reports import (
     Asked,
@@ -36,22 +34,23 @@ from engram.checkpoint.reports import (
     forget_reports,
     note_restore,
 )
+from engram.checkpoint.requests import Endpoint, Schedule
 from engram.checkpoint.restore import Restore
-from engram.checkpoint.save import SaveAttempt, SaveHandle
+from engram.checkpoint.save import Job, SaveAttempt, SaveHandle
 from engram.checkpoint.watchdog import Watchdog
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import pins, series
-from engram.format.checkpoints import Checkpoint, is_checkpoint
 from engram.format.layout import is_store
-from engram.format.workers import begin
+from engram.saved import attempts, series
+from engram.saved.checkpoints import Checkpoint, is_checkpoint
+from engram.saved.disk import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram._support.progress import OnProgress
-    from engram.checkpoint.job import Requests
-    from engram.format.problems import Problem
-    from engram.persist.roles import Roles
+    from engram.checkpoint.requests import Requests
+    from engram.saved.documents import Problem
+    from engram.saved.rows import Roles
     from engram.types import Checkpointable, Savers
 
 
@@ -332,7 +331,7 @@ class Checkpointer:
                 attempt.run()
             else:
                 # Not a daemon: the interpreter ends when the save has, which has a deadline.
-                begin(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
+                start_thread(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
         except BaseException as error:
             attempt.fail(error)
             raise
@@ -671,7 +670,7 @@ class Checkpointer:
         """
         return [
             Entry(str(name), name.step, self.root / str(name), series.look(self.root / str(name)))
-            for name in series.names(self.root)
+            for name in attempts.names(self.root)
         ]
 
     def verify(
@@ -698,9 +697,9 @@ class Checkpointer:
         """
         if level not in ("meta", "read", "full"):
             raise ValueError(f"verify: level: expected 'meta', 'read' or 'full', got {level!r}.")
-        if name not in map(str, series.names(self.root)):
+        if name not in map(str, attempts.names(self.root)):
             raise FileNotFoundError(
-                f"verify: {self.root}: expected one of {[str(n) for n in series.names(self.root)]}, got {name!r}."
+                f"verify: {self.root}: expected one of {[str(n) for n in attempts.names(self.root)]}, got {name!r}."
             )
         wrong = series.look(self.root / name)
         if wrong is not None:
@@ -775,7 +774,7 @@ class StatefulReplay:
                 f"stateful: step: expected a function that returns the step, got {type(step).__name__}. Pass lambda: step."
             )
         self._checkpointer, self._job, self._step = checkpointer, job, step
-        self._keep = check_count("stateful: keep", keep, most=pins.MOST)
+        self._keep = check_count("stateful: keep", keep, most=series.MAX_PINS)
         self._restore = restore
         self._handle: SaveHandle | None = None
         self._saved_step = -1
@@ -884,9 +883,9 @@ class StatefulReplay:
         if self._job.ranks.rank:
             return
         try:
-            pins.pin(self._job.root, step, self._keep)
+            series.pin(self._job.root, step, self._keep)
         except (OSError, CorruptCheckpoint, IncompatibleCheckpoint) as error:
             warn(
                 f"stateful: the checkpoint of step {step} stays no longer than others: {str(error).removesuffix('.')}. If "
-                f"{pins.NAME} is damaged, remove it, and load no state that was saved before."
+                f"{series.PINS} is damaged, remove it, and load no state that was saved before."
             )

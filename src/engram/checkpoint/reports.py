@@ -13,20 +13,20 @@ import msgspec
 from engram._support.checks import check_count
 from engram._support.words import count, said_size, warn
 from engram.errors import CorruptCheckpoint
-from engram.format import disk, series, strict
-from engram.format.checkpoints import Checkpoint, added
-from engram.format.problems import Problem, corrupt
-from engram.persist.roles import check_roles
-from engram.persist.trajectory_table import KINDS
-from engram.reshard.driver import Lost, Policy, checked_incomplete, reshard_lines, said_reshard
+from engram.reshard.driver import Lost, reshard_lines, said_reshard
+from engram.reshard.plan import Policy, checked_incomplete
+from engram.saved import attempts, disk, documents, series
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.documents import Problem, added, corrupt
+from engram.saved.rows import KINDS, check_roles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.format.checkpoints import Totals
-    from engram.persist.roles import Roles
+    from engram.saved.documents import Totals
+    from engram.saved.rows import Roles
     from engram.types import Ranking
 
 
@@ -117,7 +117,7 @@ def checked_user(what: str, user: object) -> dict[str, object] | None:
         return None
     if not isinstance(user, Mapping):
         raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
-    return strict.copied(user)
+    return documents.copied(user)
 
 
 class Heard(NamedTuple):
@@ -346,7 +346,7 @@ class Wanted(NamedTuple):
         """Whether another checkpoint will do where one is damaged."""
         return self.step is None and self.name is None
 
-    def find(self, known: series.Known) -> tuple[Path, list[Problem]]:
+    def find(self, known: attempts.SeriesCache) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over.
 
         Raises:
@@ -361,10 +361,10 @@ class Wanted(NamedTuple):
                 return path, problems
         if self.is_open and not self.partial:
             return self._newest(known)
-        meant = [path for name in series.names(self.root) if self._means(name, path := self.root / str(name))]
+        meant = [path for name in attempts.names(self.root) if self._means(name, path := self.root / str(name))]
         if self.partial:
             for path in meant:
-                if series.look(path, known) is None or series.is_partial(path):
+                if series.look(path, known) is None or attempts.is_partial(path):
                     return path, []
         if self.is_open:
             return self._newest(known)
@@ -391,13 +391,13 @@ class Wanted(NamedTuple):
 
     def _none(self, passed_over: list[Problem], why: str) -> Exception:
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
-        if not self.partial and any(series.is_partial(problem.path) for problem in passed_over):
+        if not self.partial and any(attempts.is_partial(problem.path) for problem in passed_over):
             why += " allow_partial=True loads what some of the ranks saved."
         if series.is_unfinished(self.root):
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 
-    def _means(self, name: series.Name, path: Path) -> bool:
+    def _means(self, name: attempts.Name, path: Path) -> bool:
         """Whether that one will do, as far as its name says."""
         return (
             self.step in (None, name.step)
@@ -407,9 +407,9 @@ class Wanted(NamedTuple):
         )
 
     def _steps(self) -> list[int]:
-        return sorted({name.step for name in series.names(self.root)})
+        return sorted({name.step for name in attempts.names(self.root)})
 
-    def _newest(self, known: series.Known) -> tuple[Path, list[Problem]]:
+    def _newest(self, known: attempts.SeriesCache) -> tuple[Path, list[Problem]]:
         """The newest that is whole, and what was passed over."""
         at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
         path, problems = series.latest(self.root, at_most=at_most, without=damaged, known=known)

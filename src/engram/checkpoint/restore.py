@@ -10,24 +10,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engram._support.words import warn
-from engram.checkpoint.job import Parent
 from engram.checkpoint.reports import Heard, RestoreReport, lost_with
+from engram.checkpoint.save import Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
-from engram.format.problems import Problem, corrupt
-from engram.persist import parts
-from engram.persist.components import check_blocks
 from engram.reshard.driver import disagreements, reshard, reshard_report
-from engram.reshard.plan import Target
-from engram.reshard.shards import open_shards
+from engram.reshard.plan import Target, open_shards
+from engram.saved import attempts, parts, series
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.documents import Problem, corrupt
+from engram.saved.parts import check_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engram._support.progress import Work
-    from engram.checkpoint.job import Job
     from engram.checkpoint.reports import RestoreOptions, Wanted
+    from engram.checkpoint.save import Job
     from engram.reshard.driver import Reshard
     from engram.types import BufferLoad
 
@@ -55,7 +53,7 @@ class Restore:
         self._job, self._ranks, self._wanted, self._options = job, job.ranks, wanted, options
         self._work = work
         self._started = time.perf_counter()
-        self._known = series.Known()
+        self._known = attempts.SeriesCache()
         """Each restore reads documents itself: what this process wrote may have been damaged since."""
         self._passed_over: list[Problem] = []
         """Newer checkpoints that were damaged or not complete."""
@@ -92,7 +90,7 @@ class Restore:
             return [], b""
         root = self._job.root
         try:  # all may have voted, and rank 0 died before it decided
-            series.recover(root, series.newest_epoch(root))
+            series.recover(root, attempts.newest_epoch(root))
         except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
             _log.warning("restore: what is undecided stays so: %s", error)
         try:
@@ -118,7 +116,7 @@ class _Load:
         job: Job,
         options: RestoreOptions,
         path: Path,
-        known: series.Known,
+        known: attempts.SeriesCache,
         stack: contextlib.ExitStack,
         work: Work,
     ) -> None:
@@ -180,8 +178,8 @@ class _Load:
         """The checkpoint; whether this rank can get back its shard, whether it holds rows, and what it has room for."""
         path, options = self._path, self._options
         try:
-            if series.is_partial(path):
-                checkpoint = series.open_partial(path)
+            if attempts.is_partial(path):
+                checkpoint = attempts.open_partial(path)
             else:  # to verify is to read all again
                 checkpoint = Checkpoint(path) if options.verify == "full" else self._known.open(path)
             self._stack.enter_context(checkpoint)

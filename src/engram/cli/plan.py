@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
+from engram._core import priority_bytes
 from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, said_share, said_size
 from engram.cli.doctor import Finding
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
-from engram.format import control, files, layout, schema
-from engram.format.describe import describe
+from engram.format import files, layout, schema
+from engram.format.files import resident_bytes
 from engram.format.schema import DTYPES, Field
-from engram.format.sizes import priority_bytes, resident_bytes
-from engram.format.verify import read_store
+from engram.saved.inspection import describe, read_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -174,7 +174,7 @@ def planned(sample: Path | None, given: Sequence[str], capacity: int, *, batch: 
         raise Misuse(f"plan: {'.'.join(clash[0])} is both a field and the beginning of another one's name.")
     schema.validate_fields(fields, capacity)
     row_bytes = sum(it.row_bytes for it in fields)
-    overhead = layout.tickets_bytes(capacity) + control.control_bytes(1)
+    overhead = layout.tickets_bytes(capacity) + files.control_bytes(1)
     priorities = priority_bytes(capacity, True)
     available = available_memory()
     have = available if memory is None else _size(memory)
@@ -247,8 +247,8 @@ def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
 
 
 def _of_ours(path: Path) -> Iterator[Field]:
-    from engram.format import series
-    from engram.format.describe import describe
+    from engram.saved import series
+    from engram.saved.inspection import describe
 
     found = describe(path)
     if found["kind"] == "series" and (newest := series.latest(path)[0]) is not None:

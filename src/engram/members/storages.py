@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import TypeAlias
 
-    from engram.persist.components import Preparation, Snapshot
-    from engram.persist.hooked import LoadHook, SaveHook
+    from engram.saved.checkpointers import LoadHook, SaveHook
+    from engram.saved.parts import PartSnapshot, Preparation
     from engram.types import StorageLoad
 
     Change: TypeAlias = Callable[[object], object]
@@ -228,7 +228,7 @@ class _Storages(Storage):
 
     def prepare_snapshot(
         self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-    ) -> Preparation[Snapshot]:
+    ) -> Preparation[PartSnapshot]:
         del without, whole
         return super(Storage, self).prepare_snapshot()
 

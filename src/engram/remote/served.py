@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.persist.roles import Roles
     from engram.remote.commands import Mass, Served, State
+    from engram.saved.rows import Roles
     from engram.storages import Count
     from engram.store import Store
     from engram.store.limits import Rules

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
     from pyarrow import RecordBatch
 
-    from engram.persist.roles import Roles
     from engram.remote.commands import Served
     from engram.remote.connection import Answer, Connection
+    from engram.saved.rows import Roles
     from engram.types import Info, WritePlan
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))

@@ -9,7 +9,7 @@ from engram.storages.list import ListStorage
 from engram.storages.own import LazyTensorStorage
 
 if TYPE_CHECKING:
-    from engram.format.parts import PartReader
+    from engram.saved.part_reader import PartReader
     from engram.types import Form, StorageLoad
 
 

@@ -10,8 +10,7 @@ from engram._support import native
 from engram._support.state import integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.persist.rows import bytes_of, named_writes
-from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
+from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState, add_field, fill_rows
 from engram.store.epochs import KIND as EPOCHS
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.persist.snapshot import StorageSnapshot
+    from engram.saved.snapshot import StorageSnapshot
     from engram.store import Store
     from engram.store.epochs import Progress
     from engram.store.priorities import PriorityConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engram.persist.checkpointers import TensorStorageCheckpointer
+from engram.saved.checkpointers import TensorStorageCheckpointer
 from engram.torchrl.hooks import Flat2TED, Nested2TED, TED2Flat, TED2Nested
 from engram.torchrl.layouts import Keys
 

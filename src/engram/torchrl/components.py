@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from engram.errors import CorruptCheckpoint
-from engram.format.folder import convert
 from engram.format.schema import DTYPES
-from engram.persist.foreign import DumpedPriorities
+from engram.saved.checkpointers import DumpedPriorities
+from engram.saved.folder import convert
 from engram.torchrl.described import MAX_ROWS, Count, Leaf, Parts, Shape, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Self
 
-    from engram.format.folder import Folder
+    from engram.saved.folder import Folder
     from engram.torchrl.storage import DumpedStorage
 
 

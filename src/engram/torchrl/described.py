@@ -10,7 +10,7 @@ import torch
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DIMS, Node, validate_key
-from engram.persist.rows import bytes_of
+from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.folder import Folder
+    from engram.saved.folder import Folder
 
 #: What TensorDict's files say of a TensorDict.
 TENSORDICT = "<class 'tensordict._td.TensorDict'>"

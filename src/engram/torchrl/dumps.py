@@ -18,8 +18,8 @@ import msgspec
 
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import Folder
 from engram.format.schema import Schema
+from engram.saved.folder import Folder
 from engram.torchrl.components import (
     Buffer,
     Places,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.persist.foreign import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, Loading
     from engram.types import StorageLoad
 
 _MARK = "buffer_metadata.json"

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from engram.format.parts import PartReader
-    from engram.persist.slots import LaidOut
+    from engram.saved.checkpointers import LaidOut
+    from engram.saved.part_reader import PartReader
     from engram.torchrl.dumps import TorchRLEnsemble
     from engram.torchrl.hdf5 import H5StorageCheckpointer
     from engram.torchrl.items import TorchRLItems
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _TorchRL:
-    """As :class:`engram.persist.foreign.ForeignFormat` says."""
+    """As :class:`engram.saved.checkpointers.ForeignFormat` says."""
 
     library = "TorchRL"
 

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, layout
-from engram.format.folder import Folder, convert
+from engram.format import layout
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
-from engram.persist.rows import bytes_of
-from engram.persist.slots import METADATA, Ring
+from engram.saved import disk
+from engram.saved.checkpointers import METADATA, Ring
+from engram.saved.folder import Folder, convert
+from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import MAX_ROWS, TENSORDICT, Count, Leaf, Shape, check_key, known_dtype
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, LayoutLeaf
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.persist.slots import Key
+    from engram.saved.checkpointers import Key
     from engram.torchrl.layouts import Keys, Steps
 
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from engram._support.tensordicts import tensordict_type
-from engram.persist.checkpointers import StorageCheckpointerBase, check_storage
-from engram.persist.hooked import prepare_rows_of
-from engram.persist.slots import fields_of, ring_of, written_store
+from engram.saved.checkpointers import (
+    StorageCheckpointerBase,
+    check_storage,
+    fields_of,
+    prepare_rows_of,
+    ring_of,
+    written_store,
+)
 
 if TYPE_CHECKING:
     import os
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.persist.hooked import LoadHook, SaveHook
+    from engram.saved.checkpointers import LoadHook, SaveHook
     from engram.storages import Storage
 
 

@@ -11,7 +11,7 @@ import torch
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.persist.slots import Ring
+from engram.saved.checkpointers import Ring
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, as_key
 from engram.torchrl.parts import Layout
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from engram.persist.slots import Key
+    from engram.saved.checkpointers import Key
     from engram.torchrl.layouts import Steps
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from engram._support.streams import inflated, is_stream
 from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import convert
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH
 from engram.format.strict import parse_loosely
+from engram.saved.folder import convert
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-    from engram.format.folder import Folder
-    from engram.persist.foreign import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, Loading
+    from engram.saved.folder import Folder
     from engram.torchrl.described import Parts
     from engram.types import Decompress, StorageLoad
 

@@ -12,7 +12,7 @@ import torch
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import Field, Node, Schema
-from engram.persist.slots import Key, Ring, rows_state
+from engram.saved.checkpointers import Key, Ring, rows_state
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import check_bools, renumbered
 

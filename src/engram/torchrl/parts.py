@@ -9,14 +9,16 @@ import msgspec
 
 from engram._support.state import typed
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
-from engram.format import beside, disk, layout
+from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.checkpoints import Cut, ShardRows, Totals
-from engram.format.folder import Folder, convert
-from engram.format.parts import NO_SCHEMA, PartWriter
-from engram.persist.components import described_state, read_state
-from engram.persist.rows import SavedRows
-from engram.persist.slots import LAYOUTS, Ring, check_sums, fields_of, ring_of, summed, written_store
+from engram.saved import disk, folder
+from engram.saved.checkpointers import LAYOUTS, Ring, check_sums, fields_of, ring_of, summed, written_store
+from engram.saved.description import NO_SCHEMA
+from engram.saved.documents import Cut, ShardRows, Totals
+from engram.saved.folder import ENTRY, Folder, convert
+from engram.saved.part_writer import PartWriter
+from engram.saved.parts import described_state, read_state
+from engram.saved.snapshot import SavedRows
 from engram.torchrl.folders import FolderLeaves, FolderSink
 from engram.torchrl.layouts import Keys, LayoutDump, RowsWriter
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.parts import PartReader
-    from engram.persist.slots import Key, LaidOut
+    from engram.saved.checkpointers import Key, LaidOut
+    from engram.saved.part_reader import PartReader
     from engram.types import StorageLoad
 
 
@@ -139,7 +141,7 @@ class LayoutSnapshot:
         if self._now() != self._moment:
             raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
         noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
-        info = part.finish(described_state(part, {**self.state, beside.ENTRY: noted}, "storage"))
+        info = part.finish(described_state(part, {**self.state, ENTRY: noted}, "storage"))
         for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
         if progress is not None:
@@ -176,7 +178,7 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
     if _KIND_OF[reader.type] == "hdf5":
         raise _hdf5(str(reader.folder))
     state = read_state(reader)
-    noted = state.pop(beside.ENTRY, None)
+    noted = state.pop(folder.ENTRY, None)
     root = str(reader.folder)
     text, priorities = state.get("schema"), state.get("priorities")
     if not isinstance(noted, dict) or not isinstance(text, str) or not isinstance(priorities, dict):

@@ -12,10 +12,10 @@ import torch
 
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import Folder
 from engram.format.schema import INTEGER, Field, Node, Schema
-from engram.persist.rows import bytes_of
-from engram.persist.slots import rows_state
+from engram.saved.checkpointers import rows_state
+from engram.saved.folder import Folder
+from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.described import check_bools, renumbered
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.persist.foreign import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, Loading
     from engram.torchrl.components import DumpedRanks
     from engram.torchrl.layouts import LayoutDump
     from engram.types import RowsSource, RowsTarget, StorageLoad

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import convert
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
+from engram.saved.folder import convert
 from engram.torchrl.described import TENSORDICT, Count, Leaf, Parts, Shape, check_key, known_dtype
 from engram.torchrl.layouts import Keys
 from engram.torchrl.parts import open_layout
@@ -20,7 +20,7 @@ from engram.torchrl.parts import open_layout
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from engram.format.folder import Folder
+    from engram.saved.folder import Folder
     from engram.torchrl.layouts import LayoutDump
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
