@@ -183,9 +183,9 @@ def test_a_program_that_ends_meanwhile_ends_after_its_save(ram):
     program = """
         import threading, time, torch
         from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
-        from engram.format import series
-        accept, asked = series.accept, threading.Event()
-        series.accept = lambda *some, **more: (asked.wait(60), time.sleep(0.3), accept(*some, **more))[2]
+        from engram.saved import attempts
+        accept, asked = attempts.accept, threading.Event()
+        attempts.accept = lambda *some, **more: (asked.wait(60), time.sleep(0.3), accept(*some, **more))[2]
         rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
         rb.extend(torch.arange(50))
         assert not Checkpointer(root, rb).save(7, wait=False).done

@@ -438,8 +438,8 @@ def test_reading_runs_nothing_and_opens_nothing_for_writing(tmp_path):
     program = """
 import sys, os
 from pathlib import Path
-from engram.format import describe, verify
-list(map(describe.describe, [Path(sys.argv[1]), Path(sys.argv[2])]))  # whatever is imported late is imported now
+from engram.saved import inspection
+list(map(inspection.describe, [Path(sys.argv[1]), Path(sys.argv[2])]))  # whatever is imported late is imported now
 seen = []
 def hook(event, arguments):
     if event in ("exec", "compile", "import", "subprocess.Popen", "os.system", "socket.connect", "pickle.find_class", "marshal.loads",
@@ -448,9 +448,9 @@ def hook(event, arguments):
     if event == "open" and (arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) or "evil" in str(arguments[0])):
         seen.append((event, str(arguments)[:200]))
 sys.addaudithook(hook)
-report = verify.verify(Path(sys.argv[1]))
-good = verify.verify(Path(sys.argv[2]))
-describe.describe(Path(sys.argv[1]))
+report = inspection.verify(Path(sys.argv[1]))
+good = inspection.verify(Path(sys.argv[2]))
+inspection.describe(Path(sys.argv[1]))
 assert not seen, seen
 open(sys.argv[1] + "/control", "w").close()
 assert len(seen) == 1
