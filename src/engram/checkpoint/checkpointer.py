@@ -19,15 +19,15 @@ from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
 from engram.checkpoint.ranks import Ranks
 from engram.checkpoint.reports import (
-    Asked,
+    AdvancedOptions,
     Entry,
-    Heard,
+    LatestStep,
     Options,
     RestoreArguments,
     RestoreOptions,
     RestoreReport,
     SaveReport,
-    SeldomArguments,
+    SaveRequest,
     Wanted,
     checked_step,
     checked_user,
@@ -62,14 +62,14 @@ class SaveElsewhere(SaveAttempt):
 
     Args:
         job: whose save.
-        asked: what for.
+        request: what for.
         number: of the attempt.
         savers: of the buffer.
     """
 
-    def __init__(self, job: Job, asked: Asked, number: int, savers: Savers) -> None:
-        super().__init__(job, asked, number)
-        self._wanted, self._savers = asked, savers
+    def __init__(self, job: Job, request: SaveRequest, number: int, savers: Savers) -> None:
+        super().__init__(job, request, number)
+        self._wanted, self._savers = request, savers
 
     def prepare(self) -> None:
         """Return when all snapshots are taken. Raises as ``Checkpointer.save``."""
@@ -177,11 +177,11 @@ class Checkpointer:
         prefetch: Literal["save", "drop"] = "save",
         roles: Roles | None = None,
         timeout: float = 600.0,
-        **seldom: Unpack[SeldomArguments],
+        **advanced: Unpack[AdvancedOptions],
     ) -> None:
-        unknown = {name: value for name, value in seldom.items() if name not in SeldomArguments.__annotations__}
+        unknown = {name: value for name, value in advanced.items() if name not in AdvancedOptions.__annotations__}
         reject_unsupported("Checkpointer", unknown, {}, Options._fields)
-        options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **seldom)
+        options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **advanced)
         options.check()
         try:
             is_closed = buffer.closed
@@ -294,29 +294,29 @@ class Checkpointer:
         >>> handle.wait().steps
         10
         """
-        asked: Asked | Exception
+        request: SaveRequest | Exception
         try:
-            asked = self._hear("save", step, user)
+            request = self._checked("save", step, user)
         except Exception as error:
             if self._job.ranks.world == 1:
                 raise
-            asked = error  # others have come to save, and must hear of it
-        attempt = self._attempt(asked, progress)
+            request = error  # others have come to save, and must hear of it
+        attempt = self._attempt(request, progress)
         self._start(attempt, wait=wait)
         return attempt.wait() if wait else attempt
 
-    def _hear(self, what: str, step: object, user: object) -> Asked:
+    def _checked(self, what: str, step: object, user: object) -> SaveRequest:
         """The step and the user state, checked and noted."""
-        checked = Asked(checked_step(what, step), checked_user(what, user) or {})
-        self._job.heard = self._job.heard.then(checked.step, None if user is None else checked.user)
+        checked = SaveRequest(checked_step(what, step), checked_user(what, user) or {})
+        self._job.latest = self._job.latest.then(checked.step, None if user is None else checked.user)
         return checked
 
-    def _attempt(self, asked: Asked | Exception, progress: OnProgress | None = None) -> SaveAttempt:
+    def _attempt(self, request: SaveRequest | Exception, progress: OnProgress | None = None) -> SaveAttempt:
         """The next save; all ranks begin the same ones in the same order."""
         self._saves += 1
-        if self._savers is not None and isinstance(asked, Asked):
-            return SaveElsewhere(self._job, asked, self._saves - 1, self._savers)
-        return SaveAttempt(self._job, asked, self._saves - 1, progress)
+        if self._savers is not None and isinstance(request, SaveRequest):
+            return SaveElsewhere(self._job, request, self._saves - 1, self._savers)
+        return SaveAttempt(self._job, request, self._saves - 1, progress)
 
     def _start(self, attempt: SaveAttempt, *, wait: bool) -> None:
         """Take the snapshot, once the save before has ended, and write it. Whatever happens, the attempt ends."""
@@ -370,18 +370,21 @@ class Checkpointer:
         2
         """
         bad: Exception | None = None
-        before = self._job.heard.step
+        before = self._job.latest.step
         try:
-            asked = self._hear("poll", step, user)
-            self._schedule.advanced(asked.step - before)
+            request = self._checked("poll", step, user)
+            self._schedule.advanced(request.step - before)
         except (TypeError, ValueError) as error:
             if self._job.ranks.world == 1:
                 raise
-            bad, asked = error, Asked(before + self._schedule.stride, {})  # others have come to agree on this step
+            bad, request = (
+                error,
+                SaveRequest(before + self._schedule.stride, {}),
+            )  # others have come to agree on this step
         busy = self._current is not None and not self._current.done
         attempt = None
-        if self._schedule.agreed(before, asked.step, able=bad is None and not busy):
-            attempt = self._attempt(asked)
+        if self._schedule.agreed(before, request.step, able=bad is None and not busy):
+            attempt = self._attempt(request)
             self.requests.serve(attempt)
             self._start(attempt, wait=False)
         ended = self._unsettled
@@ -471,7 +474,7 @@ class Checkpointer:
             )
         job.protocol.claim(timeout)
         self._guards += 1
-        watchdog = Watchdog(job.protocol, self._guards, lambda: job.heard[:2], job.write_crash, grace, timeout)
+        watchdog = Watchdog(job.protocol, self._guards, lambda: job.latest[:2], job.write_crash, grace, timeout)
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self.listen_signals())
@@ -603,7 +606,7 @@ class Checkpointer:
             options.check()
             wanted.check()
             report = self._savers.restore(wanted, options)
-            self._job.heard = Heard(report.step, report.user, report.step)
+            self._job.latest = LatestStep(report.step, report.user, report.step)
         self._schedule.began()
         return report
 

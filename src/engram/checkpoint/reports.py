@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engram.types import Ranking
 
 
-class SeldomArguments(TypedDict, total=False):
+class AdvancedOptions(TypedDict, total=False):
     """Arguments of the constructor that few programs give: see :class:`Checkpointer`."""
 
     full_every: int | None
@@ -93,7 +93,7 @@ def _check_choices(call: str, *given: tuple[str, object, tuple[str, ...]]) -> No
             raise ValueError(f"{call}: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
 
 
-class Asked(NamedTuple):
+class SaveRequest(NamedTuple):
     """What a checkpoint is asked for with, checked."""
 
     step: int
@@ -120,7 +120,7 @@ def checked_user(what: str, user: object) -> dict[str, object] | None:
     return documents.copied(user)
 
 
-class Heard(NamedTuple):
+class LatestStep(NamedTuple):
     """What this rank was told of the latest step: a crash checkpoint is of that."""
 
     step: int = 0
@@ -128,7 +128,7 @@ class Heard(NamedTuple):
     user_step: int = 0
     """Of the call that gave ``user``."""
 
-    def then(self, step: int, user: dict[str, object] | None) -> Heard:
+    def then(self, step: int, user: dict[str, object] | None) -> LatestStep:
         """After another call: that of an earlier step changes nothing that a later one has said."""
         latest = self if user is None or step < self.user_step else self._replace(user=user, user_step=step)
         return latest._replace(step=max(step, self.step))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engram._support.words import warn
-from engram.checkpoint.reports import Heard, RestoreReport, lost_with
+from engram.checkpoint.reports import LatestStep, RestoreReport, lost_with
 from engram.checkpoint.save import Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.reshard.driver import disagreements, reshard, reshard_report
@@ -149,7 +149,7 @@ class _Load:
             dealt = reshard_report(made, checkpoint.ranks, lost_with(checkpoint, job.root))
             steps, given_up = dealt["targets"][rank]["steps"], 0
         manifest = checkpoint.manifest
-        job.heard = Heard(manifest.step, manifest.user, manifest.step)
+        job.latest = LatestStep(manifest.step, manifest.user, manifest.step)
         job.parent = Parent(self._path, buffer.form.lineage) if dealt is None else None
         return RestoreReport(
             self._path.name,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram._support.progress import Work
 from engram._support.words import count, warn
 from engram.checkpoint.ranks import looks
-from engram.checkpoint.reports import Asked, Heard, SaveReport, episodes_of, forget_reports
+from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.reshard.plan import has_ends, saved_fields
 from engram.saved import attempts, disk, documents, parts, series
@@ -197,7 +197,7 @@ class Job:
         self.known = attempts.SeriesCache()
         """What this process read and wrote of the series, so that no document is decoded twice."""
         self.protocol = JobSeries(root, ranks, self.known)
-        self.heard = Heard()
+        self.latest = LatestStep()
         self.parent: Parent | None = None
         self._since_full = 0
         self._doubtful = doubtful
@@ -266,7 +266,7 @@ class Job:
     def write_crash(self, attempt: Path) -> None:
         """Write the shard of this rank. If that fails, it is missing: there is no vote against what others can save."""
         snapshot = self.snapshot()
-        self.write_shard(attempt, self.heard.step, snapshot, self.parent_of(snapshot))
+        self.write_shard(attempt, self.latest.step, snapshot, self.parent_of(snapshot))
 
 
 _log = logging.getLogger("engram")
@@ -336,16 +336,18 @@ class SaveAttempt(SaveHandle):
 
     Args:
         job: whose save.
-        asked: what for; or why that was wrong: where there are other ranks, they must hear of it.
+        request: what for; or why that was wrong: where there are other ranks, they must hear of it.
         number: of the attempt: the same on all ranks.
         progress: called with a :class:`Progress` now and then.
     """
 
-    def __init__(self, job: Job, asked: Asked | Exception, number: int, progress: OnProgress | None = None) -> None:
+    def __init__(
+        self, job: Job, request: SaveRequest | Exception, number: int, progress: OnProgress | None = None
+    ) -> None:
         super().__init__()
         self._job, self._number, self._progress = job, number, progress
-        self._asked = asked if isinstance(asked, Asked) else None
-        self._failure: BaseException | None = None if isinstance(asked, Asked) else asked
+        self._request = request if isinstance(request, SaveRequest) else None
+        self._failure: BaseException | None = None if isinstance(request, SaveRequest) else request
         self._snapshot: Snapshot | None = None
         self._parent: Parent | None = None
         self._started = 0.0
@@ -382,7 +384,7 @@ class SaveAttempt(SaveHandle):
         try:
             self._report = self._write()
         except BaseException as error:  # noqa: BLE001 - raised by wait
-            which = "" if self._asked is None else f" of step {self._asked.step}"
+            which = "" if self._request is None else f" of step {self._request.step}"
             _log.warning("the save%s failed: %s: %s", which, type(error).__name__, error)
             self.fail(error)
         else:
@@ -424,18 +426,18 @@ class SaveAttempt(SaveHandle):
 
     def _begin(self) -> Path:
         """On rank 0: the folder of the attempt."""
-        if self._asked is None:
+        if self._request is None:
             assert self._failure is not None
             raise self._failure
         job = self._job
         return attempts.begin(
             job.root,
-            step=self._asked.step,
+            step=self._request.step,
             epoch=job.protocol.epoch,
             world=job.ranks.world,
             trigger="save",
             parent=None if self._parent is None else self._parent.path.name,
-            user=self._asked.user,
+            user=self._request.user,
         )
 
     def _vote(self, attempt: Path) -> BaseException | None:
@@ -444,12 +446,12 @@ class SaveAttempt(SaveHandle):
         try:
             if self._failure is not None:
                 raise self._failure
-            assert self._asked is not None
+            assert self._request is not None
             assert self._snapshot is not None
             agreed = attempts.read_attempt(attempt)
-            if agreed.step != self._asked.step:
-                raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._asked.step}.")
-            if self._asked.user and self._asked.user != agreed.user:
+            if agreed.step != self._request.step:
+                raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._request.step}.")
+            if self._request.user and self._request.user != agreed.user:
                 _log.warning(
                     "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are "
                     "saved: %s",
@@ -457,7 +459,7 @@ class SaveAttempt(SaveHandle):
                     job.ranks.rank,
                     sorted(agreed.user),
                 )
-            job.write_shard(attempt, self._asked.step, self._snapshot, self._parent, self._progress)
+            job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
             attempts.decide(attempt, job.protocol.epoch, known=job.known)  # the last rank to vote decides
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):

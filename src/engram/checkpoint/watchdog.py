@@ -41,7 +41,7 @@ class Watchdog:
     Args:
         attempts: of the job.
         number: of the watch: the same on all ranks.
-        heard: the step that the training has come to, and the user state.
+        latest: the step that the training has come to, and the user state.
         write: writes this rank's shard into a folder and votes.
         grace: seconds to wait for the votes of others.
         timeout: seconds to wait for others to leave.
@@ -51,13 +51,13 @@ class Watchdog:
         self,
         attempts: JobSeries,
         number: int,
-        heard: Callable[[], tuple[int, Mapping[str, object]]],
+        latest: Callable[[], tuple[int, Mapping[str, object]]],
         write: Callable[[Path], None],
         grace: float,
         timeout: float,
     ) -> None:
         self._attempts, self._ranks = attempts, attempts.ranks
-        self._number, self._heard, self._write = number, heard, write
+        self._number, self._latest, self._write = number, latest, write
         self._grace, self._timeout = grace, timeout
         self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
         self._key = f"{attempts.section}watch/{number}/"
@@ -153,7 +153,7 @@ class Watchdog:
     def _agreed(self) -> Path:
         """The folder that all ranks use: the first of them says which."""
         root, epoch = self._attempts.root, self._attempts.epoch
-        step, user = self._heard()
+        step, user = self._latest()
         name = attempts.Name(step, epoch, f"crash{self._number}")
         disk.publish(self._file, str(name).encode())
         said = self._file.read_bytes().decode("ascii", "replace")
