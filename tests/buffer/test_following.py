@@ -342,7 +342,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied(tmp_path, monkeypatch):
     rb, ck = saving(tmp_path, keep=1, full_every=1)
     rb.extend(steps(0, 10))
     ck.save(1)
-    monkeypatch.setattr(series, "leased_names", lambda _: set())  # as if it had come too late
+    monkeypatch.setattr(series.Series, "leased", lambda _: set())  # as if it had come too late
 
     copy_part, removed = series.Mirror._copy_part, []
 

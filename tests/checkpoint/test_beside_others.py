@@ -22,9 +22,10 @@ from engram import (
 from engram.checkpoint import checkpointer as module
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.save import Job
-from engram.saved import attempts, disk, series
+from engram.saved import attempts, disk
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.documents import rank_folder
+from engram.saved.series import Series
 from engram.saved.snapshot import RowsSnapshot
 from tests import fresh, stress
 from tests.buffer.dumped import Writers, check_marked, marked
@@ -420,7 +421,7 @@ def test_a_checkpoint_is_found_by_its_folder(ram):
     other = buffer()
     other.loads(report.path)
     assert contents(other) == contents(rb)
-    assert series.latest(ram)[0] == report.path
+    assert Series(ram).latest()[0] == report.path
 
 
 def test_batches_ahead_that_cannot_be_saved_can_be_left_out(ram):
@@ -502,7 +503,7 @@ def test_a_save_of_an_earlier_step_stays_until_the_next_save(ram):
 @pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 def test_several_ranks_are_not_loaded_as_one(ram):
     done(job(2, lambda ranks, rank: Checkpointer(ram, buffer(10), ranks=ranks).save(1)))
-    path = series.latest(ram)[0]
+    path = Series(ram).latest()[0]
     rb = buffer(3)
     with pytest.raises(
         IncompatibleCheckpoint, match=r"got a checkpoint of 2 ranks\. Checkpointer\('.*', buffer\)\.restore\(name='ckpt"

@@ -10,8 +10,9 @@ from click.testing import CliRunner
 
 from engram import Checkpointer, CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
 from engram.cli import main
-from engram.saved import attempts, series
+from engram.saved import attempts
 from engram.saved.attempts import names, votes
+from engram.saved.series import Series
 from tests.ranks.jobs import done, job
 from tests.saved import checkpoint_folders as made
 from tests.saved.system_calls import counted, failing_at, killed_at
@@ -109,7 +110,7 @@ def test_what_a_crashed_job_left_is_more_than_none(tmp_path, attempt, error, ran
         Checkpointer(tmp_path, buffer(0)).restore()
     assert ("allow_partial=True loads what some of the ranks saved." in str(raised.value)) == bool(ranks_there)
     whole = made.save(tmp_path, 10, epoch)
-    assert series.latest(tmp_path)[0] == whole
+    assert Series(tmp_path).latest()[0] == whole
 
 
 def test_commands_say_so(killed):

@@ -9,8 +9,9 @@ import warnings
 import pytest
 
 from engram import RankFailed, Ranks
-from engram.saved import attempts, series
+from engram.saved import attempts
 from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.waiting import Limit
 
@@ -145,7 +146,7 @@ def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_
         told = done(job(2, act))
     assert [list(it) for it in told] == [[6], [8]]
     assert all("no space" in it for texts in told for it in texts.values())
-    good = [name.step for name in attempts.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    good = [name.step for name in attempts.names(tmp_path) if Series(tmp_path).look(name) is None]
     assert good == [20, 15, 12, 10]
 
 
@@ -296,7 +297,7 @@ def test_many_saves_in_a_row_beside_agreements(tmp_path):
         ck.save(21)
 
     done(job(2, act))
-    good = [name.step for name in attempts.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    good = [name.step for name in attempts.names(tmp_path) if Series(tmp_path).look(name) is None]
     assert (good[0], len(good)) == (21, 2)
 
 

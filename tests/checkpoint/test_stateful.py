@@ -12,6 +12,7 @@ from torch.distributed import checkpoint as dcp
 from engram import Checkpointer, CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
 from engram.saved import series
 from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.ranks.processes import run
 
@@ -131,10 +132,10 @@ def test_pins_of_another_process_stay(tmp_path):
 
 def test_a_step_that_is_named_again_counts_as_the_newest(tmp_path):
     for step in (1, 2, 3, 1):
-        series.pin(tmp_path, step, 3)
-    assert series.pinned(tmp_path) == (2, 3, 1)
-    series.pin(tmp_path, 9, 1)
-    assert series.pinned(tmp_path) == (9,)
+        Series(tmp_path).pin(step, 3)
+    assert Series(tmp_path).pinned() == (2, 3, 1)
+    Series(tmp_path).pin(9, 1)
+    assert Series(tmp_path).pinned() == (9,)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"format":"engram.pins"}', b"\xff" * 100, b" " * 70_000])
@@ -143,14 +144,14 @@ def test_a_damaged_file_of_pins_protects_nothing_is_noted_and_stays(tmp_path, ra
     it.replay.state_dict()
     (tmp_path / series.PINS).chmod(0o600)
     (tmp_path / series.PINS).write_bytes(raw)
-    assert series.pinned(tmp_path) == ()
+    assert Series(tmp_path).pinned() == ()
     assert [note.path for note in verify(tmp_path).notes] == [tmp_path / series.PINS]
     with pytest.warns(UserWarning, match="stays no longer than others.*remove it"):
         it.go().replay.state_dict()
     assert (tmp_path / series.PINS).read_bytes() == raw  # what it named may be in use
     (tmp_path / series.PINS).unlink()
     it.go().replay.state_dict()
-    assert series.pinned(tmp_path) == (3,)
+    assert Series(tmp_path).pinned() == (3,)
     assert verify(tmp_path).notes == []
 
 

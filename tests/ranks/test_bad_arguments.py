@@ -5,7 +5,8 @@ import pytest
 
 from engram import RankFailed, Ranks
 from engram.checkpoint.save import Job, SaveAttempt
-from engram.saved import attempts, series
+from engram.saved import attempts
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.waiting import Limit
 
@@ -29,7 +30,7 @@ def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_save_is_made(tmp
     assert said[0] == said[1]
     assert said[0][0].startswith(f"{rank}: {'TypeError' if wrong.get('user') == 5 else ''}")
     assert next(iter(wrong)) in said[0][0]
-    assert series.latest(tmp_path)[0].name == said[0][1]
+    assert Series(tmp_path).latest()[0].name == said[0][1]
 
 
 @pytest.mark.parametrize("wait", [True, False])

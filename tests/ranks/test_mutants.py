@@ -14,8 +14,9 @@ from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.save import Job
 from engram.reshard import driver, scatter
 from engram.reshard.plan import plan_by_trajectory
-from engram.saved import attempts, series
+from engram.saved import attempts
 from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, job, layout, play, steps_of, whos
 
 
@@ -51,7 +52,7 @@ def restore_all(root, n, **more):
 
 def every_rank_is_saved(root):
     saved = save_all(root, asked=True)
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     assert path is not None
     with Checkpoint(path) as checkpoint:
         assert checkpoint.manifest.world == 3
@@ -98,12 +99,12 @@ def every_rank_is_saved_after_a_crash(root, grace=50.0):
         thread = threading.Thread(target=lambda: results.extend(job(3, act)), daemon=True)
         thread.start()
         for _ in range(int(grace * 40)):
-            if series.latest(root)[0] is not None:
+            if Series(root).latest()[0] is not None:
                 break
             time.sleep(0.05)
     thread.join(100)
     assert isinstance(results[1], ZeroDivisionError)
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     assert path is not None
     with Checkpoint(path) as checkpoint:
         assert (checkpoint.manifest.world, checkpoint.manifest.trigger) == (3, "crash")

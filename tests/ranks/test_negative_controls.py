@@ -16,8 +16,9 @@ import torch
 from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDictReplayBuffer
 from engram.reshard import driver, plan, scatter
 from engram.reshard.plan import plan_by_trajectory
-from engram.saved import attempts, checkpoints, parts, series
+from engram.saved import attempts, checkpoints, parts
 from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, done, episode, job, layout, play, steps_of, whos
 from tests.ranks.jobs import checkpointer as checkpointer_of
 from tests.saved.checkpoint_folders import tree
@@ -208,7 +209,7 @@ def a_shard_that_lost_a_byte_is_not_committed(root):
         results = job(2, save, root, 2)
     assert [type(result) for result in results] == [RankFailed, RankFailed]
     assert all("rank-00001-of-00002" in str(result) for result in results)
-    assert series.latest(root)[0] == first
+    assert Series(root).latest()[0] == first
 
 
 def test_a_shard_that_lost_a_byte_is_not_committed(tmp_path):

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from engram import RankFailed
-from engram.saved import attempts, series
+from engram.saved import attempts
+from engram.saved.series import Series
 from tests import stress
 from tests.ranks import processes
 from tests.ranks.jobs import buffer, checkpointer, decides_when_voted, done, job, play, steps_of, whos
@@ -64,7 +65,7 @@ def test_processes_that_commit_and_one_that_gives_up(tmp_path):
     for step, (status, reasons) in enumerate(said[0]):
         attempt = root / str(attempts.Name(step, 1, f"{step:08x}"))
         assert attempts.decision(attempt).status == status
-        assert (series.look(attempt) is None) == (status == "complete")
+        assert (Series(attempt.parent).look(attempt.name) is None) == (status == "complete")
         assert reasons == ([] if status == "complete" else ["at last: no vote of ranks [1]"])
     assert {status for status, _ in said[0]} == {"complete", "aborted"}
     assert not list(root.glob("*/*.tmp"))
@@ -222,7 +223,7 @@ def test_a_rank_that_has_nothing_and_one_that_cannot_write(tmp_path):
     assert all(isinstance(error, RankFailed) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert "rank 2: OSError: [Errno 5] Input/output error" in str(errors[0])
-    assert series.latest(tmp_path)[0] is None
+    assert Series(tmp_path).latest()[0] is None
 
 
 def test_a_rank_that_had_nothing_before_the_others_died(tmp_path):

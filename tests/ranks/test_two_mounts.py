@@ -11,6 +11,7 @@ import torch
 from engram import CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
 from engram.saved import attempts, disk
 from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests.network_files import Server
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import wait_for
@@ -150,7 +151,7 @@ def test_what_the_other_machine_removes_is_missing_not_an_error(mounts):
     rb = filled(0)
     here = checkpointer(near / "series", rb, None, keep=1, full_every=1)
     name = here.save(1).name
-    known = attempts.SeriesCache()
+    known = Series(far / "series")
     checkpoint = known.open(far / "series" / name)
     with checkpoint, checkpoint.part(0, "storage") as part:
         file = next(iter(part.files))

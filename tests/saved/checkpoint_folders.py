@@ -4,7 +4,7 @@ import random
 from array import array
 
 from engram.format.schema import PartField
-from engram.saved import attempts, series
+from engram.saved import attempts
 from engram.saved.checkpoints import finish_dump, replacing
 from engram.saved.description import (
     HAS_FIRST,
@@ -21,6 +21,7 @@ from engram.saved.description import (
 from engram.saved.documents import Count, Cut, ShardRows, Totals, rank_folder
 from engram.saved.part_reader import PartReader
 from engram.saved.part_writer import PartWriter, SegmentRows
+from engram.saved.series import Series
 
 SCHEMA = (
     PartField(0, ("next", "reward"), "float32", (1,), "data"),
@@ -143,7 +144,7 @@ def save(root, step, epoch, world=1, parent=None):
     made = attempts.decide(folder, epoch)
     assert made is not None
     if made.status == "complete":
-        series.set_latest(root, made.name, epoch)
+        Series(root).set_latest(made.name, epoch)
     return folder
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from engram.saved import attempts, disk, series
+from engram.saved import attempts, disk
 from engram.saved.checkpoints import Checkpoint, standing
 from engram.saved.inspection import verify
 from engram.saved.part_writer import PartWriter
+from engram.saved.series import Series
 from tests import stress
 from tests.saved import checkpoint_folders as made
 from tests.saved.system_calls import ERRORS, Disk, Shim, counted, failing_at, killed_at, settled
@@ -57,22 +58,22 @@ class Save:
         made.save(folder, 10, attempts.claim_epoch(folder), self.world)
 
     def act(self, folder):
-        parent = series.latest(folder)[0]
+        parent = Series(folder).latest()[0]
         made.save(folder, 20, 1, self.world, parent)
-        series.prune(folder, 1, 1)
+        Series(folder).prune(1, 1)
 
     def check(self, folder, *, done=False):
         epoch = attempts.claim_epoch(folder)
-        series.recover(folder, epoch)
-        found, _ = series.latest(folder)
+        Series(folder).recover(epoch)
+        found, _ = Series(folder).latest()
         assert found is not None
         assert attempts.Name.parse(found.name).step in ((20,) if done else (10, 20))
         assert verify(folder).problems == []  # of all that say they are complete
 
     def afterwards(self, folder):
         epoch = attempts.newest_epoch(folder)
-        made.save(folder, 30, epoch, self.world, series.latest(folder)[0])
-        series.prune(folder, 1, epoch)
+        made.save(folder, 30, epoch, self.world, Series(folder).latest()[0])
+        Series(folder).prune(1, epoch)
         left = sorted(name for name in os.listdir(folder) if not name.startswith("EPOCH-"))
         assert left[0] == "LATEST"
         assert [attempts.Name.parse(name).step for name in left[1:]] == [30]
@@ -171,9 +172,9 @@ def test_every_call_of_a_rank_fails(tmp_path, code):
         decided = attempts.decide(attempt, 1)
         assert decided.status == "aborted"
         assert os.strerror(code) in decided.reasons[0]
-        assert series.latest(folder)[0].name.startswith("ckpt-000000000010-")
+        assert Series(folder).latest()[0].name.startswith("ckpt-000000000010-")
         made.save(folder, 30, 1, 2)
-        series.prune(folder, 1, 1)
+        Series(folder).prune(1, 1)
         assert len(attempts.names(folder)) == 1
 
 
@@ -239,13 +240,13 @@ def test_a_prune_that_is_killed_leaves_nothing_unusable(tmp_path):
     for step in (10, 20, 30):
         made.save(tmp_path / "before", step, epoch)
     folder = fresh(tmp_path)
-    calls = counted(lambda: series.prune(folder, 1, epoch)).calls
+    calls = counted(lambda: Series(folder).prune(1, epoch)).calls
     for number in range(1, calls + 1):
         folder = fresh(tmp_path)
-        assert killed_at(number, lambda: series.prune(folder, 1, epoch))
+        assert killed_at(number, lambda: Series(folder).prune(1, epoch))
         assert verify(folder).problems == []
-        assert series.latest(folder)[0].name.startswith("ckpt-000000000030-")
-        series.prune(folder, 1, epoch)
+        assert Series(folder).latest()[0].name.startswith("ckpt-000000000030-")
+        Series(folder).prune(1, epoch)
         assert len(os.listdir(folder)) == 3  # LATEST, EPOCH, the checkpoint
 
 

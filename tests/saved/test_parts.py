@@ -64,7 +64,7 @@ def test_arrays_of_the_state(tmp_path):
         part.read(0, 0, leaves)
         assert [float(leaf).hex() for leaf in memoryview(leaves).cast("d")] == [x.hex() for x in (0.0, 0.5, 2.0, -0.0)]
         assert part.arrays[1].shape == (2, 0)
-        assert part.arrays[1].nbytes == 0
+        assert part.arrays[1].bytes == 0
         assert part.read_all(1) == b""
         assert part.read_all(2) == b"abcde"
 

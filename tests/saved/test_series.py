@@ -8,12 +8,13 @@ import threading
 import pytest
 
 from engram.errors import CorruptCheckpoint
-from engram.saved import attempts, checkpoints, disk, documents, series
+from engram.saved import attempts, checkpoints, disk, documents
 from engram.saved.attempts import Name
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.documents import corrupt, rank_folder
 from engram.saved.inspection import verify
 from engram.saved.part_reader import PartReader
+from engram.saved.series import Series
 from tests.saved import checkpoint_folders as made
 
 
@@ -94,7 +95,7 @@ def test_one_no_aborts_and_a_late_yes_does_not_revive(tmp_path, epoch, late):
     if late == "after":
         made.vote(folder, 0, 2)
     assert attempts.decide(folder, epoch) == manifest
-    assert series.latest(tmp_path)[0] is None
+    assert Series(tmp_path).latest()[0] is None
     with pytest.raises(CorruptCheckpoint, match="aborted: rank 1"):
         Checkpoint(folder)
 
@@ -140,9 +141,9 @@ def test_the_next_start_commits_what_all_voted_for(tmp_path, epoch):
     later = attempts.claim_epoch(tmp_path)
     with pytest.raises(RuntimeError, match="no later incarnation of this job than 1, got 2"):
         attempts.decide(whole, epoch)
-    assert series.recover(tmp_path, later) == [whole.name]
+    assert Series(tmp_path).recover(later) == [whole.name]
     assert attempts.decision(partial) is None
-    found, problems = series.latest(tmp_path)
+    found, problems = Series(tmp_path).latest()
     assert found == whole
     assert "undecided: 1 of 2 ranks voted" in str(problems[0])
 
@@ -155,10 +156,10 @@ def test_an_old_incarnation_may_do_nothing(tmp_path, epoch):
     for act in (
         lambda: attempts.decide(folder, epoch),
         lambda: attempts.decide(folder, epoch, give_up="late"),
-        lambda: series.prune(tmp_path, 1, epoch),
-        lambda: series.set_latest(tmp_path, good.name, epoch),
+        lambda: Series(tmp_path).prune(1, epoch),
+        lambda: Series(tmp_path).set_latest(good.name, epoch),
         lambda: attempt(tmp_path, 30, epoch),
-        lambda: series.recover(tmp_path, epoch),
+        lambda: Series(tmp_path).recover(epoch),
     ):
         with pytest.raises(RuntimeError, match="This process was replaced"):
             act()
@@ -195,7 +196,7 @@ def test_what_a_rank_said_ends_with_one_full_stop(tmp_path, epoch):
     assert attempts.decide(folder, epoch).reasons == (
         "rank 1: ValueError: save: step: expected 3, as on rank 0, got 2",
     )
-    assert str(series.look(folder)).endswith("as on rank 0, got 2.")
+    assert str(Series(folder.parent).look(folder.name)).endswith("as on rank 0, got 2.")
     assert str(corrupt(folder, "expected less. Rename the key.")) == f"{folder}: expected less. Rename the key."
 
 
@@ -221,15 +222,15 @@ def test_a_hint_that_is_wrong(tmp_path, epoch, what):
     hint = {"partial": partial.name, "damaged": damaged.name}.get(what, LATESTS[what])
     (tmp_path / "LATEST").chmod(0o600)
     (tmp_path / "LATEST").unlink() if hint is None else (tmp_path / "LATEST").write_text(hint)
-    found, problems = series.latest(tmp_path)
+    found, problems = Series(tmp_path).latest()
     assert found == good
     said = "\n".join(map(str, problems))
     assert "expected 32 bytes, got 3" in said
     assert "undecided: 1 of 2" in said
     assert f"expected the name of {good.name}" in said
-    assert series.latest(tmp_path, at_most=9)[0].name.startswith("ckpt-000000000005")
-    series.set_latest(tmp_path, good.name, epoch)
-    assert len(series.latest(tmp_path)[1]) == 2
+    assert Series(tmp_path).latest(at_most=9)[0].name.startswith("ckpt-000000000005")
+    Series(tmp_path).set_latest(good.name, epoch)
+    assert len(Series(tmp_path).latest()[1]) == 2
     report = verify(tmp_path)
     assert [problem.path for problem in report.problems] == [path]
 
@@ -239,29 +240,29 @@ def test_a_hint_that_lags(tmp_path, epoch):
     hint = tmp_path / "LATEST"
     first = made.save(tmp_path, 10, epoch)
     hint.unlink()  # not written yet
-    assert series.latest(tmp_path) == (first, [])
-    series.set_latest(tmp_path, first.name, epoch)
+    assert Series(tmp_path).latest() == (first, [])
+    Series(tmp_path).set_latest(first.name, epoch)
     second = made.save(tmp_path, 20, epoch)
-    series.set_latest(tmp_path, first.name, epoch)
-    assert series.latest(tmp_path) == (second, [])
+    Series(tmp_path).set_latest(first.name, epoch)
+    assert Series(tmp_path).latest() == (second, [])
     assert verify(tmp_path).notes == []
     later = attempts.claim_epoch(tmp_path)
     third = attempt(tmp_path, 30, epoch=later, voters=[0, 1])
-    series.recover(tmp_path, later)
-    assert series.latest(tmp_path) == (third, [])
+    Series(tmp_path).recover(later)
+    assert Series(tmp_path).latest() == (third, [])
 
     # But all of these are something else.
     hint.unlink()
-    assert series.latest(tmp_path)[1] != [], "there was one, as two are older"
+    assert Series(tmp_path).latest()[1] != [], "there was one, as two are older"
     again = made.save(tmp_path, 15, attempts.claim_epoch(tmp_path))
-    found, problems = series.latest(tmp_path)
+    found, problems = Series(tmp_path).latest()
     assert found == third
     assert [problem.path for problem in problems] == [hint], "a later incarnation went back and on from there"
-    series.set_latest(tmp_path, first.name, attempts.newest_epoch(tmp_path))
+    Series(tmp_path).set_latest(first.name, attempts.newest_epoch(tmp_path))
     shutil.rmtree(first)
-    assert [problem.path for problem in series.latest(tmp_path)[1]] == [hint], "what it names is gone"
-    series.set_latest(tmp_path, again.name, attempts.newest_epoch(tmp_path))
-    assert [problem.path for problem in series.latest(tmp_path)[1]] == [hint]
+    assert [problem.path for problem in Series(tmp_path).latest()[1]] == [hint], "what it names is gone"
+    Series(tmp_path).set_latest(again.name, attempts.newest_epoch(tmp_path))
+    assert [problem.path for problem in Series(tmp_path).latest()[1]] == [hint]
 
 
 def test_any_may_be_removed_and_the_rest_stays_good(tmp_path, epoch):
@@ -273,7 +274,7 @@ def test_any_may_be_removed_and_the_rest_stays_good(tmp_path, epoch):
     for gone in (1, 0, 3):
         shutil.rmtree(folders[gone])
         assert verify(tmp_path).problems == []
-    assert series.latest(tmp_path)[0] == folders[2]
+    assert Series(tmp_path).latest()[0] == folders[2]
 
 
 def test_retention(tmp_path, epoch):
@@ -287,7 +288,7 @@ def test_retention(tmp_path, epoch):
     newer = attempt(tmp_path, 50, voters=[0])
     later = attempts.claim_epoch(tmp_path)
     ahead = attempt(tmp_path, 1, epoch=later, voters=[0, 1])
-    removed = series.prune(tmp_path, 2, later)
+    removed = Series(tmp_path).prune(2, later)
     assert [Name.parse(name).step for name in removed] == [36, 35, 20, 15, 10]
     assert not under_way.exists()
     assert not aborted.exists()
@@ -299,17 +300,17 @@ def test_retention(tmp_path, epoch):
     assert not crash[0].exists()
     assert not list(tmp_path.glob("trash-*"))
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        series.prune(tmp_path, 0, later)
+        Series(tmp_path).prune(0, later)
 
 
 def test_the_last_good_one_is_never_removed(tmp_path, epoch):
     good = made.save(tmp_path, 10, epoch)
     for step in (20, 30):
         shutil.rmtree(next(made.save(tmp_path, step, epoch).glob("rank-*/sampler")))
-    assert series.prune(tmp_path, 1, epoch) == []
-    assert series.latest(tmp_path)[0] == good
+    assert Series(tmp_path).prune(1, epoch) == []
+    assert Series(tmp_path).latest()[0] == good
     shutil.rmtree(next(good.glob("rank-*/sampler")))
-    assert series.prune(tmp_path, 1, epoch) == []  # nothing is good: nothing is touched
+    assert Series(tmp_path).prune(1, epoch) == []  # nothing is good: nothing is touched
 
 
 def test_going_back_to_an_earlier_step_keeps_what_is_saved_then(tmp_path, epoch):
@@ -318,7 +319,7 @@ def test_going_back_to_an_earlier_step_keeps_what_is_saved_then(tmp_path, epoch)
     later = attempts.claim_epoch(tmp_path)
     made.save(tmp_path, 110, later)
     now = made.save(tmp_path, 120, later)
-    series.prune(tmp_path, 1, later)
+    Series(tmp_path).prune(1, later)
     assert now.exists()
     assert sorted(name.step for name in attempts.names(tmp_path)) == [120, 200]
 
@@ -381,11 +382,11 @@ def decoded(monkeypatch):
 
 
 def test_a_known_checkpoint_is_not_read_again(tmp_path, monkeypatch):
-    folder, known = made.save(tmp_path, 10, 1, world=2), attempts.SeriesCache()
-    assert series.look(folder, known) is None
+    folder, known = made.save(tmp_path, 10, 1, world=2), Series(tmp_path)
+    assert known.look(folder.name) is None
     names = decoded(monkeypatch)
-    assert series.look(folder, known) is None
-    assert series.latest(tmp_path, known=known)[0] == folder
+    assert known.look(folder.name) is None
+    assert known.latest()[0] == folder
     with known.open(folder) as checkpoint:
         assert checkpoint.part(1, "storage").schema == made.SCHEMA
         assert checkpoint.shard(0).rank == 0
@@ -395,13 +396,13 @@ def test_a_known_checkpoint_is_not_read_again(tmp_path, monkeypatch):
 
 
 def test_a_process_does_not_read_what_it_wrote(tmp_path, monkeypatch):
-    known = attempts.SeriesCache()
+    known = Series(tmp_path)
     folder = attempts.begin(tmp_path, step=1, epoch=1, world=1, trigger="save")
     parts = [made.write_segments(folder / rank_folder(0, 1) / "storage")]
     names = decoded(monkeypatch)
-    attempts.accept(folder, 0, parts, made.CONTENT, known=known)
-    assert attempts.decide(folder, 1, known=known).status == "complete"
-    assert series.look(folder, known) is None
+    attempts.accept(folder, 0, parts, made.CONTENT, contents=known.contents(folder))
+    assert attempts.decide(folder, 1, contents=known.contents(folder)).status == "complete"
+    assert known.look(folder.name) is None
     assert names == ["Attempt"]
     with known.open(folder) as ours, Checkpoint(folder) as read:
         assert ours.contents.manifest == read.manifest
@@ -414,8 +415,8 @@ def test_a_process_does_not_read_what_it_wrote(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("change", ["remove", "shorten", "replace by a link"])
 def test_what_became_of_a_known_checkpoint_is_said_as_of_any_other(tmp_path, name, change):
-    folder, known = made.save(tmp_path, 10, 1), attempts.SeriesCache()
-    assert series.look(folder, known) is None
+    folder, known = made.save(tmp_path, 10, 1), Series(tmp_path)
+    assert known.look(folder.name) is None
     path = folder / name
     raw = path.read_bytes()
     path.unlink()
@@ -424,7 +425,7 @@ def test_what_became_of_a_known_checkpoint_is_said_as_of_any_other(tmp_path, nam
     elif change == "replace by a link":
         (tmp_path / "elsewhere").write_bytes(raw)
         path.symlink_to(tmp_path / "elsewhere")
-    assert series.look(folder, known) == series.look(folder) is not None
+    assert known.look(folder.name) == Series(folder.parent).look(folder.name) is not None
     path.unlink(missing_ok=True)
     path.write_bytes(raw)
-    assert series.look(folder, known) is None
+    assert known.look(folder.name) is None

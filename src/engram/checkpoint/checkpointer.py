@@ -17,32 +17,19 @@ from engram._support.checks import check_count
 from engram._support.progress import Work
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
+from engram.checkpoint import reports
 from engram.checkpoint.ranks import Ranks
-from engram.checkpoint.reports import (
-    AdvancedOptions,
-    Entry,
-    LatestStep,
-    Options,
-    RestoreArguments,
-    RestoreOptions,
-    RestoreReport,
-    SaveReport,
-    SaveRequest,
-    Wanted,
-    checked_step,
-    checked_user,
-    forget_reports,
-    note_restore,
-)
+from engram.checkpoint.reports import Entry, RestoreReport, SaveReport
 from engram.checkpoint.requests import Endpoint, Schedule
 from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import Job, SaveAttempt, SaveHandle
 from engram.checkpoint.watchdog import Watchdog
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import is_store
-from engram.saved import attempts, series
+from engram.saved import attempts
 from engram.saved.checkpoints import Checkpoint, is_checkpoint
 from engram.saved.disk import start_thread
+from engram.saved.documents import UNREADABLE
+from engram.saved.series import MAX_PINS, PINS, Series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +54,7 @@ class SaveElsewhere(SaveAttempt):
         savers: of the buffer.
     """
 
-    def __init__(self, job: Job, request: SaveRequest, number: int, savers: Savers) -> None:
+    def __init__(self, job: Job, request: reports.SaveRequest, number: int, savers: Savers) -> None:
         super().__init__(job, request, number)
         self._wanted, self._savers = request, savers
 
@@ -93,13 +80,6 @@ def _warn_of_others(root: Path) -> None:
         warn(
             f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
             f"{root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
-        )
-
-
-def _check_no_ranks(ranks: Ranks | None) -> None:
-    if ranks is not None:
-        raise ValueError(
-            "Checkpointer: ranks: expected None for a buffer whose rows are elsewhere: each of its shards is a rank."
         )
 
 
@@ -177,11 +157,13 @@ class Checkpointer:
         prefetch: Literal["save", "drop"] = "save",
         roles: Roles | None = None,
         timeout: float = 600.0,
-        **advanced: Unpack[AdvancedOptions],
+        **advanced: Unpack[reports.AdvancedOptions],
     ) -> None:
-        unknown = {name: value for name, value in advanced.items() if name not in AdvancedOptions.__annotations__}
-        reject_unsupported("Checkpointer", unknown, {}, Options._fields)
-        options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **advanced)
+        unknown = {
+            name: value for name, value in advanced.items() if name not in reports.AdvancedOptions.__annotations__
+        }
+        reject_unsupported("Checkpointer", unknown, {}, reports.Options._fields)
+        options = reports.Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **advanced)
         options.check()
         try:
             is_closed = buffer.closed
@@ -200,12 +182,16 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._savers = savers
         if savers is not None:
-            _check_no_ranks(ranks)
+            if ranks is not None:
+                raise ValueError(
+                    "Checkpointer: ranks: expected None where rows are elsewhere: each shard of this buffer is a rank."
+                )
             savers.open(self.root, options)
         elif ranks is None:
             _warn_of_others(self.root)
-        alone = ranks is None  # gets back its rows as they were
-        self._job = Job(self.root, buffer, Ranks.local() if ranks is None else ranks, options, doubtful=not alone)
+        self._job = Job(
+            self.root, buffer, Ranks.local() if ranks is None else ranks, options, doubtful=ranks is not None
+        )
         self._schedule = Schedule(self._job.ranks, options)
         self._saves = self._guards = 0
         self._lock = threading.Lock()
@@ -294,7 +280,7 @@ class Checkpointer:
         >>> handle.wait().steps
         10
         """
-        request: SaveRequest | Exception
+        request: reports.SaveRequest | Exception
         try:
             request = self._checked("save", step, user)
         except Exception as error:
@@ -305,16 +291,16 @@ class Checkpointer:
         self._start(attempt, wait=wait)
         return attempt.wait() if wait else attempt
 
-    def _checked(self, what: str, step: object, user: object) -> SaveRequest:
+    def _checked(self, what: str, step: object, user: object) -> reports.SaveRequest:
         """The step and the user state, checked and noted."""
-        checked = SaveRequest(checked_step(what, step), checked_user(what, user) or {})
+        checked = reports.SaveRequest(reports.checked_step(what, step), reports.checked_user(what, user) or {})
         self._job.latest = self._job.latest.then(checked.step, None if user is None else checked.user)
         return checked
 
-    def _attempt(self, request: SaveRequest | Exception, progress: OnProgress | None = None) -> SaveAttempt:
+    def _attempt(self, request: reports.SaveRequest | Exception, progress: OnProgress | None = None) -> SaveAttempt:
         """The next save; all ranks begin the same ones in the same order."""
         self._saves += 1
-        if self._savers is not None and isinstance(request, SaveRequest):
+        if self._savers is not None and isinstance(request, reports.SaveRequest):
             return SaveElsewhere(self._job, request, self._saves - 1, self._savers)
         return SaveAttempt(self._job, request, self._saves - 1, progress)
 
@@ -379,7 +365,7 @@ class Checkpointer:
                 raise
             bad, request = (
                 error,
-                SaveRequest(before + self._schedule.stride, {}),
+                reports.SaveRequest(before + self._schedule.stride, {}),
             )  # others have come to agree on this step
         busy = self._current is not None and not self._current.done
         attempt = None
@@ -596,22 +582,24 @@ class Checkpointer:
         >>> report.step, report.user["model"], len(rb)
         (100, 'model-100.pt', 10)
         """
-        options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert)
-        wanted = Wanted(self.root, step, name, at_most, allow_partial)
+        options = reports.RestoreOptions(
+            incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert
+        )
+        wanted = reports.Wanted(self.root, step, name, at_most, allow_partial)
         if self._savers is None:
             with Work("restoring", 0, progress, quiet=self._job.ranks.rank > 0) as work:
                 report = Restore(self._job, wanted, options, work).run()
-            note_restore(self.root, report, self._job.ranks.rank)
+            reports.note_restore(self.root, report, self._job.ranks.rank)
         else:
             options.check()
             wanted.check()
             report = self._savers.restore(wanted, options)
-            self._job.latest = LatestStep(report.step, report.user, report.step)
+            self._job.latest = reports.LatestStep(report.step, report.user, report.step)
         self._schedule.began()
         return report
 
     def stateful(
-        self, step: Callable[[], int], *, keep: int = 3, **restore: Unpack[RestoreArguments]
+        self, step: Callable[[], int], *, keep: int = 3, **restore: Unpack[reports.RestoreArguments]
     ) -> StatefulReplay:
         """An object with ``state_dict`` and ``load_state_dict``, which takes the replay into checkpoints of another library.
 
@@ -655,7 +643,7 @@ class Checkpointer:
         ...     Checkpointer(root, ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)).latest is None
         True
         """
-        path = series.latest(self.root)[0]
+        path = Series(self.root).latest()[0]
         return None if path is None else path.name
 
     def list(self) -> builtins.list[Entry]:
@@ -671,10 +659,8 @@ class Checkpointer:
         >>> [entry.step for entry in checkpoints.list()]
         [200, 100]
         """
-        return [
-            Entry(str(name), name.step, self.root / str(name), series.look(self.root / str(name)))
-            for name in attempts.names(self.root)
-        ]
+        look = Series(self.root).look
+        return [Entry(str(name), name.step, self.root / str(name), look(name)) for name in attempts.names(self.root)]
 
     def verify(
         self, name: str, level: Literal["meta", "read", "full"] = "full", *, progress: OnProgress | None = None
@@ -704,7 +690,7 @@ class Checkpointer:
             raise FileNotFoundError(
                 f"verify: {self.root}: expected one of {[str(n) for n in attempts.names(self.root)]}, got {name!r}."
             )
-        wrong = series.look(self.root / name)
+        wrong = Series(self.root).look(name)
         if wrong is not None:
             return [wrong]
         with Checkpoint(self.root / name) as checkpoint, Work("checking", checkpoint.nbytes, progress) as work:
@@ -733,10 +719,8 @@ class Checkpointer:
         """
         if self._savers is not None:
             return self._savers.prune(keep)
-        removed = series.prune(
-            self.root, self._job.options.keep if keep is None else keep, self._job.protocol.epoch, self._job.known
-        )
-        forget_reports(self.root, removed)
+        removed = self._job.series.prune(self._job.options.keep if keep is None else keep, self._job.protocol.epoch)
+        reports.forget_reports(self.root, removed)
         return removed
 
 
@@ -770,14 +754,19 @@ class StatefulReplay:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, job: Job, step: Callable[[], int], keep: int, restore: RestoreArguments
+        self,
+        checkpointer: Checkpointer,
+        job: Job,
+        step: Callable[[], int],
+        keep: int,
+        restore: reports.RestoreArguments,
     ) -> None:
         if not callable(step):
             raise TypeError(
                 f"stateful: step: expected a function that returns the step, got {type(step).__name__}. Pass lambda: step."
             )
         self._checkpointer, self._job, self._step = checkpointer, job, step
-        self._keep = check_count("stateful: keep", keep, most=series.MAX_PINS)
+        self._keep = check_count("stateful: keep", keep, most=MAX_PINS)
         self._restore = restore
         self._handle: SaveHandle | None = None
         self._saved_step = -1
@@ -804,7 +793,7 @@ class StatefulReplay:
         True
         >>> folder.cleanup()
         """
-        step = checked_step("stateful", self._step())
+        step = reports.checked_step("stateful", self._step())
         self._pin(step)
         self._handle, self._saved_step = self._checkpointer.save(step, wait=False), step
         return self._handle
@@ -827,7 +816,7 @@ class StatefulReplay:
         True
         >>> folder.cleanup()
         """
-        step = checked_step("stateful", self._step())
+        step = reports.checked_step("stateful", self._step())
         if self._handle is None or self._saved_step != step:
             if not self._any_rank_has_rows():
                 return {_ENTRY: ""}
@@ -886,9 +875,9 @@ class StatefulReplay:
         if self._job.ranks.rank:
             return
         try:
-            series.pin(self._job.root, step, self._keep)
-        except (OSError, CorruptCheckpoint, IncompatibleCheckpoint) as error:
+            self._job.series.pin(step, self._keep)
+        except (OSError, *UNREADABLE) as error:
             warn(
                 f"stateful: the checkpoint of step {step} stays no longer than others: {str(error).removesuffix('.')}. If "
-                f"{series.PINS} is damaged, remove it, and load no state that was saved before."
+                f"{PINS} is damaged, remove it, and load no state that was saved before."
             )

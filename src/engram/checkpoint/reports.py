@@ -15,10 +15,12 @@ from engram._support.words import count, said_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.reshard.driver import Lost, reshard_lines, said_reshard
 from engram.reshard.plan import Policy, checked_incomplete
-from engram.saved import attempts, disk, documents, series
+from engram.saved import attempts, disk, documents
 from engram.saved.checkpoints import Checkpoint
+from engram.saved.description import KINDS
 from engram.saved.documents import Problem, added, corrupt
-from engram.saved.rows import KINDS, check_roles
+from engram.saved.rows import check_roles
+from engram.saved.series import Series
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -346,7 +348,7 @@ class Wanted(NamedTuple):
         """Whether another checkpoint will do where one is damaged."""
         return self.step is None and self.name is None
 
-    def find(self, known: attempts.SeriesCache) -> tuple[Path, list[Problem]]:
+    def find(self, series: Series) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over.
 
         Raises:
@@ -354,20 +356,20 @@ class Wanted(NamedTuple):
         """
         if self.name is not None and self.at_most is not None:
             try:
-                return self._replace(at_most=None).find(known)
+                return self._replace(at_most=None).find(series)
             except (FileNotFoundError, CorruptCheckpoint) as error:
-                path, problems = self._replace(name=None).find(known)
+                path, problems = self._replace(name=None).find(series)
                 warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
                 return path, problems
         if self.is_open and not self.partial:
-            return self._newest(known)
+            return self._newest(series)
         meant = [path for name in attempts.names(self.root) if self._means(name, path := self.root / str(name))]
         if self.partial:
             for path in meant:
-                if series.look(path, known) is None or attempts.is_partial(path):
+                if series.look(path.name) is None or attempts.is_partial(path):
                     return path, []
         if self.is_open:
-            return self._newest(known)
+            return self._newest(series)
         if not meant:
             named = (
                 f"called {self.name!r}, found none"
@@ -379,7 +381,7 @@ class Wanted(NamedTuple):
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
         passed_over: list[Problem] = []
         for path in meant:
-            wrong = series.look(path, known)
+            wrong = series.look(path.name)
             if wrong is None:
                 return path, passed_over
             passed_over.append(wrong)
@@ -393,7 +395,7 @@ class Wanted(NamedTuple):
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
         if not self.partial and any(attempts.is_partial(problem.path) for problem in passed_over):
             why += " allow_partial=True loads what some of the ranks saved."
-        if series.is_unfinished(self.root):
+        if Series(self.root).is_unfinished():
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 
@@ -409,10 +411,10 @@ class Wanted(NamedTuple):
     def _steps(self) -> list[int]:
         return sorted({name.step for name in attempts.names(self.root)})
 
-    def _newest(self, known: attempts.SeriesCache) -> tuple[Path, list[Problem]]:
+    def _newest(self, series: Series) -> tuple[Path, list[Problem]]:
         """The newest that is whole, and what was passed over."""
         at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
-        path, problems = series.latest(self.root, at_most=at_most, without=damaged, known=known)
+        path, problems = series.latest(at_most=at_most, without=damaged)
         passed_over = [*self.damaged, *problems]
         if path is None:
             what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
@@ -430,7 +432,7 @@ class Wanted(NamedTuple):
 def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
     """What the last whole checkpoint of this job has of ranks whose shards are missing."""
     missing, manifest = checkpoint.missing, checkpoint.manifest
-    path = series.latest(root, at_most=manifest.step)[0] if missing else None
+    path = Series(root).latest(at_most=manifest.step)[0] if missing else None
     if path is None:
         return Lost(missing)
     with Checkpoint(path) as before:

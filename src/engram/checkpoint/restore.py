@@ -15,10 +15,11 @@ from engram.checkpoint.save import Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.reshard.driver import disagreements, reshard, reshard_report
 from engram.reshard.plan import Target, open_shards
-from engram.saved import attempts, parts, series
+from engram.saved import attempts, parts
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.documents import Problem, corrupt
 from engram.saved.parts import check_blocks
+from engram.saved.series import Series
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ class Restore:
         self._job, self._ranks, self._wanted, self._options = job, job.ranks, wanted, options
         self._work = work
         self._started = time.perf_counter()
-        self._known = attempts.SeriesCache()
+        self._series = Series(job.root)
         """Each restore reads documents itself: what this process wrote may have been damaged since."""
         self._passed_over: list[Problem] = []
         """Newer checkpoints that were damaged or not complete."""
@@ -64,7 +65,7 @@ class Restore:
             path = self._choose()
             try:
                 with contextlib.ExitStack() as stack:
-                    load = _Load(self._job, self._options, path, self._known, stack, self._work)
+                    load = _Load(self._job, self._options, path, self._series, stack, self._work)
                     return load.run(self._passed_over, self._started)
             except (CorruptCheckpoint, RankFailed) as error:
                 # All ranks heard of the same, so all of them go on alike.
@@ -90,11 +91,11 @@ class Restore:
             return [], b""
         root = self._job.root
         try:  # all may have voted, and rank 0 died before it decided
-            series.recover(root, attempts.newest_epoch(root))
+            self._series.recover(attempts.newest_epoch(root))
         except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
             _log.warning("restore: what is undecided stays so: %s", error)
         try:
-            path, problems = self._wanted.find(self._known)
+            path, problems = self._wanted.find(self._series)
         except (FileNotFoundError, CorruptCheckpoint) as error:
             return [], json.dumps([type(error).__name__, str(error)]).encode()
         return problems, json.dumps(["", path.name]).encode()
@@ -106,22 +107,16 @@ class _Load:
     Args:
         job, options: of the restore.
         path: of the checkpoint, the same on all ranks.
-        known: documents that were read when it was chosen.
+        series: what was read when it was chosen.
         stack: closes what was opened.
         work: counts the bytes that are read.
     """
 
     def __init__(
-        self,
-        job: Job,
-        options: RestoreOptions,
-        path: Path,
-        known: attempts.SeriesCache,
-        stack: contextlib.ExitStack,
-        work: Work,
+        self, job: Job, options: RestoreOptions, path: Path, series: Series, stack: contextlib.ExitStack, work: Work
     ) -> None:
         self._job, self._ranks, self._options, self._path = job, job.ranks, options, path
-        self._known, self._stack, self._work = known, stack, work
+        self._series, self._stack, self._work = series, stack, work
         self._checkpoint: Checkpoint
         self._targets: list[Target] = []
         """Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard."""
@@ -181,7 +176,7 @@ class _Load:
             if attempts.is_partial(path):
                 checkpoint = attempts.open_partial(path)
             else:  # to verify is to read all again
-                checkpoint = Checkpoint(path) if options.verify == "full" else self._known.open(path)
+                checkpoint = Checkpoint(path) if options.verify == "full" else self._series.open(path)
             self._stack.enter_context(checkpoint)
         except CorruptCheckpoint as error:  # rank 0 has looked at it: no damage that an older one would be better than
             raise RankFailed(f"expected {path.name} as rank 0 sees it, got {error}") from error

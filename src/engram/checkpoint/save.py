@@ -18,10 +18,11 @@ from engram.checkpoint.ranks import looks
 from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.reshard.plan import has_ends, saved_fields
-from engram.saved import attempts, disk, documents, parts, series
+from engram.saved import attempts, disk, documents, parts
 from engram.saved.disk import WorkerEvent
 from engram.saved.documents import added, rank_folder
 from engram.saved.rows import doubts
+from engram.saved.series import Series
 from engram.saved.snapshot import RowsSnapshot
 
 if TYPE_CHECKING:
@@ -48,13 +49,12 @@ class JobSeries:
     """One series of checkpoints of one job.
 
     Args:
-        root: of the series; the same folder for all ranks.
+        series: in a folder that is the same for all ranks.
         ranks: of the job. Each makes this in the same order, if there are several.
-        known: what this process knows of the series.
     """
 
-    def __init__(self, root: Path, ranks: Ranks, known: attempts.SeriesCache) -> None:
-        self.root, self.ranks, self.known = root, ranks, known
+    def __init__(self, series: Series, ranks: Ranks) -> None:
+        self.root, self.series, self.ranks = series.root, series, ranks
         self.section = ranks.section()
         """Before all of its keys in the store."""
         self._epoch: int | None = None
@@ -72,17 +72,14 @@ class JobSeries:
             if self.ranks.rank:
                 raise RankFailed("rank 0 has not begun anything here yet.")
             self._epoch = attempts.claim_epoch(self.root)
-            series.recover(self.root, self._epoch)
+            self.series.recover(self._epoch)
         return self._epoch
 
     def claim(self, timeout: float) -> int:
         """The same on all ranks, which must all call this. Raises :class:`RankFailed`: some did not."""
-        _, given = self.ranks.run_on_all("epoch", self._own_epoch, timeout)
+        given = self.ranks.together("epoch", lambda: b"" if self.ranks.rank else str(self.epoch).encode(), timeout)
         self._epoch = int(given[0])
         return self._epoch
-
-    def _own_epoch(self) -> tuple[None, bytes]:
-        return None, str(self.epoch).encode() if self.ranks.rank == 0 else b""
 
     def begin(self, number: int, begun: Callable[[], Path], timeout: float) -> Path:
         """The folder of the attempt of that number, which rank 0 begins; others hear of it, or of its error.
@@ -163,7 +160,7 @@ class JobSeries:
             if late or passed - asked > _TRY_S or not (missing or self.ranks.rank):
                 asked = passed
                 give_up = f"after {timeout:g} s" if late else None
-                made = attempts.decide(folder, self.epoch, give_up=give_up, known=self.known)
+                made = attempts.decide(folder, self.epoch, give_up=give_up, contents=self.series.contents(folder))
                 if made is not None:
                     break
         return made
@@ -194,9 +191,9 @@ class Job:
 
     def __init__(self, root: Path, buffer: Checkpointable, ranks: Ranks, options: Options, *, doubtful: bool) -> None:
         self.root, self.buffer, self.ranks, self.options = root, buffer, ranks, options
-        self.known = attempts.SeriesCache()
+        self.series = Series(root)
         """What this process read and wrote of the series, so that no document is decoded twice."""
-        self.protocol = JobSeries(root, ranks, self.known)
+        self.protocol = JobSeries(self.series, ranks)
         self.latest = LatestStep()
         self.parent: Parent | None = None
         self._since_full = 0
@@ -224,12 +221,12 @@ class Job:
         due = every is not None and self._since_full + 1 >= every
         if parent is None or due or snapshot.form.lineage is None or parent.lineage != snapshot.form.lineage:
             return None
-        return None if series.look(parent.path, self.known) else parent
+        return None if self.series.look(parent.path.name) else parent
 
     def saved(self, path: Path, snapshot: Snapshot, parent: Parent | None) -> None:
         """There is a new checkpoint, which had this parent."""
         if self.parent is not None and self.ranks.rank:  # rank 0 forgets what it retires
-            self.known.forget(self.parent.path.name)
+            self.series.forget(self.parent.path.name)
         self.parent = Parent(path, snapshot.form.lineage)
         rows = snapshot.rows
         if isinstance(rows, RowsSnapshot) and not rows.store.readonly:
@@ -244,7 +241,7 @@ class Job:
         """Write it, and vote for the attempt."""
         rank = self.ranks.rank
         rows, infos = self.write_parts(attempt / rank_folder(rank, self.ranks.world), snapshot, parent, progress)
-        attempts.accept(attempt, rank, infos, rows.shard, step=step, known=self.known)
+        attempts.accept(attempt, rank, infos, rows.shard, step=step, contents=self.series.contents(attempt))
 
     def write_parts(
         self, folder: Path, snapshot: Snapshot, parent: Parent | None, progress: OnProgress | None
@@ -254,7 +251,7 @@ class Job:
         with contextlib.ExitStack() as stack, disk.batched_fsync():
             reader: PartReader | None = None
             if parent is not None:
-                checkpoint = stack.enter_context(self.known.open(parent.path))
+                checkpoint = stack.enter_context(self.series.open(parent.path))
                 reader = stack.enter_context(checkpoint.part(self.ranks.rank, parts.STORAGE))
             # Other ranks print to the same terminal.
             work = stack.enter_context(Work("saving", snapshot.rows.nbytes, progress, quiet=self.ranks.rank > 0))
@@ -401,7 +398,7 @@ class SaveAttempt(SaveHandle):
             raise error
         manifest = job.protocol.decided(attempt, timeout)
         if manifest.status != "complete":
-            job.known.forget(attempt.name)
+            job.series.forget(attempt.name)
             job.protocol.joined(self._number, timeout)
             with contextlib.suppress(OSError, CorruptCheckpoint):  # it may be removed by now
                 attempts.withdraw(attempt, job.ranks.rank)
@@ -460,7 +457,9 @@ class SaveAttempt(SaveHandle):
                     sorted(agreed.user),
                 )
             job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
-            attempts.decide(attempt, job.protocol.epoch, known=job.known)  # the last rank to vote decides
+            attempts.decide(
+                attempt, job.protocol.epoch, contents=job.series.contents(attempt)
+            )  # the last rank to vote decides
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
                 if attempts.decision(attempt) is None:
@@ -473,7 +472,7 @@ class SaveAttempt(SaveHandle):
         shards: list[Shard] = []
         drops = False
         try:
-            with self._job.known.open(attempt) as checkpoint:
+            with self._job.series.open(attempt) as checkpoint:
                 shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
                 fields = saved_fields(checkpoint)
                 drops = snapshot.form.ranking is None and has_ends(fields)
@@ -501,25 +500,25 @@ class SaveAttempt(SaveHandle):
     def _tidy(self, name: str) -> None:
         """Note the new checkpoint, and remove old ones. The new one is there, whatever fails here."""
         job = self._job
-        root, epoch = job.root, job.protocol.epoch
+        root, series, epoch = job.root, job.series, job.protocol.epoch
         try:
             job.protocol.forget()
-            series.set_latest(root, name, epoch)
+            series.set_latest(name, epoch)
             if attempts.names(root)[:1] != [attempts.Name.parse(name)]:  # else no file need be looked at
-                newest = series.latest(root, known=job.known)[0]
+                newest = series.latest()[0]
                 if newest is not None and newest.name != name:
                     _log.warning(
                         "save: %s is there, but restore() takes %s, which is of a later step", name, newest.name
                     )
-            forget_reports(root, series.retire(root, job.options.keep, epoch, job.known, saved=name))
+            forget_reports(root, series.retire(job.options.keep, epoch, saved=name))
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
         else:
-            disk.run_in_background(partial(_sweep, root))
+            disk.run_in_background(partial(_sweep, series))
 
 
-def _sweep(root: Path) -> None:
+def _sweep(series: Series) -> None:
     try:
-        series.sweep(root)
+        series.sweep()
     except OSError as error:
         _log.warning("old checkpoints are not removed: %s. The next save tries again", error)

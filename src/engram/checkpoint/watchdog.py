@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from engram.checkpoint.ranks import looks
 from engram.errors import CorruptCheckpoint, RankFailed
-from engram.saved import attempts, disk, documents, series
+from engram.saved import attempts, disk, documents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -183,12 +183,12 @@ class Watchdog:
         """Wait for those that live; commit if all voted."""
         missing: set[int] = set()
         for _ in looks(self._grace, at_files=True):
-            made = attempts.decide(folder, self._attempts.epoch, known=self._attempts.known)
+            made = attempts.decide(folder, self._attempts.epoch, contents=self._attempts.series.contents(folder))
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
                 if made.status == "complete":
                     with contextlib.suppress(OSError, RuntimeError):  # a hint, and all ranks write the same
-                        series.set_latest(folder.parent, folder.name, self._attempts.epoch)
+                        self._attempts.series.set_latest(folder.name, self._attempts.epoch)
                 return
             missing = {vote.rank for vote in attempts.votes(folder) if vote.shard is None and vote.error is None}
             if missing <= self._dead:

@@ -247,11 +247,11 @@ def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
 
 
 def _of_ours(path: Path) -> Iterator[Field]:
-    from engram.saved import series
     from engram.saved.inspection import describe
+    from engram.saved.series import Series
 
     found = describe(path)
-    if found["kind"] == "series" and (newest := series.latest(path)[0]) is not None:
+    if found["kind"] == "series" and (newest := Series(path).latest()[0]) is not None:
         found = describe(newest)
     for problem in told(found, "problems"):
         raise Refusal(str(problem))

@@ -17,22 +17,7 @@ from engram._support.raw import raw_bytes
 from engram._support.words import count, said_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.reshard.plan import (
-    DROPPED,
-    MOVABLE,
-    Incomplete,
-    Policy,
-    Target,
-    by_reason,
-    can_truncate,
-    counted,
-    fields_of,
-    has_ends,
-    in_blocks,
-    in_rows,
-    plan_by_rank,
-    plan_by_trajectory,
-)
+from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
 from engram.saved import parts
 from engram.saved.parts import STORAGE, check_kind, read_parts, reset
@@ -47,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import PartField, Schema
-    from engram.reshard.plan import ReshardPlan, SavedShard
     from engram.saved.checkpoints import Checkpoint
     from engram.saved.parts import SavedPart
     from engram.types import RowsSource
@@ -80,7 +64,9 @@ class _NoRows:
 class Reshard:
     """Shards, and where their trajectories go."""
 
-    def __init__(self, shards: Sequence[SavedShard], plan: ReshardPlan, targets: Sequence[Target]) -> None:
+    def __init__(
+        self, shards: Sequence[plans.SavedShard], plan: plans.ReshardPlan, targets: Sequence[plans.Target]
+    ) -> None:
         self.shards, self.plan, self.targets = list(shards), plan, list(targets)
         self._leader_parts: dict[str, SavedPart] | None = None
 
@@ -92,7 +78,7 @@ class Reshard:
     @property
     def fields(self) -> tuple[PartField, ...]:
         """None, if no shard was ever written."""
-        return fields_of(self.shards)
+        return plans.fields_of(self.shards)
 
     def rows(self, rank: int, env_offset: int = 0) -> PlacedRows:
         """What a rank gets of the rows.
@@ -149,7 +135,7 @@ class Reshard:
             IncompatibleCheckpoint: more would be dropped as incomplete, or longer than any lane.
         """
         steps = sum(int(one.source.saved[1]) for one in self.shards)
-        lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
+        lost = {reason: self.plan.dropped[reason]["steps"] for reason in plans.DROPPED if reason != "overflow"}
         if sum(lost.values()) <= most * steps:
             return
         named = ", ".join(f"{number:,} {reason}" for reason, number in lost.items() if number)
@@ -165,7 +151,7 @@ class Reshard:
     def check_counts(self) -> None:
         """Raise ``RuntimeError`` unless, of every shard, what is kept and what is dropped is what was saved: a bug otherwise."""
         plan = self.plan
-        found = counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
+        found = plans.counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
         for which, one in enumerate(self.shards):
             if (found[which] != one.source.saved).any():
                 raise RuntimeError(
@@ -174,7 +160,7 @@ class Reshard:
                 )
 
 
-def reshard(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy) -> Reshard:
     """Plan where saved rows go.
 
     Raises:
@@ -188,30 +174,34 @@ def reshard(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Pol
     return made
 
 
-def _in_blocks_or_trajectories(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
-    fields = fields_of(shards)
-    if policy.incomplete.open == "truncate" and has_ends(fields) and not can_truncate(fields):
+def _in_blocks_or_trajectories(
+    shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy
+) -> Reshard:
+    fields = plans.fields_of(shards)
+    if policy.incomplete.open == "truncate" and plans.has_ends(fields) and not plans.can_truncate(fields):
         raise IncompatibleCheckpoint(
             f"{shards[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
             'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
         )
-    whole = in_blocks(shards, min(target.lane_length for target in targets))
-    plan = plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
+    whole = plans.in_blocks(shards, min(target.lane_length for target in targets))
+    plan = plans.plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
     return Reshard(whole, plan, targets)
 
 
-def _in_single_rows(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+def _in_single_rows(
+    shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy
+) -> Reshard:
     lanes = max((target.lanes for target in targets), default=1)
     if lanes > 1:
         raise IncompatibleCheckpoint(
             f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer puts rows in no order, got {lanes}."
         )
-    rows = [in_rows(one) for one in shards]
+    rows = [plans.in_rows(one) for one in shards]
     values = [_values(one, policy.ranking) for one in rows]
-    return Reshard(rows, plan_by_rank([one.source for one in rows], values, targets), targets)
+    return Reshard(rows, plans.plan_by_rank([one.source for one in rows], values, targets), targets)
 
 
-def _values(rows: SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
+def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
     """Of each row: the largest stay."""
     source = rows.source
     if not len(source.runs):
@@ -229,14 +219,16 @@ class Converted(NamedTuple):
     """Episodes and steps that are dropped, by reason."""
 
 
-def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | Literal["newest"] | None) -> Converted:
+def convert(
+    shard: plans.SavedShard, schema: Schema, ndim: int, ranking: Ranking | Literal["newest"] | None
+) -> Converted:
     """A shard for the storage of that schema.
 
     Raises:
         CorruptCheckpoint: a block is damaged.
         IncompatibleCheckpoint: a storage with columns, or more than half of the steps cannot be moved.
     """
-    check_kind(shard.reader, parts.STORAGE, *MOVABLE)
+    check_kind(shard.reader, parts.STORAGE, *plans.MOVABLE)
     if schemas.encode(schema).decode() == shard.head["schema"]:
         return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     where = str(shard.reader.folder)
@@ -244,8 +236,8 @@ def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | Lit
         raise IncompatibleCheckpoint(
             f"{where}: expected the geometry of a storage with ndim={ndim}: it cannot be converted."
         )
-    target = Target(schema.lanes, schema.capacity // schema.lanes)
-    policy = Policy(Incomplete(open="keep", headless="keep"), "cut", ranking)
+    target = plans.Target(schema.lanes, schema.capacity // schema.lanes)
+    policy = plans.Policy(plans.Incomplete(open="keep", headless="keep"), "cut", ranking)
     made = reshard([shard], [target], policy)
     made.check_dropped(_CONVERSION_DROPS, where, {}, _OTHER_CONVERSIONS)
     return Converted(made.rows(0), made.plan.dropped)
@@ -277,15 +269,15 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
         lost: shards that were missing.
     """
     plan, shards_there = made.plan, len(made.shards)
-    kept = counted(plan.source, plan.steps, shards_there)
-    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
+    kept = plans.counted(plan.source, plan.steps, shards_there)
+    cut = plans.counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
     shards: list[dict[str, Any]] = [
         {
             "rank": rank,
             "saved": _pair(one.source.saved),
             "kinds": count_kinds(one.source.runs, one.source.columns),
             "kept": _pair(kept[which]),
-            "dropped": by_reason(plan.drops[which]),
+            "dropped": plans.by_reason(plan.drops[which]),
             "truncated": _pair(cut[which]),
         }
         for which, (rank, one) in enumerate(zip(ranks, made.shards, strict=True))
@@ -307,7 +299,7 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
 
 def _load(made: Reshard, rank: int) -> dict[str, int]:
     target, mine = made.targets[rank], made.plan.rank == rank
-    steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
+    steps = plans.counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
     return {
         "rank": rank,
         "lanes": target.lanes,
@@ -417,7 +409,7 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     ]
 
 
-def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, object]:
+def _state(shard: plans.SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, object]:
     """All of it that could matter to others."""
     storage = shard.head
     state: dict[str, object] = {

@@ -18,9 +18,9 @@ import numpy as np
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.saved import parts
-from engram.saved.description import HAS_FIRST, HAS_LAST
+from engram.saved.description import HAS_FIRST, HAS_LAST, KINDS
 from engram.saved.documents import corrupt
-from engram.saved.rows import ENDS, KINDS, kinds_of, read_rows_state
+from engram.saved.rows import ENDS, kinds_of, read_rows_state
 
 if TYPE_CHECKING:
     import contextlib
@@ -153,12 +153,6 @@ def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """0 … count - 1, for each count."""
     ends = counts.cumsum()
     return np.arange(int(ends[-1]) if len(ends) else 0) - (ends - counts).repeat(counts)
-
-
-def drop_rows(why: str, shard: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
-    """What a plan says of single rows that are left out for one reason. ``shard``: that of each."""
-    reason = np.full(len(shard), DROPPED.index(why))
-    return dropped_by(reason, shard, np.ones(len(shard), np.int64), shards)
 
 
 def dropped_by(
@@ -488,14 +482,14 @@ def plan_by_rank(
     Cost: O(n log n).
     """
     shard, number = numbered(sources)
-    time = np.concatenate([np.empty(0, np.int64), *(source.clock - source.runs[:, 3] for source in sources)])
+    time = _joined(source.clock - source.runs[:, 3] for source in sources)
     best_first = np.lexsort((number, shard, -np.concatenate([np.empty(0), *values])))
     rank = _round_robin([target.capacity for target in targets], len(shard))
     kept = best_first[: len(rank)]
     by_age = np.lexsort((number[kept], shard[kept], -time[kept], rank))
     kept, rank = kept[by_age], rank[by_age]
     position = within(np.bincount(rank, minlength=len(targets)))
-    none = np.zeros(len(rank), bool)
+    none, left = np.zeros(len(rank), bool), shard[best_first[len(rank) :]]
     return ReshardPlan(
         rank,
         np.zeros_like(rank),
@@ -507,14 +501,14 @@ def plan_by_rank(
         none,
         none,
         len(targets),
-        drop_rows("overflow", shard[best_first[len(rank) :]], len(sources)),
+        dropped_by(np.full(len(left), DROPPED.index("overflow")), left, np.ones(len(left), np.int64), len(sources)),
     )
 
 
 def _round_robin(room: Sequence[int], n: int) -> NDArray[np.int64]:
     """The rank of each of ``n`` rows, or of as many as there is room for."""
     places = [min(size, n) for size in room]
-    turn = np.concatenate([np.empty(0, np.int64), *(np.arange(size) for size in places)])
+    turn = _joined(np.arange(size) for size in places)
     rank = np.repeat(np.arange(len(places)), places)
     return rank[np.lexsort((rank, turn))][:n]
 

@@ -207,7 +207,8 @@ class Numbering:
         if begun.starts is not None:
             breaks[1:] |= begun.starts[newer]
         group = _numbered(order, breaks)
-        behind = 1 + ((group[1:] == group[:-1]) & self._touch()).nonzero()[0]
+        touch = (plan.lane[mine[1:]] == plan.lane[mine[:-1]]) & ~plan.gap[mine[:-1]]  # no row lies between them
+        behind = 1 + ((group[1:] == group[:-1]) & touch).nonzero()[0]
         behind = behind if over is None else behind[~self._continues(behind, begin[behind] - end[behind - 1])]
         if len(behind):
             place = np.empty(count, np.int64)
@@ -228,12 +229,6 @@ class Numbering:
         columns = (tensors[which] for which in self._says.which)
         at = torch.from_numpy(rows)
         return self._says.marks([_taken(column, at) for column in columns])
-
-    def _touch(self) -> NDArray[np.bool_]:
-        """Whether the row behind a trajectory is the first one of the next: bool ``[K - 1]``."""
-        rows, plan = self._mine, self._plan
-        touch: NDArray[np.bool_] = (plan.lane[rows[1:]] == plan.lane[rows[:-1]]) & ~plan.gap[rows[:-1]]
-        return touch
 
     def _continues(self, behind: NDArray[np.int64], between: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of those goes on where the one before it ended: no step that lay between them was of the same trajectory."""

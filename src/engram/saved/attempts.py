@@ -7,35 +7,17 @@ later epoch than its own decides nothing and removes nothing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
 import re
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import strict
 from engram.format.schema import field_differences
 from engram.saved import disk, documents
 from engram.saved.checkpoints import Checkpoint, Contents, Vote, manifest_of, read_shard, shard_of, sync_parts
 from engram.saved.description import NO_SCHEMA
-from engram.saved.documents import (
-    ATTEMPT,
-    LEFTOVER,
-    MANIFEST,
-    MAX_RANKS,
-    REFUSAL,
-    SHARD,
-    Attempt,
-    Manifest,
-    Refusal,
-    corrupt,
-    rank_folder,
-    read_small,
-)
 from engram.saved.part_reader import PartReader
 
 if TYPE_CHECKING:
@@ -43,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.format import files
-    from engram.saved.documents import Shard, ShardRows
     from engram.saved.part_writer import PartInfo
 
 _NAME = re.compile(r"ckpt-([0-9]{12,18})-e([0-9]{4,9})-([0-9a-f]{8}|crash[0-9]{1,9})")
@@ -69,40 +50,6 @@ class Name(NamedTuple):
         return name if str(name) == text else None
 
 
-class SeriesCache:
-    """What a process remembers of the checkpoints of a series, so that it reads each document once, and none that it wrote.
-
-    It still compares the manifest and the size of every file each time. Only a job uses this: verification reads everything.
-    """
-
-    def __init__(self) -> None:
-        self._contents: dict[str, Contents] = {}
-
-    def contents(self, folder: Path) -> Contents:
-        """The documents of an attempt or a checkpoint of the series; empty if none is known yet."""
-        return self._contents.setdefault(folder.name, Contents())
-
-    def open(self, folder: Path, manifest: Manifest | None = None) -> Checkpoint:
-        """A checkpoint of the series. Raises as :class:`Checkpoint`."""
-        return Checkpoint(folder, manifest, self.contents(folder))
-
-    def confirms(self, folder: Path) -> bool:
-        """Whether a known checkpoint still has the same manifest and the exact size of every file. If not, it is forgotten."""
-        contents = self._contents.get(folder.name)
-        if contents is None or contents.manifest is None:
-            return False
-        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), open_attempt(folder) as fd:
-            raw = read_small(folder, fd, MANIFEST, strict.MAX_BYTES)
-            if hashlib.sha256(raw).hexdigest() == contents.sha256 and disk.have_sizes(fd, contents.sizes):
-                return True
-        self.forget(folder.name)
-        return False
-
-    def forget(self, name: str) -> None:
-        """Drop what is known of a checkpoint."""
-        self._contents.pop(name, None)
-
-
 # ---- epochs ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +68,7 @@ def claim_epoch(root: Path) -> int:
         OSError: no space, no permission, or an I/O error; or a file system of which two processes could each make a file of one name.
     """
     for name in os.listdir(root):
-        if LEFTOVER.fullmatch(name):
+        if documents.LEFTOVER.fullmatch(name):
             disk.remove(root / name)
     disk.check_names_once(root)
     for epoch in itertools.count(newest_epoch(root) + 1):
@@ -172,9 +119,9 @@ def begin(
         ValueError: a number or id that is out of range; ``user`` is too long or too deep.
         RuntimeError: a later incarnation has begun.
     """
-    if not (0 <= step < 10**18 and 0 <= epoch < 10**8 and 1 <= world <= MAX_RANKS):
+    if not (0 <= step < 10**18 and 0 <= epoch < 10**8 and 1 <= world <= documents.MAX_RANKS):
         raise ValueError(
-            f"begin: expected a step, an epoch and 1 to {MAX_RANKS} ranks, got {step}, {epoch} and {world}."
+            f"begin: expected a step, an epoch and 1 to {documents.MAX_RANKS} ranks, got {step}, {epoch} and {world}."
         )
     attempt = _next_attempt(root, step, epoch) if attempt is None else attempt
     if not _ATTEMPT_ID.fullmatch(attempt):
@@ -182,7 +129,7 @@ def begin(
     check_epoch(root, epoch)
     name = str(Name(step, epoch, attempt))
     raw = documents.encode(
-        Attempt(
+        documents.Attempt(
             name=name,
             attempt=attempt,
             epoch=epoch,
@@ -197,7 +144,7 @@ def begin(
     disk.make_folder(folder)
     try:
         with disk.batched_fsync():
-            disk.put(f"{folder}/{ATTEMPT}", raw)
+            disk.put(f"{folder}/{documents.ATTEMPT}", raw)
             disk.sync_folder(folder)
             disk.sync_folder(root)
     except BaseException:
@@ -217,25 +164,26 @@ def _next_attempt(root: Path, step: int, epoch: int) -> str:
     return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 
-def read_attempt(folder: Path, known: SeriesCache | None = None) -> Attempt:
+def read_attempt(folder: Path, contents: Contents | None = None) -> documents.Attempt:
     """What ``begin`` was told.
 
     Args:
         folder: of the attempt.
-        known: what this process knows of the series.
+        contents: what this process knows of the attempt.
 
     Raises:
         CorruptCheckpoint: it is missing or damaged, or of another folder.
     """
-    contents = Contents() if known is None else known.contents(folder)
-    if contents.attempt is not None:
+    if contents is not None and contents.attempt is not None:
         return contents.attempt
     with open_attempt(folder) as fd:
-        raw = read_small(folder, fd, ATTEMPT, strict.MAX_BYTES)
-    attempt = documents.decode(raw, f"{folder}/{ATTEMPT}", Attempt)
-    if attempt.name != folder.name or not 1 <= attempt.world <= MAX_RANKS:
-        raise corrupt(folder / ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
-    contents.attempt = attempt
+        attempt = documents.read(folder, fd, documents.ATTEMPT, documents.Attempt)
+    if attempt.name != folder.name or not 1 <= attempt.world <= documents.MAX_RANKS:
+        raise documents.corrupt(
+            folder / documents.ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}"
+        )
+    if contents is not None:
+        contents.attempt = attempt
     return attempt
 
 
@@ -243,11 +191,11 @@ def accept(
     folder: Path,
     rank: int,
     parts: Sequence[PartInfo],
-    rows: ShardRows,
+    rows: documents.ShardRows,
     *,
     step: int | None = None,
-    known: SeriesCache | None = None,
-) -> Shard:
+    contents: Contents | None = None,
+) -> documents.Shard:
     """A rank's vote for an attempt: its parts are finished, in ``folder / rank_folder(rank, world)``.
 
     Args:
@@ -256,24 +204,24 @@ def accept(
         parts: as ``PartWriter.finish`` returned them.
         rows: what it holds; bytes are filled in.
         step: of this rank. Default: that of the attempt.
-        known: what this process knows of the series; this shard is added.
+        contents: what this process knows of the attempt; this shard is added.
 
     Raises:
         FileExistsError: this rank has voted yes already.
         OSError: no space, or an I/O error. It has not voted.
     """
-    attempt = read_attempt(folder, known)
-    own = folder / rank_folder(rank, attempt.world)
+    attempt = read_attempt(folder, contents)
+    own = folder / documents.rank_folder(rank, attempt.world)
     shard = shard_of(attempt, rank, own, parts, rows, "segments", step)
     raw = documents.encode(shard)
-    if known is not None:
-        known.contents(folder).wrote(rank_folder(rank, attempt.world), shard, raw, parts)
+    if contents is not None:
+        contents.wrote(documents.rank_folder(rank, attempt.world), shard, raw, parts)
     with disk.batched_fsync():
         sync_parts(own, shard)
         disk.sync_folder(own)
         disk.sync_folder(folder)
-    if not disk.publish(f"{own}/{SHARD}", raw):
-        raise FileExistsError(f"{own / SHARD}: expected no vote of rank {rank} yet.")
+    if not disk.publish(f"{own}/{documents.SHARD}", raw):
+        raise FileExistsError(f"{own / documents.SHARD}: expected no vote of rank {rank} yet.")
     return shard
 
 
@@ -284,13 +232,16 @@ def refuse(folder: Path, rank: int, error: str) -> None:
         OSError: it could not say so: the attempt ends at its deadline.
     """
     attempt = read_attempt(folder)
-    own = folder / rank_folder(rank, attempt.world)
-    if not os.path.lexists(own / SHARD):
+    own = folder / documents.rank_folder(rank, attempt.world)
+    if not os.path.lexists(own / documents.SHARD):
         with contextlib.suppress(OSError):
             disk.remove(own)
     with contextlib.suppress(FileExistsError):
         disk.make_folder(own)
-    disk.publish(own / REFUSAL, documents.encode(Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])))
+    disk.publish(
+        own / documents.REFUSAL,
+        documents.encode(documents.Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])),
+    )
 
 
 def withdraw(folder: Path, rank: int) -> None:
@@ -299,73 +250,75 @@ def withdraw(folder: Path, rank: int) -> None:
     Raises:
         CorruptCheckpoint: the attempt cannot be read. OSError: something cannot be removed.
     """
-    own = folder / rank_folder(rank, read_attempt(folder).world)
-    for name in set(os.listdir(own)) - {SHARD, REFUSAL}:
+    own = folder / documents.rank_folder(rank, read_attempt(folder).world)
+    for name in set(os.listdir(own)) - {documents.SHARD, documents.REFUSAL}:
         disk.remove(own / name)
 
 
-def votes(folder: Path, attempt: Attempt | None = None, known: SeriesCache | None = None) -> list[Vote]:
+def votes(folder: Path, attempt: documents.Attempt | None = None, contents: Contents | None = None) -> list[Vote]:
     """The vote of every rank, as far as it has voted.
 
     Args:
         folder: of the attempt.
         attempt: what :func:`read_attempt` says of it; None: it is read.
-        known: what this process knows of the series.
+        contents: what this process knows of the attempt.
 
     Raises:
         CorruptCheckpoint: the attempt cannot be read. A vote that cannot be read is one against.
     """
-    attempt = read_attempt(folder, known) if attempt is None else attempt
-    contents = Contents() if known is None else known.contents(folder)
+    attempt = read_attempt(folder, contents) if attempt is None else attempt
+    contents = contents or Contents()
     with open_attempt(folder) as fd:
         return [_vote(folder, fd, attempt, rank, contents) for rank in range(attempt.world)]
 
 
-def _vote(folder: Path, fd: int, attempt: Attempt, rank: int, contents: Contents) -> Vote:
-    own = rank_folder(rank, attempt.world)
+def _vote(folder: Path, fd: int, attempt: documents.Attempt, rank: int, contents: Contents) -> Vote:
+    own = documents.rank_folder(rank, attempt.world)
     if not has_voted(folder, rank, attempt.world):
         return Vote(rank, None, None, None)
     try:
-        if os.path.lexists(f"{folder}/{own}/{REFUSAL}"):
-            path = folder / own / REFUSAL
-            refusal = documents.decode(read_small(folder, fd, f"{own}/{REFUSAL}", strict.MAX_BYTES), path, Refusal)
-            return Vote(rank, None, None, refusal.error)
-        shard, entry = read_shard(folder, fd, f"{own}/{SHARD}", contents)
+        if os.path.lexists(f"{folder}/{own}/{documents.REFUSAL}"):
+            return Vote(
+                rank, None, None, documents.read(folder, fd, f"{own}/{documents.REFUSAL}", documents.Refusal).error
+            )
+        shard, entry = read_shard(folder, fd, f"{own}/{documents.SHARD}", contents)
         said = (shard.attempt, shard.epoch, shard.rank, shard.world)
         if said != (attempt.attempt, attempt.epoch, rank, attempt.world):
-            raise corrupt(folder / own / SHARD, f"expected the vote of rank {rank} on {attempt.name}, got {said}")
-    except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+            raise documents.corrupt(
+                folder / own / documents.SHARD, f"expected the vote of rank {rank} on {attempt.name}, got {said}"
+            )
+    except documents.UNREADABLE as error:
         return Vote(rank, None, None, str(error))
     return Vote(rank, shard, entry, None)
 
 
 def has_voted(folder: Path, rank: int, world: int) -> bool:
     """Whether a rank has voted for an attempt or against it."""
-    own = f"{folder}/{rank_folder(rank, world)}"
-    if os.path.lexists(f"{own}/{SHARD}") or os.path.lexists(f"{own}/{REFUSAL}"):
+    own = f"{folder}/{documents.rank_folder(rank, world)}"
+    if os.path.lexists(f"{own}/{documents.SHARD}") or os.path.lexists(f"{own}/{documents.REFUSAL}"):
         return True
     disk.look_again(folder, own)
-    return os.path.lexists(f"{own}/{SHARD}") or os.path.lexists(f"{own}/{REFUSAL}")
+    return os.path.lexists(f"{own}/{documents.SHARD}") or os.path.lexists(f"{own}/{documents.REFUSAL}")
 
 
-def decision(folder: Path) -> Manifest | None:
+def decision(folder: Path) -> documents.Manifest | None:
     """The decision on an attempt; None: there is none yet.
 
     Raises:
         CorruptCheckpoint: the manifest is damaged.
     """
-    path = f"{folder}/{MANIFEST}"
+    path = f"{folder}/{documents.MANIFEST}"
     if not os.path.lexists(path):
         disk.look_again(folder)
         if not os.path.lexists(path):
             return None
     with open_attempt(folder) as fd:
-        return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), path)
+        return documents.Manifest.decode(documents.read_small(folder, fd, documents.MANIFEST, strict.MAX_BYTES), path)
 
 
 def decide(
-    folder: Path, epoch: int, *, give_up: str | None = None, known: SeriesCache | None = None
-) -> Manifest | None:
+    folder: Path, epoch: int, *, give_up: str | None = None, contents: Contents | None = None
+) -> documents.Manifest | None:
     """Commit an attempt if all ranks voted for it and every file has its size. Abort it if a rank voted against it.
 
     Any process may call this, any number of times: there is one decision, and every caller gets it.
@@ -374,7 +327,7 @@ def decide(
         folder: of the attempt.
         epoch: of the incarnation that calls.
         give_up: why not to wait for votes that are missing, at the deadline: aborts.
-        known: what this process knows of the series; this checkpoint is added.
+        contents: what this process knows of the attempt; what is read is added.
 
     Returns:
         The decision. None: votes are missing.
@@ -387,8 +340,8 @@ def decide(
     if made is not None:
         return made
     check_epoch(folder.parent, epoch)
-    attempt = read_attempt(folder, known)
-    given = votes(folder, attempt, known)
+    attempt = read_attempt(folder, contents)
+    given = votes(folder, attempt, contents)
     reasons = [f"rank {vote.rank}: {vote.error.removesuffix('.')}" for vote in given if vote.error is not None]
     missing = [vote.rank for vote in given if vote.shard is None and vote.error is None]
     if missing and not reasons:
@@ -396,14 +349,14 @@ def decide(
             return None
         reasons = [f"{give_up}: no vote of ranks {missing}"[:10_000]]
     if not reasons:
-        reasons = _unfit(folder, attempt, given, SeriesCache() if known is None else known)
+        reasons = _unfit(folder, attempt, given, contents)
     manifest = manifest_of(attempt, given, reasons).sealed()
-    first = disk.publish(f"{folder}/{MANIFEST}", documents.encode(manifest))
+    first = disk.publish(f"{folder}/{documents.MANIFEST}", documents.encode(manifest))
     disk.sync_folder(folder.parent)
     return manifest if first else decision(folder)
 
 
-def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: SeriesCache) -> list[str]:
+def _unfit(folder: Path, attempt: documents.Attempt, given: Sequence[Vote], contents: Contents | None) -> list[str]:
     """Why the shards make no checkpoint, although all ranks voted for theirs; empty: they make one."""
     by_schema: dict[str, list[int]] = {}
     for vote in given:
@@ -411,7 +364,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: SeriesC
             by_schema.setdefault(vote.shard.schema_sum, []).append(vote.rank)
     if len(by_schema) > 1:
         return [_unlike(folder, attempt.world, by_schema)[:10_000]]
-    with known.open(folder, manifest_of(attempt, given, [])) as checkpoint:
+    with Checkpoint(folder, manifest_of(attempt, given, []), contents) as checkpoint:
         return [str(problem).removesuffix(".") for problem in checkpoint.problems("meta")][:100]
 
 
@@ -424,9 +377,9 @@ def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) ->
     fields = []
     for _, rank in alike:
         try:
-            with PartReader(folder / rank_folder(rank, world) / "storage") as part:
+            with PartReader(folder / documents.rank_folder(rank, world) / "storage") as part:
                 fields.append(part.schema or ())
-        except (CorruptCheckpoint, IncompatibleCheckpoint, OSError):
+        except (*documents.UNREADABLE, OSError):
             return f"{text}: of {', of '.join(name for name, _ in alike)}"
     first = alike[0][0]
     return f"{text}: " + "; ".join(
@@ -439,7 +392,7 @@ def open_attempt(folder: Path) -> files.Descriptor:
     try:
         return disk.open_folder(folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise corrupt(folder, "expected the folder of an attempt, found none") from error
+        raise documents.corrupt(folder, "expected the folder of an attempt, found none") from error
 
 
 def names(root: Path) -> list[Name]:
@@ -453,7 +406,7 @@ def is_partial(folder: Path) -> bool:
     """Whether some ranks of an attempt voted for it, none against it, and nothing is decided."""
     try:
         given = votes(folder) if decision(folder) is None else []
-    except (CorruptCheckpoint, IncompatibleCheckpoint):
+    except documents.UNREADABLE:
         return False
     return any(vote.shard for vote in given) and not any(vote.error for vote in given)
 
@@ -461,14 +414,7 @@ def is_partial(folder: Path) -> bool:
 def open_partial(folder: Path) -> Checkpoint:
     """The shards of the ranks that voted for an attempt. Raises ``CorruptCheckpoint``: they do not fit together, or there are none."""
     attempt = read_attempt(folder)
-    given = [vote for vote in votes(folder) if vote.shard is not None and vote.entry is not None]
+    given = [vote for vote in votes(folder) if vote.shard is not None]
     if not given:
-        raise corrupt(folder, "expected shards of some ranks, found none")
-    manifest = msgspec.structs.replace(
-        manifest_of(attempt, given, []),
-        world=len(given),
-        shards=tuple(
-            msgspec.structs.replace(vote.entry, rank=i) for i, vote in enumerate(given) if vote.entry is not None
-        ),
-    )
-    return Checkpoint.partial(folder, manifest, [vote.rank for vote in given], attempt.world)
+        raise documents.corrupt(folder, "expected shards of some ranks, found none")
+    return Checkpoint.partial(folder, manifest_of(attempt, given, []), [vote.rank for vote in given])

@@ -30,19 +30,18 @@ from engram.saved.documents import Cut, ShardRows, Totals, corrupt
 from engram.saved.folder import ENTRY, OF_DUMP, OF_WRITER, Folder, damaged_files, listed_files, summed_files
 from engram.saved.part_reader import PartReader, is_part
 from engram.saved.part_writer import PartWriter
-from engram.saved.parts import Dumpable, described_state, read_state
+from engram.saved.parts import Dumpable, PartSnapshot, Preparation, described_state, read_state
 from engram.saved.snapshot import SavedRows
 from engram.store.memory import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from typing import TypeAlias
+    from typing import Any, TypeAlias
 
     from tensordict import TensorDict
     from torch import Tensor
 
-    from engram.storages import Storage
     from engram.store import Store
     from engram.types import Form, ItemsSource, RowsSource, RowsTarget, StorageLoad, Traits
 
@@ -55,18 +54,31 @@ HOOKED = "HookedLayout"
 LAYOUTS = ("FlatLayout", "NestedLayout", "HDF5Layout")
 
 
-class LaidOut(Protocol):
-    """The storage that is saved or loaded."""
+class SavedStorage(Protocol):
+    """A storage that is saved or loaded, as far as that asks of it."""
 
     memory: Store | None
     traits: Traits
 
     @property
+    def form(self) -> Form: ...
+    @property
     def paused(self) -> AbstractContextManager[object]: ...
+    @property
+    def checkpointer(self) -> StorageCheckpointerBase: ...
 
+    def __len__(self) -> int: ...
+    def notify(self, write: None, data: None) -> None: ...
     def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
-
+    def prepare_snapshot(
+        self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
+    ) -> Preparation[PartSnapshot]: ...
+    def prepare_part(
+        self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+    ) -> StorageLoad: ...
     def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad: ...
+    def prepare_items(self, source: ItemsSource) -> StorageLoad: ...
+    def prepare_unwritten(self) -> StorageLoad: ...
 
 
 class Ring(NamedTuple):
@@ -154,7 +166,7 @@ def for_torchrl(folder: Path, snapshot: object, batch_size: object) -> None:
         disk.put(folder / "writer" / OF_WRITER, msgspec.json.encode(snapshot.cursor))
 
 
-def written_store(storage: LaidOut, who: str) -> Store:
+def written_store(storage: SavedStorage, who: str) -> Store:
     """The store of a storage. Raises ``RuntimeError``: nothing was ever written. ``TypeError``: it has none."""
     store = storage.memory
     if store is not None:
@@ -231,19 +243,6 @@ class DumpedPriorities(NamedTuple):
     """The row that has it, if that is known."""
 
 
-class Loading(Protocol):
-    """A storage that is loaded."""
-
-    memory: Store | None
-
-    @property
-    def form(self) -> Form: ...
-
-    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad: ...
-    def prepare_items(self, source: ItemsSource) -> StorageLoad: ...
-    def prepare_unwritten(self) -> StorageLoad: ...
-
-
 class ForeignDump(Protocol):
     """A checked folder of another library, of one buffer."""
 
@@ -254,7 +253,7 @@ class ForeignDump(Protocol):
     @property
     def rng_state(self) -> Tensor | None: ...
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check its rows, without some entries, for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
 
 
@@ -290,7 +289,7 @@ class ForeignFormat(Protocol):
     def layout(self, who: str) -> Layout:
         """The layout of the usual keys."""
 
-    def prepare_layout(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad:
+    def prepare_layout(self, storage: SavedStorage, reader: PartReader, without: Sequence[str]) -> StorageLoad:
         """Check a part in a layout for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
 
     def checkpointer(self, theirs: object) -> object:
@@ -401,9 +400,9 @@ class Layout(Protocol):
     @property
     def kind(self) -> str: ...
 
-    def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutSnapshot: ...
+    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> LayoutSnapshot: ...
 
-    def load(self, storage: LaidOut, folder: Path) -> StorageLoad:
+    def load(self, storage: SavedStorage, folder: Path) -> StorageLoad:
         """Check such files, which engram did not write, for a storage."""
 
 
@@ -424,7 +423,7 @@ class HookedSnapshot:
     needs_pause = True
 
     def __init__(
-        self, storage: LaidOut, hooks: Sequence[SaveHook], who: str, without: Collection[tuple[str, str]] = ()
+        self, storage: SavedStorage, hooks: Sequence[SaveHook], who: str, without: Collection[tuple[str, str]] = ()
     ) -> None:
         self._store, self._hooks, self._who = written_store(storage, who), hooks, who
         self.state = storage.state_without_rows(without=without)
@@ -489,7 +488,11 @@ def is_hooked(reader: PartReader) -> bool:
 
 
 def prepare_hooked(
-    storage: LaidOut, folder: Path, hooks: Sequence[LoadHook], reader: PartReader | None, without: Sequence[str] = ()
+    storage: SavedStorage,
+    folder: Path,
+    hooks: Sequence[LoadHook],
+    reader: PartReader | None,
+    without: Sequence[str] = (),
 ) -> StorageLoad:
     """Check what hooks make of a folder, for a storage.
 
@@ -525,7 +528,7 @@ def prepare_hooked(
 
 
 def prepare_rows_of(
-    storage: LaidOut,
+    storage: SavedStorage,
     data: TensorDict,
     length: int,
     where: str,
@@ -601,16 +604,18 @@ def _schema(fields: Mapping[Key, object], slots: tuple[int, ...], where: str) ->
     return Schema(math.prod(slots), 1, slots[1:], tuple(made), root)
 
 
-def check_storage(storage: object, call: str) -> None:
+def check_storage(storage: object, call: str) -> Dumpable:
+    """The same, as what saves itself. Raises ``TypeError``: it is no storage of engram's."""
     if not isinstance(storage, Dumpable):
         raise TypeError(f"{call}: expected a storage of engram's, got a {type(storage).__name__}.")
+    return storage
 
 
 class LayoutPreparation(NamedTuple):
     """Takes a snapshot of a storage in the form that its checkpointer saves."""
 
     checkpointer: TensorStorageCheckpointer
-    storage: LaidOut
+    storage: SavedStorage
     without: Collection[tuple[str, str]]
 
     def take(self) -> LayoutSnapshot | HookedSnapshot:
@@ -689,7 +694,7 @@ class StorageCheckpointerBase(abc.ABC):
         """Whether it saves engram's own form, as a storage without a checkpointer does."""
         return False
 
-    def preparation(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+    def preparation(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
         """What takes a snapshot for ``rb.dumps``; None: the storage's own.
 
         Raises:
@@ -705,7 +710,7 @@ class StorageCheckpointerBase(abc.ABC):
             "rb.storage.dumps(path)."
         )
 
-    def prepare_load(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad | None:
+    def prepare_load(self, storage: SavedStorage, reader: PartReader, without: Sequence[str]) -> StorageLoad | None:
         """Check a part that is not of the storage's own form; None: it is.
 
         Raises: as :meth:`loads`; nothing is changed.
@@ -735,7 +740,7 @@ class StorageCheckpointerBase(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def dumps(self, storage: Any, path: str | os.PathLike[str]) -> None:
         """Save the rows of a storage in a folder.
 
         >>> import os, tempfile
@@ -757,7 +762,7 @@ class StorageCheckpointerBase(abc.ABC):
         """
 
     @abc.abstractmethod
-    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def loads(self, storage: Any, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a folder.
 
         >>> import tempfile
@@ -800,7 +805,9 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     def is_plain(self) -> bool:
         return not self._save_hooks and not self._load_hooks
 
-    def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot | HookedSnapshot:
+    def snapshot(
+        self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()
+    ) -> LayoutSnapshot | HookedSnapshot:
         """What is saved, once writers wait. Raises as :meth:`dumps`.
 
         >>> import tempfile
@@ -823,7 +830,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             return layout.snapshot(storage, without)
         return HookedSnapshot(storage, self._save_hooks, type(self).__name__, without)
 
-    def preparation(self, storage: LaidOut, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+    def preparation(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
         """As of the base class: there is one with hooks.
 
         >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
@@ -832,7 +839,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         """
         return LayoutPreparation(self, storage, without) if self._save_hooks else None
 
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def dumps(self, storage: SavedStorage, path: str | os.PathLike[str]) -> None:
         """Save the rows of a storage as a folder, which in one step replaces one that was saved there.
 
         With a layout or hooks writers wait until all is written. TorchRL's checkpointer of the same name reads the folder.
@@ -858,15 +865,15 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> len(rb)
         3
         """
-        check_storage(storage, f"{type(self).__name__}: dumps")
+        itself = check_storage(storage, f"{type(self).__name__}: dumps")
         written_store(storage, type(self).__name__)
         if not self._save_hooks:
-            Dumpable.dumps(storage, Path(path))
+            Dumpable.dumps(itself, Path(path))
             return
         with replacing(Path(path)) as folder, disk.batched_fsync(), storage.paused:
             self.snapshot(storage).save(folder)
 
-    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def loads(self, storage: SavedStorage, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a folder, in engram's form, or flat or nested, engram's or TorchRL's.
 
         Where engram saved it, tickets and priorities are as they were. TorchRL says neither: the oldest row gets the smallest ticket.
@@ -896,7 +903,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             self._prepare_foreign(storage, folder).commit()
         storage.notify(None, None)
 
-    def _prepare_foreign(self, storage: LaidOut, folder: Path) -> StorageLoad:
+    def _prepare_foreign(self, storage: SavedStorage, folder: Path) -> StorageLoad:
         """Check a folder that engram did not write."""
         layout = self._layout_of(self._load_hooks) if self._load_hooks else torchrl().layout(type(self).__name__)
         return layout.load(storage, folder) if layout else prepare_hooked(storage, folder, self._load_hooks, None)
@@ -908,13 +915,13 @@ def accepted(given: object) -> object:
     return torchrl().checkpointer(given) if theirs and not isinstance(given, StorageCheckpointerBase) else given
 
 
-def prepared_snapshot(storage: Storage, without: Collection[tuple[str, str]]) -> object:
+def prepared_snapshot(storage: SavedStorage, without: Collection[tuple[str, str]]) -> object:
     """What takes the snapshot of a storage for a dump of a buffer, in the form that its checkpointer saves."""
     return storage.checkpointer.preparation(storage, without) or storage.prepare_snapshot(without=without, whole=True)
 
 
 def prepare_dumped(
-    storage: Storage, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+    storage: SavedStorage, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
 ) -> StorageLoad:
     """Check a part of a dump for a storage, in whichever form. Raises as ``storage.loads``; nothing is changed."""
     known = storage.checkpointer.prepare_load(storage, reader, without)
@@ -931,7 +938,7 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
     >>> ListStorageCheckpointer().dumps(rb.storage, "list-checkpointer-example")
     """
 
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def dumps(self, storage: SavedStorage, path: str | os.PathLike[str]) -> None:
         """Save the items of a storage. Raises ``RuntimeError``: there are none. ``TypeError``: an item that is no tensor or TensorDict.
 
         >>> import tempfile
@@ -945,12 +952,12 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
         >>> [len(other[row]) for row in range(2)]
         [2, 3]
         """
-        check_storage(storage, f"{type(self).__name__}: dumps")
+        itself = check_storage(storage, f"{type(self).__name__}: dumps")
         if not len(storage):
             raise RuntimeError(f"{type(self).__name__}: dumps: expected items, got a storage that was never written.")
         if self._save_hooks:
             raise TypeError(f"{type(self).__name__}: dumps: expected no hooks: items of a list are saved one by one.")
-        Dumpable.dumps(storage, Path(path))
+        Dumpable.dumps(itself, Path(path))
 
 
 class CompressedListStorageCheckpointer(ListStorageCheckpointer):

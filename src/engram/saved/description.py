@@ -166,6 +166,8 @@ def wrong_block(path: Path, sums: Sums, block: int) -> Problem:
 
 #: Flags of a trajectory: its first live step carries a start mark; its last one an end; that end is a truncation; it goes on.
 HAS_FIRST, HAS_LAST, TRUNCATED, OPEN = 1, 2, 4, 8
+#: Kinds of trajectories, by which ends they still have (checkpoint format, "totals").
+KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 #: Flag of a segment: its file is also the parent's.
 LINKED = 1
 
@@ -297,7 +299,9 @@ MAX_ARRAYS = 1 << 16
 MAX_SUMS_BYTES = 1 << 26
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+#: Of whatever is counted.
 _LIMIT = 1 << 62
+Size = Annotated[int, msgspec.Meta(ge=0, lt=_LIMIT)]
 
 TableName = Literal["lanes", "tickets", "trajectories", "segments"]
 #: In the order of their sums.
@@ -310,16 +314,12 @@ TABLE_FILES: dict[TableName, str] = {
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
-    """An array of a part's state: ``nbytes`` bytes in C order, little-endian."""
+    """An array of a part's state: so many bytes in C order, little-endian."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPES)})\\Z")]
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
     bytes: int
     sums_at: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.bytes
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -332,7 +332,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class TableEntry(msgspec.Struct, frozen=True):
-    records: int
+    records: Size
     bytes: int
     sums_at: int
 
@@ -352,7 +352,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 class SegmentSize(msgspec.Struct, frozen=True):
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=1)]
     """Rows of a whole segment; the last one of a lane may have fewer."""
     align: Literal[4096] = ALIGN
 
@@ -452,7 +452,10 @@ def table_entries(placed: Mapping[str, tuple[int, int]]) -> dict[TableName, Tabl
 def check(part: Part) -> None:
     """All that the types of ``Part`` cannot say, but for the places of sums. Raises ``ValueError``."""
     for number, info in enumerate(part.arrays):
-        _check_array(number, info)
+        rows = math.prod(filter(None, info.shape))  # zeros count as ones: torch multiplies the other sizes too
+        if rows >= _LIMIT or info.bytes != math.prod(info.shape) * DTYPES[info.dtype]:
+            shape = f"{list(info.shape)!r:.200} of {info.dtype}"
+            raise ValueError(f"array {number}: {info.bytes} bytes are not {shape}, or these are too many")
     _check_state(part.state, len(part.arrays))
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
     if part.part != "storage":
@@ -471,17 +474,6 @@ def check(part: Part) -> None:
         _check_rows(part, part.schema)
     elif extras[1:-1].count(msgspec.UNSET) < len(extras) - 2:
         raise ValueError("a storage without a schema that has files of rows")
-
-
-def _check_array(number: int, array: ArrayInfo) -> None:
-    if array.dtype not in DTYPES:
-        raise ValueError(f"array {number}: unknown dtype {array.dtype!r:.100}")
-    if len(array.shape) > MAX_DIMS or min(array.shape, default=0) < 0 or max(array.shape, default=0) >= _LIMIT:
-        raise ValueError(f"array {number}: impossible shape {list(array.shape)!r:.200}")
-    if math.prod(filter(None, array.shape)) >= _LIMIT:  # zeros count as ones: torch multiplies the other sizes too
-        raise ValueError(f"array {number}: the shape {list(array.shape)!r:.200} is too large")
-    if array.bytes != math.prod(array.shape) * DTYPES[array.dtype]:
-        raise ValueError(f"array {number}: {array.bytes} bytes are not {list(array.shape)!r:.200} of {array.dtype}")
 
 
 def _check_state(state: object, arrays: int) -> None:
@@ -514,7 +506,7 @@ def _check_tables(entries: dict[TableName, TableEntry], geometry: Geometry | msg
     elif entries:
         raise ValueError("tables without a geometry")
     for name, table in entries.items():
-        if not 0 <= table.records <= most[name]:
+        if table.records > most[name]:
             raise ValueError(f"{name}: {table.records} records, at most {most[name]} are possible")
         if table.bytes != table.records * RECORD_BYTES[name]:
             raise ValueError(f"{name}: {table.bytes} bytes are not {table.records} records")
@@ -534,13 +526,11 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
     assert part.tables is not msgspec.UNSET  # _check
     if not {"lanes", "tickets"} <= set(part.tables):
         raise ValueError("a storage of rows without lanes or tickets")
-    if (part.segment is msgspec.UNSET) == (part.storage is msgspec.UNSET):
+    if bool(part.segment) == (part.storage is not msgspec.UNSET):
         raise ValueError("expected either storage or segment")
-    if part.storage is msgspec.UNSET:
-        assert part.segment is not msgspec.UNSET
-        if not 1 <= part.segment.rows <= part.geometry.lane_length:
-            raise ValueError(f"segments of {part.segment.rows} rows in lanes of {part.geometry.lane_length}")
-    if ("segments" in part.tables) != (part.segment is not msgspec.UNSET):
+    if part.segment and part.segment.rows > part.geometry.lane_length:
+        raise ValueError(f"segments of {part.segment.rows} rows in lanes of {part.geometry.lane_length}")
+    if ("segments" in part.tables) != bool(part.segment):
         raise ValueError("segments without their table, or a table without segments")
     if part.storage is not msgspec.UNSET:
         _check_files(part.storage, schema, part.tables["tickets"].records)

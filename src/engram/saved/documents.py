@@ -53,10 +53,16 @@ def corrupt(path: StrPath, what: str, offset: int | None = None) -> CorruptCheck
     return CorruptCheckpoint(Problem(Path(path), what, offset))
 
 
-def problem_of(error: CorruptCheckpoint) -> Problem:
-    """The problem that an exception carries."""
+#: What is raised of a document that is damaged, or of a newer engram.
+UNREADABLE = (CorruptCheckpoint, IncompatibleCheckpoint)
+
+
+def problem_of(error: Exception, path: Path | None = None) -> Problem:
+    """The problem that an exception carries, or says in its message: of that path, which it may begin with."""
     problem = error.args[0]
-    return problem if isinstance(problem, Problem) else Problem(Path(), str(error).removesuffix("."))
+    if isinstance(problem, Problem):
+        return problem
+    return Problem(path or Path(), str(error).removeprefix(f"{path}: ").removesuffix("."))
 
 
 def no_file(error: OSError, nbytes: int | None = None) -> str:
@@ -162,6 +168,11 @@ def decode(raw: bytes, path: StrPath, kind: type[D]) -> D:
     """
     document = _decode_same(raw, kind)
     return _decode_carefully(raw, path, kind)[0] if document is None else document
+
+
+def read(folder: Path, folder_fd: int, name: str, kind: type[D], limit: int = MAX_BYTES) -> D:
+    """A document below an open folder. Raises as :func:`read_small` and :func:`decode`."""
+    return decode(read_small(folder, folder_fd, name, limit), f"{folder}/{name}", kind)
 
 
 def encode(value: msgspec.Struct | Mapping[str, object]) -> bytes:

@@ -5,10 +5,10 @@ Also files that lie beside a part and that its state lists, with their sums: row
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
-import stat
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -18,14 +18,12 @@ from engram.format import strict
 from engram.format.files import Descriptor
 from engram.format.schema import MAX_BYTES
 from engram.saved import description, disk
-from engram.saved.documents import Problem
+from engram.saved.documents import Problem, no_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
-
-_READ_AT_ONCE = 1 << 30
 
 _T = TypeVar("_T")
 
@@ -38,48 +36,35 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open((), 0).close()
+        disk.open_folder(path).close()
 
     def name(self, parts: Sequence[str]) -> str:
         return str(self.path.joinpath(*parts))
 
-    def _open(self, parts: Sequence[str], flags: int) -> Descriptor:
+    def _opened(self, parts: Sequence[str], opened: Callable[[int, str], Descriptor]) -> Descriptor:
         """A descriptor; for whatever is missing ``FileNotFoundError``, for a link or a file amid the path ``CorruptCheckpoint``."""
-        fd = Descriptor.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            kind = flags if last else os.O_DIRECTORY
+        if any(part in ("", ".", "..") or {"/", "\0"} & set(part) for part in parts):
+            raise CorruptCheckpoint(f"{self.name(parts)}: not a name of a file.")
+        with disk.open_folder(self.path) as fd:
             try:
-                if part in ("", ".", "..") or {"/", "\0"} & set(part):
-                    raise CorruptCheckpoint(f"{self.name(parts)}: not a name of a file.")
-                below = Descriptor.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | kind, dir_fd=fd)
+                return opened(fd, "/".join(parts)) if parts else Descriptor.copy_of(fd)
             except OSError as error:
-                if error.errno == errno.ENAMETOOLONG:
+                if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
                     raise FileNotFoundError(error.errno, error.strerror, self.name(parts)) from error
-                if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR):
-                    raise
-                what = "regular file" if last and not flags else "folder"
-                raise CorruptCheckpoint(f"{self.name(parts)}: expected a {what}, got something else.") from error
-            finally:
-                fd.close()
-            fd = below
-        return fd
+                raise CorruptCheckpoint(f"{self.name(parts)}: {no_file(error)}.") from error
 
     def open(self, parts: Sequence[str], nbytes: int | None = None) -> Descriptor:
         """A descriptor of a regular file, of exactly ``nbytes`` bytes if given."""
         try:
-            fd = self._open(parts, 0)
+            fd = self._opened(parts, disk.open_file)
         except FileNotFoundError as error:
             raise CorruptCheckpoint(f"{self.name(parts)}: expected a file, found none.") from error
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            fd.close()
-            raise CorruptCheckpoint(f"{self.name(parts)}: expected a regular file, got something else.")
-        if nbytes is not None and status.st_size != nbytes:
+        size = os.fstat(fd).st_size
+        if nbytes is not None and size != nbytes:
             fd.close()
             raise CorruptCheckpoint(
-                f"{self.name(parts)}: expected {nbytes} bytes, got {status.st_size}. The file was truncated or replaced; nothing "
-                "was changed. Copy the dump again."
+                f"{self.name(parts)}: expected {nbytes} bytes, got {size}. The file was truncated or replaced; nothing was changed. "
+                "Copy the dump again."
             )
         return fd
 
@@ -89,20 +74,16 @@ class Folder:
     def names(self, parts: Sequence[str]) -> list[str]:
         """What is in a folder, sorted; nothing if there is none."""
         try:
-            fd = self._open(parts, os.O_DIRECTORY)
+            with self._opened(parts, disk.open_below) as fd:
+                return sorted(os.listdir(fd))
         except FileNotFoundError:
             return []
-        try:
-            return sorted(os.listdir(fd))
-        finally:
-            fd.close()
 
     def is_folder(self, parts: Sequence[str]) -> bool:
-        try:
-            self._open(parts, os.O_DIRECTORY).close()
-        except (FileNotFoundError, CorruptCheckpoint):
-            return False
-        return True
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
+            self._opened(parts, disk.open_below).close()
+            return True
+        return False
 
     def read(self, parts: Sequence[str], most: int = MAX_BYTES) -> bytes:
         """All of a file, of at most so many bytes."""
@@ -127,16 +108,9 @@ class Folder:
 
     def read_into(self, view: memoryview, parts: Sequence[str], nbytes: int, offset: int = 0) -> None:
         """Fill writable memory from a file of ``nbytes`` bytes, by ``pread``."""
-        fd = self.open(parts, nbytes)
-        try:
-            done = 0
-            while done < len(view):
-                got = os.preadv(fd, [view[done : done + _READ_AT_ONCE]], offset + done)
-                if not got:
-                    raise CorruptCheckpoint(f"{self.name(parts)}: it became shorter while it was read.")
-                done += got
-        finally:
-            fd.close()
+        with self.open(parts, nbytes) as fd:
+            if disk.read(fd, view, offset) < len(view):
+                raise CorruptCheckpoint(f"{self.name(parts)}: it became shorter while it was read.")
 
 
 def convert(value: object, kind: object, name: str) -> Any:

@@ -17,31 +17,20 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 import msgspec
 
 from engram._support.progress import Work
-from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
+from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema
 from engram.format.schema import PartField
-from engram.saved import attempts, description, disk, series
+from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.description import PART, SUMS
-from engram.saved.documents import (
-    ATTEMPT,
-    MANIFEST,
-    REFUSAL,
-    SHARD,
-    Problem,
-    added,
-    problem_of,
-    rank_folder,
-    read_small,
-)
 from engram.saved.part_reader import PartReader
+from engram.saved.series import LATEST, Series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.saved.documents import Manifest, Totals
     from engram.saved.part_reader import Level
 
     Entries = dict[str, object]
@@ -50,6 +39,8 @@ __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_heade
 
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
 
+#: What is raised of something that is damaged, or of a newer engram.
+_DAMAGE = (*documents.UNREADABLE, CorruptStore, IncompatibleStore)
 #: Where a folder holds nothing itself: how many folders in it are looked at, and how many of them are named.
 _LOOKED_AT, _NAMED = 100, 3
 
@@ -60,9 +51,9 @@ class Report(NamedTuple):
     path: Path
     kind: Kind
     level: Level
-    problems: list[Problem]
+    problems: list[documents.Problem]
     """What is damaged; empty: it is good."""
-    notes: list[Problem]
+    notes: list[documents.Problem]
     """What is not damage: attempts that were aborted or not decided, a hint that is out of date."""
 
     @property
@@ -103,9 +94,9 @@ def _kind_of(path: Path) -> Kind | None:
     disk.look_again(path)
     lies = set(os.listdir(path))
     hidden = set(os.listdir(path / layout.FOLDER)) if layout.FOLDER in lies else set()
-    if ATTEMPT in lies or any(name.startswith("rank-") for name in lies):
-        return "checkpoint" if MANIFEST in lies else "attempt"
-    if lies & {MANIFEST, SHARD}:
+    if documents.ATTEMPT in lies or any(name.startswith("rank-") for name in lies):
+        return "checkpoint" if documents.MANIFEST in lies else "attempt"
+    if lies & {documents.MANIFEST, documents.SHARD}:
         return "dump"
     if (lies | hidden) & {PART, SUMS}:
         return "part"
@@ -137,21 +128,21 @@ def verify(path: Path, level: Level = "full", progress: OnProgress | None = None
 
 def _verified(path: Path, level: Level, work: Work) -> Report:
     kind = kind_of(path)
-    notes: list[Problem] = []
-    problems: list[Problem] = []
+    notes: list[documents.Problem] = []
+    problems: list[documents.Problem] = []
     try:
         if kind == "series":
             problems, notes = _series(path, level, work)
         elif kind == "attempt" or (kind == "checkpoint" and is_aborted(path)):
-            said = list(filter(None, [series.look(path)]))
-            (problems if _lacks_manifest(path) else notes).extend(said)
+            said = list(filter(None, [Series(path.parent).look(path.name)]))
+            # All ranks voted: the decision was lost, or the process died that was about to decide.
+            lacks = attempts.decision(path) is None and all(vote.shard is not None for vote in attempts.votes(path))
+            (problems if lacks else notes).extend(said)
             problems.extend(_partial(path, level))
         else:
             problems.extend(_found(path, kind, level, work))
-    except CorruptCheckpoint as error:
-        problems.append(problem_of(error))
-    except (CorruptStore, IncompatibleStore, IncompatibleCheckpoint) as error:
-        problems.append(_said(path, error))
+    except _DAMAGE as error:
+        problems.append(documents.problem_of(error, path))
     return Report(path, kind, level, problems, notes)
 
 
@@ -165,15 +156,12 @@ def read_store(path: Path) -> tuple[schema.Schema, files.ControlHeader]:
     description = files.read_small(folder / layout.STORE, schema.MAX_BYTES)
     decoded = schema.decode_store(description, str(folder / layout.STORE))
     files.check_size(folder / layout.CONTROL, files.control_bytes(decoded.lanes))
-    fd = files.open_regular(folder / layout.CONTROL, os.O_RDONLY)
+    raw = bytearray(files.FIXED_BYTES)
+    _read_file(folder / layout.CONTROL, memoryview(raw), 0)
     try:
-        raw = bytearray(files.FIXED_BYTES)
-        disk.read(fd, memoryview(raw), 0)
         header = files.parse_control(bytes(raw))
     except ValueError as error:
         raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
-    finally:
-        fd.close()
     sums = schema.first_fingerprints(decoded, description)
     if (header.capacity, header.lanes) != (decoded.capacity, decoded.lanes) or header.schema_sum not in sums:
         raise CorruptStore(
@@ -187,12 +175,7 @@ def store_header(path: Path) -> files.ControlHeader:
     return read_store(path)[1]
 
 
-def _said(path: Path, error: Exception) -> Problem:
-    """The problem in the message of an exception that names its file itself."""
-    return Problem(path, str(error).removeprefix(f"{path}: ").removesuffix("."))
-
-
-def _found(path: Path, kind: Kind, level: Level, work: Work) -> Iterator[Problem]:
+def _found(path: Path, kind: Kind, level: Level, work: Work) -> Iterator[documents.Problem]:
     if kind == "store":
         yield from _store(path)
     elif kind == "part":
@@ -215,71 +198,63 @@ def is_aborted(path: Path) -> bool:
     return made is not None and made.status == "aborted"
 
 
-def _lacks_manifest(path: Path) -> bool:
-    """Whether all ranks voted for an attempt, so that its decision was lost, or the process that was about to decide died."""
-    return attempts.decision(path) is None and all(vote.shard is not None for vote in attempts.votes(path))
-
-
-def _partial(path: Path, level: Level) -> Iterator[Problem]:
+def _partial(path: Path, level: Level) -> Iterator[documents.Problem]:
     """Damage in the shards of an undecided attempt, which can be restored."""
     if attempts.decision(path) is None:
         for vote in attempts.votes(path):
-            own = path / rank_folder(vote.rank, attempts.read_attempt(path).world)
-            if vote.error is not None and not os.path.lexists(own / REFUSAL):
-                yield Problem(own / SHARD, vote.error.removeprefix(f"{own / SHARD}: ").removesuffix("."))
+            own = path / documents.rank_folder(vote.rank, attempts.read_attempt(path).world)
+            if vote.error is not None and not os.path.lexists(own / documents.REFUSAL):
+                yield documents.Problem(
+                    own / documents.SHARD, vote.error.removeprefix(f"{own / documents.SHARD}: ").removesuffix(".")
+                )
     if attempts.is_partial(path):
         with attempts.open_partial(path) as checkpoint:
             yield from checkpoint.problems("read" if level == "full" else level)  # others may be writing beside it
 
 
-def _attempt(path: Path, manifest: Manifest) -> Iterator[Problem]:
+def _attempt(path: Path, manifest: documents.Manifest) -> Iterator[documents.Problem]:
     """Compares ``attempt.json``, which no digest names, with the manifest, which repeats it."""
     try:
         attempt = attempts.read_attempt(path)
     except CorruptCheckpoint as error:
-        yield problem_of(error)
+        yield documents.problem_of(error)
         return
     for entry in ("name", "step", "world", "trigger", "parent", "user"):
         expected, got = getattr(manifest, entry), getattr(attempt, entry)
         if expected != got:
-            yield Problem(path / ATTEMPT, f"expected the {entry} {expected!r:.100} of the manifest, got {got!r:.100}")
+            yield documents.Problem(
+                path / documents.ATTEMPT, f"expected the {entry} {expected!r:.100} of the manifest, got {got!r:.100}"
+            )
 
 
-def _series(root: Path, level: Level, work: Work) -> tuple[list[Problem], list[Problem]]:
-    problems: list[Problem] = []
-    notes: list[Problem] = []
+def _series(root: Path, level: Level, work: Work) -> tuple[list[documents.Problem], list[documents.Problem]]:
+    problems: list[documents.Problem] = []
+    notes: list[documents.Problem] = []
     for name in attempts.names(root) if level != "meta" else ():
-        with (
-            contextlib.suppress(OSError, CorruptCheckpoint, IncompatibleCheckpoint),
-            Checkpoint(root / str(name)) as one,
-        ):
+        with contextlib.suppress(OSError, *documents.UNREADABLE), Checkpoint(root / str(name)) as one:
             work.total += one.nbytes
     for name in attempts.names(root):
         folder = root / str(name)
         try:
             made = attempts.decision(folder)
-        except CorruptCheckpoint as error:
-            problems.append(problem_of(error))
-            continue
-        except IncompatibleCheckpoint as error:
-            problems.append(_said(folder, error))
+        except documents.UNREADABLE as error:
+            problems.append(documents.problem_of(error, folder))
             continue
         if made is None or made.status == "aborted":
-            notes += filter(None, [series.look(folder)])
+            notes += filter(None, [Series(root).look(name)])
             try:
                 notes += _partial(folder, level)
             except CorruptCheckpoint as error:
-                notes.append(problem_of(error))
+                notes.append(documents.problem_of(error))
         else:
             problems += _verified(folder, level, work).problems
-    hint = root / series.LATEST
-    notes += [problem for problem in series.latest(root)[1] if problem.path == hint]
-    notes += series.lease_problems(root)
-    notes += series.pin_problems(root)
+    series = Series(root)
+    notes += [problem for problem in series.latest()[1] if problem.path == root / LATEST]
+    notes += series.unreadable_marks()
     return problems, notes
 
 
-def _store(path: Path) -> Iterator[Problem]:
+def _store(path: Path) -> Iterator[documents.Problem]:
     """A store that may be in use: what never changes of it, and the sizes of its files."""
     decoded, _ = read_store(path)
     folder = path / layout.FOLDER
@@ -292,24 +267,19 @@ def _store(path: Path) -> Iterator[Problem]:
         try:
             files.check_size(file, nbytes)
         except CorruptStore as error:
-            yield _said(file, error)
-    fd = disk.open_folder(path)
-    try:
+            yield documents.problem_of(error, file)
+    with disk.open_folder(path) as fd:
         # A process that died may not have described the field that it was adding: the next one to open the store does.
         before = layout.meta_files(path, decoded.until(len(decoded.fields) - 1)) if decoded.added else {}
         for file, raw in layout.meta_files(path, decoded).items():
             if before and file not in before and not file.exists():
                 continue
             try:
-                if read_small(path, fd, file.relative_to(path).as_posix(), schema.MAX_BYTES) not in (
-                    raw,
-                    before.get(file),
-                ):
-                    yield Problem(file, "expected what the store's description says, got something else")
+                found = documents.read_small(path, fd, file.relative_to(path).as_posix(), schema.MAX_BYTES)
+                if found not in (raw, before.get(file)):
+                    yield documents.Problem(file, "expected what the store's description says, got something else")
             except CorruptCheckpoint as error:
-                yield problem_of(error)
-    finally:
-        fd.close()
+                yield documents.problem_of(error)
 
 
 #: Bars of a histogram, at most.
@@ -405,7 +375,7 @@ def describe(path: Path) -> Entries:
         else:
             with Checkpoint(path) as checkpoint:
                 found |= _described_checkpoint(checkpoint)
-    except (CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore):
+    except _DAMAGE:
         assert report.problems, "what cannot be read is a problem"
     found["problems"] = [problem.entry() for problem in report.problems]
     found["notes"] = [note.entry() for note in report.notes]
@@ -444,12 +414,12 @@ def _described_attempt(path: Path) -> Entries:
         **{name: value for name, value in msgspec.to_builtins(attempt).items() if name not in ("format", "version")},
         "status": "undecided" if made is None else made.status,
         "reasons": [] if made is None else list(made.reasons),
-        "totals": msgspec.to_builtins(added(totals)),
+        "totals": msgspec.to_builtins(documents.added(totals)),
         "votes": votes,
     }
 
 
-def _in_short(shards: Sequence[Totals]) -> dict[str, int]:
+def _in_short(shards: Sequence[documents.Totals]) -> dict[str, int]:
     return {
         "steps": sum(totals.steps for totals in shards),
         "episodes": sum(totals.episodes for totals in shards),
@@ -461,7 +431,7 @@ def _in_short(shards: Sequence[Totals]) -> dict[str, int]:
 def _described_checkpoint(checkpoint: Checkpoint) -> Entries:
     manifest = checkpoint.manifest
     shards = []
-    totals: list[Totals] = []
+    totals: list[documents.Totals] = []
     for rank in range(manifest.world):
         found: Entries = {"rank": rank}
         parts: Entries = {}
@@ -472,19 +442,15 @@ def _described_checkpoint(checkpoint: Checkpoint) -> Entries:
             found |= {"layout": shard.layout, "parts": parts}
             for part in checkpoint.parts(rank):
                 parts[part.folder.relative_to(checkpoint.shard_folder(rank)).as_posix()] = _described_part(part)
-        except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+        except documents.UNREADABLE as error:
             found["problem"] = str(error)
         shards.append(found)
     return {
         "name": manifest.name,
         "sha256": checkpoint.sha256,
-        "step": manifest.step,
-        "world": manifest.world,
-        "trigger": manifest.trigger,
-        "parent": manifest.parent,
-        "user": manifest.user,
-        **moment("saved", checkpoint.folder / MANIFEST),
-        "totals": msgspec.to_builtins(added(totals)),
+        **{entry: getattr(manifest, entry) for entry in ("step", "world", "trigger", "parent", "user")},
+        **moment("saved", checkpoint.folder / documents.MANIFEST),
+        "totals": msgspec.to_builtins(documents.added(totals)),
         "shards": shards,
     }
 
@@ -522,13 +488,13 @@ def _priorities_of(part: PartReader, state: object) -> Entries | None:
         return None
     names = {"alpha": "alpha", "beta": "beta", "eps": "eps", "highest": "max_priority"}
     parameters = {name: state[key] for key, name in names.items() if key in state}
-    return _priorities(parameters, part.arrays[number].nbytes, lambda into, offset: part.read(number, offset, into))
+    return _priorities(parameters, part.arrays[number].bytes, lambda into, offset: part.read(number, offset, into))
 
 
 def _trajectories(every: Iterable[description.Trajectory], columns: int) -> Entries:
     """How many, of how many steps, of which kinds, and how long those are that are complete. ``every``: by lane and position."""
     lengths = Counter[float]()
-    kinds = dict.fromkeys(("complete", "open", "headless", "both", "mid", "orphan"), 0)
+    kinds = dict.fromkeys(description.KINDS, 0)
     count = shortest = longest = 0
     lane, seen = -1, set[int]()
     for it in every:
@@ -601,16 +567,16 @@ def _of_leaves(leaves: Counter[float], parameters: Entries) -> Counter[float]:
 
 def _described_series(root: Path) -> Entries:
     rows = []
-    known = attempts.SeriesCache()
+    series = Series(root)
     for name in attempts.names(root):
         folder = root / str(name)
         row: Entries = {"name": str(name), "step": name.step, "epoch": name.epoch}
-        wrong = series.look(folder, known)
+        wrong = series.look(name)
         if wrong is None:
-            with known.open(folder) as checkpoint:
+            with series.open(folder) as checkpoint:
                 totals = [checkpoint.shard(rank).totals for rank in range(checkpoint.manifest.world)]
                 row |= {"status": "complete", "world": checkpoint.manifest.world, **_in_short(totals)}
-                row |= moment("saved", folder / MANIFEST)
+                row |= moment("saved", folder / documents.MANIFEST)
         else:
             row["status"] = wrong.what
         rows.append(row)

@@ -276,8 +276,12 @@ class Noted:
     def __repr__(self) -> str:
         """Arguments that differ from their defaults."""
         defaults = {name: plain(it.default) for name, it in inspect.signature(type(self).__init__).parameters.items()}
-        given = [(name, value) for name, value in self.config().items() if not _is_default(value, defaults.get(name))]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        given = [  # a dtype is known by its name here
+            f"{name}={value!r}"
+            for name, value in self.config().items()
+            if value != (default := defaults.get(name)) and f"torch.{value}" != str(default)
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 class Component(Noted, Declared, Dumpable):
@@ -327,11 +331,6 @@ class Component(Noted, Declared, Dumpable):
         del capacity  # an empty state fits all
         check_keys(state_dict, (), type(self).__name__)
         return Loads()
-
-
-def _is_default(value: object, default: object) -> bool:
-    """Whether a plain value of :meth:`Component.config` means a default, of which a dtype is known by its name there."""
-    return value == default or f"torch.{value}" == str(default)
 
 
 def adopt(wrapper: Component, inner: object, methods: Iterable[str]) -> None:
@@ -441,8 +440,9 @@ def reset(part: str, state: dict[str, object], seed: int, generator: object) -> 
     if part == "buffer":
         return {**state, "lane": 0, "iterating": False}
     if part == "rng":
-        saved: Any = state["generator"] or [None]
-        return {"generator": None if saved[0] is None else [generator, "cpu"], "default": generator}
+        saved = state["generator"]
+        has_one = isinstance(saved, list | tuple) and bool(saved) and saved[0] is not None
+        return {"generator": [generator, "cpu"] if has_one else None, "default": generator}
     if part == "prefetch":
         return dict(EMPTY[part])
     if part == "transforms":
@@ -468,8 +468,9 @@ def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str,
     found = storage.state.get("priorities", {})
     if not isinstance(name, str) or not isinstance(found, dict) or name not in found:
         raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
-    states: dict[str, Any] = read_state(storage)
-    state: dict[str, object] = states["priorities"][name]
+    states = read_state(storage)["priorities"]
+    assert isinstance(states, dict)  # as the part says it
+    state: dict[str, object] = states[name]
     return state
 
 

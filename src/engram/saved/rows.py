@@ -16,16 +16,7 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import PartField
-from engram.saved.description import (
-    HAS_FIRST,
-    HAS_LAST,
-    OPEN,
-    TRUNCATED,
-    Geometry,
-    field_name,
-    segment_layout,
-    segment_name,
-)
+from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
 from engram.saved.parts import read_state
@@ -159,9 +150,6 @@ def doubts(fields: Sequence[PartField], given: Roles | None = None) -> list[str]
 #: Rows whose fields are looked at together.
 _RUN_PIECE = 1 << 18
 
-#: Kinds of trajectories, by which ends they still have (checkpoint format, "totals").
-KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
-
 
 class Marks(NamedTuple):
     """What ``n`` rows say of where trajectories begin and end. None: no field says it."""
@@ -260,10 +248,10 @@ def _track(
     from_the_beginning = position == live
     has_first = starts[first] if knows_starts else np.where(first == 0, from_the_beginning, follows[first])
     flags = (
-        HAS_FIRST * has_first
-        + HAS_LAST * has_last
-        + TRUNCATED * (cut[last] & ends[last])
-        + OPEN * (~has_last & (end == steps))
+        description.HAS_FIRST * has_first
+        + description.HAS_LAST * has_last
+        + description.TRUNCATED * (cut[last] & ends[last])
+        + description.OPEN * (~has_last & (end == steps))
     )
     time = np.minimum.accumulate(numbers[row[last]][::-1])[::-1]
     place = position - live + column
@@ -277,7 +265,7 @@ def kinds_of(runs: NDArray[np.int64], columns: int = 1) -> NDArray[np.int64]:
     track = np.stack([lane, begin % columns])[:, order]
     oldest = np.ones(len(runs), bool)  # of its lane, or of its column
     oldest[order[1:]] = (track[:, 1:] != track[:, :-1]).any(0)
-    first, last, is_open = (flags & bit != 0 for bit in (HAS_FIRST, HAS_LAST, OPEN))
+    first, last, is_open = (flags & bit != 0 for bit in (description.HAS_FIRST, description.HAS_LAST, description.OPEN))
     members = (
         first & last,
         first & is_open,
@@ -294,7 +282,7 @@ def count_kinds(runs: NDArray[np.int64], columns: int = 1) -> dict[str, dict[str
     steps = (runs[:, 2] - runs[:, 1]) // columns
     return {
         kind: {"episodes": int((kinds == i).sum()), "steps": int(steps[kinds == i].sum())}
-        for i, kind in enumerate(KINDS)
+        for i, kind in enumerate(description.KINDS)
     }
 
 
@@ -325,9 +313,9 @@ def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequen
     work_off(shares, READERS if all(tensor.is_cpu for tensor in into) else 1)
 
 
-def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[PartField]]:
+def described(schema: Schema, roles: Sequence[Any]) -> tuple[description.Geometry, list[PartField]]:
     """A store as a part describes it."""
-    geometry = Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)
+    geometry = description.Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)
     fields = [
         PartField(number, field.key, field.dtype, field.shape, role)
         for number, (field, role) in enumerate(zip(schema.fields, roles, strict=False))
@@ -364,7 +352,7 @@ class Boundaries:
             flags = (
                 flat == _STEP_TYPES[name] if name in _STEP_TYPES else flat if flat.dtype == torch.bool else flat != 0
             )
-            true.setdefault(name, []).append(_any_of(flags))
+            true.setdefault(name, []).append(np.logical_or.reduce(flags.numpy(), axis=1))
         done, over, cut, last, first, begun = (
             _any(true.get(name, [])) for name in ("done", "terminated", "truncated", "last", "first", "is_init")
         )
@@ -406,12 +394,6 @@ class Boundaries:
             return Marks._make(None if column is None else column[at] for column in every)
 
         return marks
-
-
-def _any_of(flags: Tensor) -> NDArray[np.bool_]:
-    """Of each row."""
-    found: NDArray[np.bool_] = np.logical_or.reduce(flags.numpy(), axis=1)
-    return found
 
 
 def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
@@ -500,7 +482,7 @@ def checked_numbers(words: NDArray[np.int64], path: Path, offset: int) -> NDArra
     return words
 
 
-def _closed(lanes: NDArray[np.int64], which: NDArray[np.int64], geometry: Geometry) -> NDArray[np.int64]:
+def _closed(lanes: NDArray[np.int64], which: NDArray[np.int64], geometry: description.Geometry) -> NDArray[np.int64]:
     """Leaves out the next row of some lanes (with columns one of each). Changes ``lanes``; the rows that hold nothing then."""
     step = int(np.prod(geometry.columns))
     left_out = which * geometry.lane_length + lanes[which, 0] % geometry.lane_length
@@ -526,11 +508,11 @@ def stretches(reader: PartReader) -> Iterator[Stretch]:
     fields = reader.schema or ()
     if reader.segment_rows is None:
         for number, field in enumerate(fields):
-            yield Stretch(field_name(field), 0, number, 0, reader.records["tickets"])
+            yield Stretch(description.field_name(field), 0, number, 0, reader.records["tickets"])
         return
     for it in reader.segments():
-        for number, offset in enumerate(segment_layout(fields, it.rows)[0]):
-            yield Stretch(segment_name(it.lane, it.k), offset, number, it.first_row, it.first_row + it.rows)
+        for number, offset in enumerate(description.segment_layout(fields, it.rows)[0]):
+            yield Stretch(description.segment_name(it.lane, it.k), offset, number, it.first_row, it.first_row + it.rows)
 
 
 class SavedRowsSource:
@@ -557,18 +539,14 @@ class SavedRowsSource:
             parallel_read([[partial(self._read_piece, it, tensors)] for it in pieces], tensors)
 
     def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
-        reader = self._free.pop()
+        reader, into, put = self._free.pop(), tensors[it.field][it.begin : it.end], tensors.put
+        direct = into.is_cpu and into.is_contiguous() and put is None
+        rows = into if direct else torch.empty(into.shape, dtype=into.dtype, device="cpu")
         try:
-            _read_rows(reader, it, tensors[it.field][it.begin : it.end], tensors.put)
+            reader.read(it.file, it.offset, rows.reshape(-1).view(torch.uint8).numpy().data)
         finally:
             self._free.append(reader)
-
-
-def _read_rows(reader: PartReader, it: Stretch, into: Tensor, put: Callable[[int, int, Tensor], None] | None) -> None:
-    direct = into.is_cpu and into.is_contiguous() and put is None
-    rows = into if direct else torch.empty(into.shape, dtype=into.dtype, device="cpu")
-    reader.read(it.file, it.offset, rows.reshape(-1).view(torch.uint8).numpy().data)
-    if put is not None:
-        put(it.field, it.begin, rows)
-    elif rows is not into:
-        into[:] = rows.to(into.device)
+        if put is not None:
+            put(it.field, it.begin, rows)
+        elif rows is not into:
+            into[:] = rows.to(into.device)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -29,15 +30,12 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from engram._support.words import count
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.errors import CorruptCheckpoint
 from engram.format.strict import MAX_BYTES
 from engram.saved import attempts, disk, documents
-from engram.saved.attempts import Name, SeriesCache, check_epoch, decide, decision, is_partial, names, votes
-from engram.saved.checkpoints import Checkpoint
-from engram.saved.documents import ATTEMPT, MANIFEST, SHARD, LeaseTerms, Pins, Problem, corrupt, problem_of, read_small
+from engram.saved.attempts import Name, decide, decision, is_partial, names, votes
+from engram.saved.checkpoints import Checkpoint, Contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -48,254 +46,286 @@ if TYPE_CHECKING:
     from engram.saved.part_reader import PartReader
 
 LATEST = "LATEST"
-
-
-# ---- the series ------------------------------------------------------------------------------------------------------
-
-
-def recover(root: Path, epoch: int) -> list[str]:
-    """Commit each attempt that all ranks voted for and that no process decided, because it died first. Returns their names."""
-    committed = []
-    for name in names(root):
-        folder = root / str(name)
-        with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):  # latest() reports it
-            if decision(folder) is None and all(vote.shard for vote in votes(folder)):
-                made = decide(folder, epoch)
-                if made is not None and made.status == "complete":
-                    committed.append(made.name)
-    return committed
-
-
-def latest(
-    root: Path, *, at_most: int | None = None, without: Collection[str] = (), known: SeriesCache | None = None
-) -> tuple[Path | None, list[Problem]]:
-    """The newest checkpoint that is complete, with the exact size of every file, and the newer ones that were passed over.
-
-    Args:
-        root: of the series.
-        at_most: the largest step that is wanted.
-        without: names that are passed over.
-        known: what this process knows of the series.
-
-    Returns:
-        ``(folder, problems)``; None: there is none.
-    """
-    problems: list[Problem] = []
-    found: Path | None = None
-    for name in names(root):
-        if (at_most is not None and name.step > at_most) or str(name) in without:
-            continue
-        wrong = look(root / str(name), known)
-        if wrong is None:
-            found = root / str(name)
-            break
-        problems.append(wrong)
-    hint = _hint(root)
-    if at_most is None and not without and hint != (found.name if found else None) and not _lags(root, hint, found):
-        problems.append(
-            Problem(
-                root / LATEST, f"expected the name of {found.name if found else 'no checkpoint'}, got {hint!r:.100}"
-            )
-        )
-    return found, problems
-
-
-def _lags(root: Path, hint: str | None, found: Path | None) -> bool:
-    """Whether a process may have died between its decision and the hint: the hint names an older good checkpoint, or is missing."""
-    newest = Name.parse(found.name) if found else None
-    if newest is None:
-        return False
-    before = Name.parse(hint or "")
-    if before is not None:
-        return before < newest and before.epoch <= newest.epoch and look(root / str(before)) is None
-    return not os.path.lexists(root / LATEST) and not any(
-        look(root / str(name)) is None for name in names(root) if name < newest
-    )
-
-
-def look(folder: Path, known: SeriesCache | None = None) -> Problem | None:
-    """Why a folder of a series is no checkpoint; None: it is one, with the exact size of every file.
-
-    Args:
-        folder: of the checkpoint.
-        known: what this process knows of the series.
-    """
-    if known is not None and known.confirms(folder):
-        return None
-    try:
-        made = decision(folder)
-        if made is None:
-            given = votes(folder)
-            said_yes = sum(vote.shard is not None for vote in given)
-            return Problem(folder, f"undecided: {said_yes} of {count(len(given), 'rank')} voted for it")
-        if made.status == "aborted":
-            return Problem(folder, f"aborted: {', '.join(made.reasons)[:1000]}")
-        if made.name != folder.name:
-            return Problem(folder / MANIFEST, f"expected the checkpoint {folder.name}, got {made.name!r:.100}")
-        with (SeriesCache() if known is None else known).open(folder) as checkpoint:
-            return next(checkpoint.problems("meta"), None)
-    except CorruptCheckpoint as error:
-        return problem_of(error)
-    except IncompatibleCheckpoint as error:
-        return Problem(folder, str(error).removesuffix("."))
-
-
-def is_unfinished(root: Path) -> bool:
-    """Whether a series holds nothing but saves that were killed or given up, which never were checkpoints.
-
-    What the living ranks of a crashed job saved is none of those: it is all that the job left.
-    """
-    try:
-        every = [(name, decision(root / str(name))) for name in names(root)]
-    except (CorruptCheckpoint, IncompatibleCheckpoint):
-        return False
-    left = any(name.attempt.startswith("crash") and is_partial(root / str(name)) for name, _ in every)
-    ended = left or os.path.lexists(root / LATEST) or any(made and made.status != "aborted" for _, made in every)
-    return not ended
-
-
-def set_latest(root: Path, name: str, epoch: int) -> None:
-    """Note the newest checkpoint: a hint for people and programs. Raises ``RuntimeError`` if a later incarnation has begun."""
-    check_epoch(root, epoch)
-    disk.replace(f"{root}/{LATEST}", f"{name}\n".encode())
-
-
-def _hint(root: Path) -> str | None:
-    try:
-        with disk.open_folder(root) as fd:
-            return read_small(root, fd, LATEST, 256).decode("utf-8", "replace").strip()
-    except CorruptCheckpoint:
-        return None
-
-
-def prune(root: Path, keep: int, epoch: int, known: SeriesCache | None = None) -> list[str]:
-    """Remove old checkpoints and failed attempts: :func:`retire`, then :func:`sweep`. Names of what was removed."""
-    removed = retire(root, keep, epoch, known)
-    sweep(root)
-    return removed
-
-
-def retire(root: Path, keep: int, epoch: int, known: SeriesCache | None = None, saved: str | None = None) -> list[str]:
-    """Rename old checkpoints and failed attempts, so that no process finds half a one: :func:`sweep` removes them.
-
-    Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
-    the newest good one; the newest crash attempt; undecided attempts of this epoch, which may be under way; good ones of steps
-    that are pinned; the one that was just ``saved``; and what other processes read, as their leases say.
-
-    Args:
-        root: of the series.
-        keep: at least 1.
-        epoch: of this incarnation.
-        known: what this process knows of the series.
-        saved: the name of a checkpoint that stays even if it is of an earlier step than all that are kept.
-
-    Returns:
-        Their names.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
-        RuntimeError: a later incarnation has begun.
-        OSError: something cannot be renamed.
-    """
-    if keep < 1:
-        raise ValueError(f"prune: keep: expected at least 1, got {keep}.")
-    check_epoch(root, epoch)
-    known = SeriesCache() if known is None else known
-    retired = []
-    for name in _superfluous(root, keep, epoch, known):
-        if str(name) == saved:
-            continue
-        disk.rename(root / str(name), root / f"trash-{name}")
-        retired.append(str(name))
-        known.forget(str(name))
-    if retired:
-        disk.sync_folder(root)
-    return retired
-
-
-def sweep(root: Path) -> None:
-    """Remove what :func:`retire` renamed, also in processes that were killed. Raises ``OSError``: something cannot be removed.
-
-    Of files that a process of this machine has open, NFS keeps the bytes under other names: a later call removes those.
-    """
-    for left in sorted(os.listdir(root)):
-        if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
-            try:
-                disk.remove(root / left)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
-                    raise
-
-
-def _superfluous(root: Path, keep: int, epoch: int, known: SeriesCache) -> list[Name]:
-    every = names(root)
-    # Looked at, all files of each, only as far as it is asked for.
-    good = functools.cache(lambda name: look(root / str(name), known) is None)
-    newest = [*itertools.islice(filter(good, every), keep)]
-    if not newest:
-        return []
-    by_epoch = sorted(every, key=lambda name: (name.epoch, name.step), reverse=True)
-    kept = {*newest, *itertools.islice(filter(good, by_epoch), keep)}
-    kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
-    kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
-    kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(f"{root}/{name}/{MANIFEST}")}
-    left = [name for name in every if name not in kept]
-    steps = pinned(root) if left else ()
-    left = [name for name in left if not (name.step in steps and good(name))]
-    leased = leased_names(root) if left else ()
-    return [name for name in left if str(name) not in leased]
-
-
 PINS = "pins.json"
-_MAX_PINS_BYTES = 1 << 16
-#: Steps that a file may list.
+#: Steps that may be pinned.
 MAX_PINS = 1000
-
-
-def pinned(root: Path) -> tuple[int, ...]:
-    """The steps that are pinned, the newest pin last. Raises nothing."""
-    with contextlib.suppress(OSError, CorruptCheckpoint, IncompatibleCheckpoint):
-        return _read_pins(root)
-    return ()
-
-
-def pin(root: Path, step: int, keep: int) -> None:
-    """Pin a step, and forget all pins but the newest ``keep``.
-
-    Raises:
-        OSError: the file cannot be written. The pins are as they were.
-        CorruptCheckpoint, IncompatibleCheckpoint: the file is damaged, or a newer engram's. It stays as it is: what it pinned may still
-            be in use.
-    """
-    steps = [*(other for other in _read_pins(root) if other != step), step][-keep:]
-    disk.replace(root / PINS, documents.encode(Pins(steps=tuple(steps))))
-
-
-def pin_problems(root: Path) -> Iterator[Problem]:
-    """A file that cannot be read, and so protects nothing."""
-    try:
-        _read_pins(root)
-    except CorruptCheckpoint as error:
-        yield problem_of(error)
-    except IncompatibleCheckpoint as error:
-        yield Problem(root / PINS, str(error).removesuffix("."))
-
-
-def _read_pins(root: Path) -> tuple[int, ...]:
-    if not os.path.lexists(root / PINS):
-        return ()
-    with disk.open_folder(root) as folder:
-        return documents.decode(read_small(root, folder, PINS, _MAX_PINS_BYTES), f"{root}/{PINS}", Pins).steps
-
-
-_LEASE = re.compile(r"lease-[0-9a-f]{16}\.json")
 #: For how long a checkpoint may be leased without a sign of life, whatever a file says.
 MAX_LEASE_SECONDS = 3600
-_MAX_LEASE_BYTES = 4096
+_LEASE = re.compile(r"lease-[0-9a-f]{16}\.json")
+_MAX_PINS_BYTES, _MAX_LEASE_BYTES = 1 << 16, 4096
+
+
+class Series:
+    """A series of checkpoints, and what this process remembers of them, so that it reads no document twice or that it wrote.
+
+    It still compares the manifest and the size of every file each time. A new one remembers nothing, and so reads everything.
+
+    Args:
+        root: the folder of the series.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._contents: dict[str, Contents] = {}
+
+    # ---- what is remembered ----------------------------------------------------------------------------------------------
+
+    def contents(self, folder: Path) -> Contents:
+        """The documents of an attempt or a checkpoint; empty if none is known yet."""
+        return self._contents.setdefault(folder.name, Contents())
+
+    def open(self, folder: Path, manifest: documents.Manifest | None = None) -> Checkpoint:
+        """A checkpoint of the series. Raises as :class:`Checkpoint`."""
+        return Checkpoint(folder, manifest, self.contents(folder))
+
+    def confirms(self, folder: Path) -> bool:
+        """Whether a known checkpoint still has the same manifest and the exact size of every file. If not, it is forgotten."""
+        contents = self._contents.get(folder.name)
+        if contents is None or contents.manifest is None:
+            return False
+        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), attempts.open_attempt(folder) as fd:
+            raw = documents.read_small(folder, fd, documents.MANIFEST, MAX_BYTES)
+            if hashlib.sha256(raw).hexdigest() == contents.sha256 and disk.have_sizes(fd, contents.sizes):
+                return True
+        self.forget(folder.name)
+        return False
+
+    def forget(self, name: str) -> None:
+        """Drop what is known of a checkpoint."""
+        self._contents.pop(name, None)
+
+    # ---- which checkpoints there are -------------------------------------------------------------------------------------
+
+    def recover(self, epoch: int) -> list[str]:
+        """Commit each attempt that all ranks voted for and that no process decided, because it died first. Returns their names."""
+        committed = []
+        for name in names(self.root):
+            folder = self.root / str(name)
+            with contextlib.suppress(*documents.UNREADABLE):  # latest() reports it
+                if decision(folder) is None and all(vote.shard for vote in votes(folder)):
+                    made = decide(folder, epoch)
+                    if made is not None and made.status == "complete":
+                        committed.append(made.name)
+        return committed
+
+    def latest(
+        self, *, at_most: int | None = None, without: Collection[str] = ()
+    ) -> tuple[Path | None, list[documents.Problem]]:
+        """The newest checkpoint that is complete, with the exact size of every file, and the newer ones that were passed over.
+
+        Args:
+            at_most: the largest step that is wanted.
+            without: names that are passed over.
+
+        Returns:
+            ``(folder, problems)``; None: there is none.
+        """
+        problems: list[documents.Problem] = []
+        found: Path | None = None
+        for name in names(self.root):
+            if (at_most is not None and name.step > at_most) or str(name) in without:
+                continue
+            wrong = self.look(name)
+            if wrong is None:
+                found = self.root / str(name)
+                break
+            problems.append(wrong)
+        hint, expected = self._hint(), found.name if found else None
+        if at_most is None and not without and hint != expected and not self._lags(hint, found):
+            what = f"expected the name of {expected or 'no checkpoint'}, got {hint!r:.100}"
+            problems.append(documents.Problem(self.root / LATEST, what))
+        return found, problems
+
+    def _hint(self) -> str | None:
+        try:
+            with disk.open_folder(self.root) as fd:
+                return documents.read_small(self.root, fd, LATEST, 256).decode("utf-8", "replace").strip()
+        except CorruptCheckpoint:
+            return None
+
+    def _lags(self, hint: str | None, found: Path | None) -> bool:
+        """Whether a process may have died between its decision and the hint: the hint names an older good checkpoint, or is missing."""
+        newest = Name.parse(found.name) if found else None
+        if newest is None:
+            return False
+        fresh, before = Series(self.root), Name.parse(hint or "")
+        if before is not None:
+            return before < newest and before.epoch <= newest.epoch and fresh.look(before) is None
+        older = (name for name in names(self.root) if name < newest)
+        return not os.path.lexists(self.root / LATEST) and not any(fresh.look(name) is None for name in older)
+
+    def look(self, name: str | Name) -> documents.Problem | None:
+        """Why a folder of the series is no checkpoint; None: it is one, with the exact size of every file."""
+        folder = self.root / str(name)
+        if self.confirms(folder):
+            return None
+        try:
+            made = decision(folder)
+            if made is None:
+                given = votes(folder)
+                said_yes = sum(vote.shard is not None for vote in given)
+                return documents.Problem(folder, f"undecided: {said_yes} of {count(len(given), 'rank')} voted for it")
+            if made.status == "aborted":
+                return documents.Problem(folder, f"aborted: {', '.join(made.reasons)[:1000]}")
+            if made.name != folder.name:
+                return documents.Problem(
+                    folder / documents.MANIFEST, f"expected the checkpoint {folder.name}, got {made.name!r:.100}"
+                )
+            with self.open(folder) as checkpoint:
+                return next(checkpoint.problems("meta"), None)
+        except documents.UNREADABLE as error:
+            return documents.problem_of(error, folder)
+
+    def is_unfinished(self) -> bool:
+        """Whether the series holds nothing but saves that were killed or given up, which never were checkpoints.
+
+        What the living ranks of a crashed job saved is none of those: it is all that the job left.
+        """
+        try:
+            every = [(name, decision(self.root / str(name))) for name in names(self.root)]
+        except documents.UNREADABLE:
+            return False
+        left = any(name.attempt.startswith("crash") and is_partial(self.root / str(name)) for name, _ in every)
+        decided = any(made and made.status != "aborted" for _, made in every)
+        return not (left or decided or os.path.lexists(self.root / LATEST))
+
+    def set_latest(self, name: str, epoch: int) -> None:
+        """Note the newest checkpoint: a hint for people and programs. Raises ``RuntimeError`` if a later incarnation has begun."""
+        attempts.check_epoch(self.root, epoch)
+        disk.replace(f"{self.root}/{LATEST}", f"{name}\n".encode())
+
+    # ---- which stay ------------------------------------------------------------------------------------------------------
+
+    def prune(self, keep: int, epoch: int) -> list[str]:
+        """Remove old checkpoints and failed attempts: :meth:`retire`, then :meth:`sweep`. Names of what was removed."""
+        removed = self.retire(keep, epoch)
+        self.sweep()
+        return removed
+
+    def retire(self, keep: int, epoch: int, saved: str | None = None) -> list[str]:
+        """Rename old checkpoints and failed attempts, so that no process finds half a one: :meth:`sweep` removes them.
+
+        Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
+        the newest good one; the newest crash attempt; undecided attempts of this epoch, which may be under way; good ones of steps
+        that are pinned; the one that was just ``saved``; and what other processes read, as their leases say.
+
+        Args:
+            keep: at least 1.
+            epoch: of this incarnation.
+            saved: the name of a checkpoint that stays even if it is of an earlier step than all that are kept.
+
+        Returns:
+            Their names.
+
+        Raises:
+            ValueError: ``keep`` is below 1.
+            RuntimeError: a later incarnation has begun.
+            OSError: something cannot be renamed.
+        """
+        if keep < 1:
+            raise ValueError(f"prune: keep: expected at least 1, got {keep}.")
+        attempts.check_epoch(self.root, epoch)
+        retired = [str(name) for name in self._superfluous(keep, epoch) if str(name) != saved]
+        for name in retired:
+            disk.rename(self.root / name, self.root / f"trash-{name}")
+            self.forget(name)
+        if retired:
+            disk.sync_folder(self.root)
+        return retired
+
+    def sweep(self) -> None:
+        """Remove what :meth:`retire` renamed, also in processes that were killed. Raises ``OSError``: something cannot be removed.
+
+        Of files that a process of this machine has open, NFS keeps the bytes under other names: a later call removes those.
+        """
+        for left in sorted(os.listdir(self.root)):
+            if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
+                try:
+                    disk.remove(self.root / left)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                        raise
+
+    def _superfluous(self, keep: int, epoch: int) -> list[Name]:
+        every = names(self.root)
+        # Looked at, all files of each, only as far as it is asked for.
+        good = functools.cache(lambda name: self.look(name) is None)
+        newest = [*itertools.islice(filter(good, every), keep)]
+        if not newest:
+            return []
+        by_epoch = sorted(every, key=lambda name: (name.epoch, name.step), reverse=True)
+        kept = {*newest, *itertools.islice(filter(good, by_epoch), keep)}
+        kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
+        kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
+        kept |= {
+            name
+            for name in every
+            if name.epoch == epoch and not os.path.lexists(f"{self.root}/{name}/{documents.MANIFEST}")
+        }
+        left = [name for name in every if name not in kept]
+        steps = self.pinned() if left else ()
+        left = [name for name in left if not (name.step in steps and good(name))]
+        leased = self.leased() if left else ()
+        return [name for name in left if str(name) not in leased]
+
+    def pinned(self) -> tuple[int, ...]:
+        """The steps whose checkpoints stay, whatever ``keep`` says, the newest pin last. Raises nothing."""
+        with contextlib.suppress(OSError, *documents.UNREADABLE):
+            return self._pins()
+        return ()
+
+    def pin(self, step: int, keep: int) -> None:
+        """Pin a step, as something outside of the series names its checkpoint, and forget all pins but the newest ``keep``.
+
+        Raises:
+            OSError: the file cannot be written. The pins are as they were.
+            CorruptCheckpoint, IncompatibleCheckpoint: the file is damaged, or a newer engram's. It stays as it is: what it pinned may
+                still be in use.
+        """
+        steps = [*(other for other in self._pins() if other != step), step][-keep:]
+        disk.replace(self.root / PINS, documents.encode(documents.Pins(steps=tuple(steps))))
+
+    def _pins(self) -> tuple[int, ...]:
+        if not os.path.lexists(self.root / PINS):
+            return ()
+        with disk.open_folder(self.root) as fd:
+            return documents.read(self.root, fd, PINS, documents.Pins, _MAX_PINS_BYTES).steps
+
+    def leased(self) -> set[str]:
+        """The names of checkpoints that other processes read. Removes leases that have expired. Raises nothing."""
+        held: set[str] = set()
+        with contextlib.suppress(OSError):
+            files = self._leases()
+            now = disk.now(self.root) if files else 0.0
+            for file in files:
+                with contextlib.suppress(*documents.UNREADABLE):
+                    terms, changed = self._lease(file)
+                    if now - changed <= min(terms.seconds, MAX_LEASE_SECONDS):
+                        held.add(terms.checkpoint)
+                    elif now - changed > MAX_LEASE_SECONDS:
+                        disk.remove(self.root / file)
+        return held
+
+    def _leases(self) -> list[str]:
+        return [name for name in sorted(os.listdir(self.root)) if _LEASE.fullmatch(name)]
+
+    def _lease(self, file: str) -> tuple[documents.LeaseTerms, float]:
+        """A lease, and when it was changed last. It is opened, so that a network's file system asks its server."""
+        with disk.open_folder(self.root) as fd:
+            return documents.read(self.root, fd, file, documents.LeaseTerms, _MAX_LEASE_BYTES), disk.changed(fd, file)
+
+    def unreadable_marks(self) -> Iterator[documents.Problem]:
+        """Leases and pins that cannot be read, and so protect nothing."""
+        for file in (*self._leases(), PINS):
+            try:
+                self._pins() if file == PINS else self._lease(file)
+            except documents.UNREADABLE as error:
+                if os.path.lexists(self.root / file):  # else it was given back
+                    yield documents.problem_of(error, self.root / file)
 
 
 class Lease:
-    """A lease of this process. Also a context manager, which gives it back.
+    """A lease of this process, which keeps a checkpoint from being removed. Also a context manager, which gives it back.
 
     A folder that this process may only read gets none: then what is read may be removed.
 
@@ -308,7 +338,7 @@ class Lease:
     def __init__(self, root: Path, checkpoint: str, seconds: int = 60) -> None:
         self._path = root / f"lease-{secrets.token_hex(8)}.json"
         self._every, self._renewed = seconds / 4, time.monotonic()
-        raw = documents.encode(LeaseTerms(checkpoint=checkpoint, seconds=seconds))
+        raw = documents.encode(documents.LeaseTerms(checkpoint=checkpoint, seconds=seconds))
         with contextlib.suppress(OSError):
             disk.replace(self._path, raw)
 
@@ -327,47 +357,6 @@ class Lease:
             disk.remove(self._path)
 
 
-def leased_names(root: Path) -> set[str]:
-    """The names of checkpoints that others are reading. Removes leases that have expired. Raises nothing."""
-    held: set[str] = set()
-    with contextlib.suppress(OSError):
-        names = _leases(root)
-        if not names:
-            return held
-        now = disk.now(root)
-        for name in names:
-            with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):
-                document, changed = _read_lease(root, name)
-                if now - changed <= min(document.seconds, MAX_LEASE_SECONDS):
-                    held.add(document.checkpoint)
-                elif now - changed > MAX_LEASE_SECONDS:
-                    disk.remove(root / name)
-    return held
-
-
-def lease_problems(root: Path) -> Iterator[Problem]:
-    """Leases that cannot be read, and so protect nothing."""
-    for name in _leases(root):
-        try:
-            _read_lease(root, name)
-        except CorruptCheckpoint as error:
-            if os.path.lexists(root / name):  # else it was given back
-                yield problem_of(error)
-        except IncompatibleCheckpoint as error:
-            yield Problem(root / name, str(error).removesuffix("."))
-
-
-def _leases(root: Path) -> list[str]:
-    return [name for name in sorted(os.listdir(root)) if _LEASE.fullmatch(name)]
-
-
-def _read_lease(root: Path, name: str) -> tuple[LeaseTerms, float]:
-    """A lease, and when it was changed last. It is opened, so that a network's file system asks its server."""
-    with disk.open_folder(root) as folder:
-        document = documents.decode(read_small(root, folder, name, _MAX_LEASE_BYTES), f"{root}/{name}", LeaseTerms)
-        return document, disk.changed(folder, name)
-
-
 _CHUNK = 1 << 20
 _PARTIAL = "copying-"
 
@@ -383,20 +372,14 @@ def open_shards(folder: Path, ranks: Sequence[int] | None) -> Checkpoint:
         CorruptCheckpoint: it is missing, damaged or not complete. IncompatibleCheckpoint: written by a newer engram.
         ValueError: it has no shard of such a rank.
     """
-    made = attempts.decision(folder)
+    made = decision(folder)
     if made is None or made.status != "complete":
-        raise corrupt(folder, "expected a complete checkpoint, found none")
+        raise documents.corrupt(folder, "expected a complete checkpoint, found none")
     if ranks is None:
         return Checkpoint(folder)
     if not all(0 <= rank < made.world for rank in ranks):
         raise ValueError(f"{folder}: shard: expected ranks in [0, {made.world}), got {list(ranks)}.")
-    wanted = msgspec.structs.replace(
-        made,
-        world=len(ranks),
-        steps_by_rank=tuple(made.steps_by_rank[rank] for rank in ranks),
-        shards=tuple(msgspec.structs.replace(made.shards[rank], rank=i) for i, rank in enumerate(ranks)),
-    )
-    return Checkpoint.partial(folder, wanted, ranks, made.world)
+    return Checkpoint.partial(folder, made, ranks)
 
 
 class Mirror:
@@ -442,7 +425,7 @@ class Mirror:
         """
         target, source = self._cache / name, self._root / name
         partial = self._cache / f"{_PARTIAL}{name}"
-        with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):
+        with contextlib.suppress(*documents.UNREADABLE):
             return self._checked(target)
         disk.remove(target)
         disk.remove(partial)
@@ -454,8 +437,8 @@ class Mirror:
                 disk.make_folder(partial / own)
                 for part in checkpoint.parts(place):
                     self._copy_part(part, partial / own / part.folder.relative_to(source / own), known, beat)
-                _copy_small(source, f"{own}/{SHARD}", partial)
-        for small in (ATTEMPT, MANIFEST):
+                _copy_small(source, f"{own}/{documents.SHARD}", partial)
+        for small in (documents.ATTEMPT, documents.MANIFEST):
             _copy_small(source, small, partial)
         disk.rename(partial, target)
         return self._checked(target)
@@ -464,13 +447,13 @@ class Mirror:
         """The folder of a copy. Raises ``CorruptCheckpoint``: a file is missing, or has another size or digest."""
         with open_shards(copy, self._ranks) as checkpoint:
             for problem in checkpoint.problems("meta"):
-                raise corrupt(*problem)
+                raise documents.corrupt(*problem)
         return copy
 
     def keep_only(self, name: str) -> None:
         """Remove all other copies. Raises ``OSError``: something cannot be removed."""
         for folder in self._cache.iterdir():
-            if folder.name != name and attempts.Name.parse(folder.name.removeprefix(_PARTIAL)):
+            if folder.name != name and Name.parse(folder.name.removeprefix(_PARTIAL)):
                 disk.remove(folder)
 
     def forget(self, name: str) -> None:
@@ -480,9 +463,9 @@ class Mirror:
     def _known(self) -> dict[tuple[int, bytes], tuple[Path, str]]:
         """Folders and names of files of copies, by their size and sums."""
         known: dict[tuple[int, bytes], tuple[Path, str]] = {}
-        for name in attempts.names(self._cache):
+        for name in names(self._cache):
             with (
-                contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint, ValueError),
+                contextlib.suppress(*documents.UNREADABLE, ValueError),
                 open_shards(self._cache / str(name), self._ranks) as checkpoint,
             ):
                 for place in range(checkpoint.manifest.world):
@@ -523,6 +506,6 @@ def _bytes_of(sums: Sums) -> bytes:
 def _copy_small(source: Path, name: str, target: Path, limit: int = MAX_BYTES) -> None:
     """Copy a description, whose digest is compared when the copy is opened."""
     with disk.open_folder(source) as folder:
-        raw = read_small(source, folder, name, limit)
+        raw = documents.read_small(source, folder, name, limit)
     with disk.create(target / name, 0) as fd:
         disk.write(fd, raw, 0)

@@ -157,7 +157,10 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
         name = layout.field_path(_HERE, field.key).as_posix()
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(part.file(name, rows * size, sparse=True))
-            source = None if copied else stack.enter_context(_its_file(store, field.key, size))
+            source: Descriptor | None = None  # another file may share its space
+            if not copied and size and store.directory is not None and store.has_files:
+                path = layout.field_path(store.directory, field.key)
+                source = stack.enter_context(Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
             at = 0
             for begin, end in stretches:
                 file.skip((begin - at) * size)
@@ -226,16 +229,6 @@ def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryv
     for i in range(begin, end, step):
         piece = tensor[i : min(i + step, end)]
         yield bytes_of(piece.clone() if piece.is_cpu else piece.cpu())
-
-
-@contextlib.contextmanager
-def _its_file(store: Store, key: tuple[str, ...], size: int) -> Iterator[int | None]:
-    """The file of a field of a directory store: another file may share its space."""
-    if store.directory is None or not store.has_files or not size:
-        yield None
-        return
-    with Descriptor.open(layout.field_path(store.directory, key), os.O_RDONLY | os.O_NOFOLLOW) as fd:
-        yield fd
 
 
 def write_tables(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.saved.checkpointers import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, SavedStorage
     from engram.types import StorageLoad
 
 _MARK = "buffer_metadata.json"
@@ -59,7 +59,7 @@ class EmptyMember(NamedTuple):
     rng_state: Tensor | None = None
     nbytes: int = 0
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """What empties a storage."""
         del without
         return storage.prepare_unwritten()

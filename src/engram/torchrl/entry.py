@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from engram.saved.checkpointers import LaidOut
+    from engram.saved.checkpointers import SavedStorage
     from engram.saved.part_reader import PartReader
     from engram.torchrl.dumps import TorchRLEnsemble
     from engram.torchrl.hdf5 import H5StorageCheckpointer
@@ -43,7 +43,7 @@ class _TorchRL:
     def layout(self, who: str) -> Layout:
         return Layout("flat", Keys(), who)
 
-    def prepare_layout(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad:
+    def prepare_layout(self, storage: SavedStorage, reader: PartReader, without: Sequence[str]) -> StorageLoad:
         return prepare_layout(storage, reader, without)
 
     def checkpointer(self, theirs: object) -> H5StorageCheckpointer:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-    from engram.saved.checkpointers import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, SavedStorage
     from engram.saved.folder import Folder
     from engram.torchrl.described import Parts
     from engram.types import Decompress, StorageLoad
@@ -313,7 +313,7 @@ class TorchRLItems(NamedTuple):
         """As :meth:`CompressedItems.read`."""
         return self.items.read(decompress, whole=whole, without=self.without)
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Read and check all items for a storage. Raises as :meth:`read`; ``IncompatibleCheckpoint``: it is no list, or another one."""
         return storage.prepare_items(self._replace(without=without))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.saved.checkpointers import Key, LaidOut
+    from engram.saved.checkpointers import Key, SavedStorage
     from engram.saved.part_reader import PartReader
     from engram.types import StorageLoad
 
@@ -54,11 +54,11 @@ class Layout(NamedTuple):
         sink.finish(ring.live * ring.width)
         return sink.files
 
-    def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot:
+    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot:
         """What is saved, once writers wait."""
         return LayoutSnapshot(storage, self, without)
 
-    def load(self, storage: LaidOut, folder: Path) -> StorageLoad:
+    def load(self, storage: SavedStorage, folder: Path) -> StorageLoad:
         """Check a layout that engram did not write for a storage: everything that can be damaged, if it holds rows that would be lost."""
         dump, here = self.open(folder), storage.memory
         schema = dump.schema(None if here is None else here.schema)
@@ -120,7 +120,7 @@ class LayoutSnapshot:
     #: Whether writers must wait until it is saved.
     needs_pause = True
 
-    def __init__(self, storage: LaidOut, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, storage: SavedStorage, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
         self._store = written_store(storage, laid.who)
         self._layout = laid
         self.state = storage.state_without_rows(without=without)
@@ -164,7 +164,7 @@ class LayoutSnapshot:
         return int(self._store.core.next_ticket), int(self._store.core.write_count)
 
 
-def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] = ()) -> StorageLoad:
+def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[str] = ()) -> StorageLoad:
     """Check a part in a layout for a storage: its sums first.
 
     Args:

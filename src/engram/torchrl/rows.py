@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.saved.checkpointers import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, SavedStorage
     from engram.torchrl.components import DumpedRanks
     from engram.torchrl.layouts import LayoutDump
     from engram.types import RowsSource, RowsTarget, StorageLoad
@@ -112,7 +112,7 @@ class TorchRLDump:
         """The rows, for the fields of a store."""
         return DumpedRows(self, schema)
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check the rows for a storage. Raises as :meth:`schema`; ``IncompatibleCheckpoint``: it holds no tensors, or other ones."""
         if not storage.form.takes_rows:
             raise IncompatibleCheckpoint(
