@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_772,
     "around": 3_876,
     "buffer": 6_055,
-    "checkpoint": 2_042,
+    "checkpoint": 2_040,
     "cli": 1_635,
     "cluster": 481,
     "device": 1_009,

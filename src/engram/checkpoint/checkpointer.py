@@ -189,9 +189,7 @@ class Checkpointer:
             savers.open(self.root, options)
         elif ranks is None:
             _warn_of_others(self.root)
-        self._job = Job(
-            self.root, buffer, Ranks.local() if ranks is None else ranks, options, doubtful=ranks is not None
-        )
+        self._job = Job(self.root, buffer, ranks or Ranks.local(), options, doubtful=ranks is not None)
         self._schedule = Schedule(self._job.ranks, options)
         self._saves = self._guards = 0
         self._lock = threading.Lock()
