@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import engram
 from engram import Checkpointer, LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from engram.cli import main
-from engram.format.histograms import BARS, histogram
+from engram.saved.inspection import BARS, histogram
 
 #: The module, which is called as the command is.
 doctor = importlib.import_module("engram.cli.doctor")

@@ -9,11 +9,11 @@ import torch
 
 from engram._support.words import count, said_number, said_share, said_size
 from engram.around import finals_of
-from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges
 from engram.inspect.plots import Scan
 from engram.remote.served import ServedStorage
+from engram.saved.inspection import histogram
 from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.configuration import Settings
     from engram.buffer.wiring import Wiring
-    from engram.format.histograms import Histogram
+    from engram.saved.inspection import Histogram
     from engram.storages import Storage
 
 

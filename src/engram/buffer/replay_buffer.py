@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from engram.buffer.output import Output
     from engram.buffer.submitted_updates import Source
     from engram.env.recording import Names
-    from engram.persist.roles import Roles
     from engram.remote.shards import ShardSavers
     from engram.samplers._base import DeclaredSampler
+    from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
     from engram.store.limits import Limit
     from engram.types import Device, Size, StrPath, Told, Wait

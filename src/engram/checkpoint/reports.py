@@ -13,24 +13,26 @@ import msgspec
 from engram._support.checks import check_count
 from engram._support.words import count, said_size, warn
 from engram.errors import CorruptCheckpoint
-from engram.format import disk, series, strict
-from engram.format.checkpoints import Checkpoint, added
-from engram.format.problems import Problem, corrupt
-from engram.persist.roles import check_roles
-from engram.persist.trajectory_table import KINDS
-from engram.reshard.driver import Lost, Policy, checked_incomplete, reshard_lines, said_reshard
+from engram.reshard.driver import Lost, reshard_lines, said_reshard
+from engram.reshard.plan import Policy, checked_incomplete
+from engram.saved import attempts, disk, documents
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.description import KINDS
+from engram.saved.documents import Problem, added, corrupt
+from engram.saved.rows import check_roles
+from engram.saved.series import Series
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.format.checkpoints import Totals
-    from engram.persist.roles import Roles
+    from engram.saved.documents import Totals
+    from engram.saved.rows import Roles
     from engram.types import Ranking
 
 
-class SeldomArguments(TypedDict, total=False):
+class AdvancedOptions(TypedDict, total=False):
     """Arguments of the constructor that few programs give: see :class:`Checkpointer`."""
 
     full_every: int | None
@@ -93,7 +95,7 @@ def _check_choices(call: str, *given: tuple[str, object, tuple[str, ...]]) -> No
             raise ValueError(f"{call}: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
 
 
-class Asked(NamedTuple):
+class SaveRequest(NamedTuple):
     """What a checkpoint is asked for with, checked."""
 
     step: int
@@ -117,10 +119,10 @@ def checked_user(what: str, user: object) -> dict[str, object] | None:
         return None
     if not isinstance(user, Mapping):
         raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
-    return strict.copied(user)
+    return documents.copied(user)
 
 
-class Heard(NamedTuple):
+class LatestStep(NamedTuple):
     """What this rank was told of the latest step: a crash checkpoint is of that."""
 
     step: int = 0
@@ -128,7 +130,7 @@ class Heard(NamedTuple):
     user_step: int = 0
     """Of the call that gave ``user``."""
 
-    def then(self, step: int, user: dict[str, object] | None) -> Heard:
+    def then(self, step: int, user: dict[str, object] | None) -> LatestStep:
         """After another call: that of an earlier step changes nothing that a later one has said."""
         latest = self if user is None or step < self.user_step else self._replace(user=user, user_step=step)
         return latest._replace(step=max(step, self.step))
@@ -346,7 +348,7 @@ class Wanted(NamedTuple):
         """Whether another checkpoint will do where one is damaged."""
         return self.step is None and self.name is None
 
-    def find(self, known: series.Known) -> tuple[Path, list[Problem]]:
+    def find(self, series: Series) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over.
 
         Raises:
@@ -354,20 +356,20 @@ class Wanted(NamedTuple):
         """
         if self.name is not None and self.at_most is not None:
             try:
-                return self._replace(at_most=None).find(known)
+                return self._replace(at_most=None).find(series)
             except (FileNotFoundError, CorruptCheckpoint) as error:
-                path, problems = self._replace(name=None).find(known)
+                path, problems = self._replace(name=None).find(series)
                 warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
                 return path, problems
         if self.is_open and not self.partial:
-            return self._newest(known)
-        meant = [path for name in series.names(self.root) if self._means(name, path := self.root / str(name))]
+            return self._newest(series)
+        meant = [path for name in attempts.names(self.root) if self._means(name, path := self.root / str(name))]
         if self.partial:
             for path in meant:
-                if series.look(path, known) is None or series.is_partial(path):
+                if series.look(path.name) is None or attempts.is_partial(path):
                     return path, []
         if self.is_open:
-            return self._newest(known)
+            return self._newest(series)
         if not meant:
             named = (
                 f"called {self.name!r}, found none"
@@ -379,7 +381,7 @@ class Wanted(NamedTuple):
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
         passed_over: list[Problem] = []
         for path in meant:
-            wrong = series.look(path, known)
+            wrong = series.look(path.name)
             if wrong is None:
                 return path, passed_over
             passed_over.append(wrong)
@@ -391,13 +393,13 @@ class Wanted(NamedTuple):
 
     def _none(self, passed_over: list[Problem], why: str) -> Exception:
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
-        if not self.partial and any(series.is_partial(problem.path) for problem in passed_over):
+        if not self.partial and any(attempts.is_partial(problem.path) for problem in passed_over):
             why += " allow_partial=True loads what some of the ranks saved."
-        if series.is_unfinished(self.root):
+        if Series(self.root).is_unfinished():
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 
-    def _means(self, name: series.Name, path: Path) -> bool:
+    def _means(self, name: attempts.Name, path: Path) -> bool:
         """Whether that one will do, as far as its name says."""
         return (
             self.step in (None, name.step)
@@ -407,12 +409,12 @@ class Wanted(NamedTuple):
         )
 
     def _steps(self) -> list[int]:
-        return sorted({name.step for name in series.names(self.root)})
+        return sorted({name.step for name in attempts.names(self.root)})
 
-    def _newest(self, known: series.Known) -> tuple[Path, list[Problem]]:
+    def _newest(self, series: Series) -> tuple[Path, list[Problem]]:
         """The newest that is whole, and what was passed over."""
         at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
-        path, problems = series.latest(self.root, at_most=at_most, without=damaged, known=known)
+        path, problems = series.latest(at_most=at_most, without=damaged)
         passed_over = [*self.damaged, *problems]
         if path is None:
             what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
@@ -430,7 +432,7 @@ class Wanted(NamedTuple):
 def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
     """What the last whole checkpoint of this job has of ranks whose shards are missing."""
     missing, manifest = checkpoint.missing, checkpoint.manifest
-    path = series.latest(root, at_most=manifest.step)[0] if missing else None
+    path = Series(root).latest(at_most=manifest.step)[0] if missing else None
     if path is None:
         return Lost(missing)
     with Checkpoint(path) as before:

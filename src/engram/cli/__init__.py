@@ -102,7 +102,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
     Exit code: 0, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
     with refusing():
-        from engram.format.describe import describe
+        from engram.saved.inspection import describe
 
         found = describe(_folder(path))
     if as_json:
@@ -179,7 +179,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
     Exit code: 0 if everything is good, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
     with refusing():
-        from engram.format import verify as verifying
+        from engram.saved import inspection as verifying
 
         report = verifying.verify(_folder(path), level)
     if as_json:
@@ -436,14 +436,14 @@ def _folder(path: Path) -> Path:
 def _ours(path: Path) -> None:
     """Ends the command unless something of engram's is there: before torch is imported."""
     with refusing():
-        from engram.format.verify import kind_of
+        from engram.saved.inspection import kind_of
 
         kind_of(_folder(path))
 
 
 def _known(path: Path) -> dict[str, object]:
     """The numbers of a store that are known without torch, which takes seconds."""
-    from engram.format.describe import describe
+    from engram.saved.inspection import describe
 
     found, names = describe(path), {"rows": "size", "capacity": "capacity", "bytes": "bytes"}
     return {names[key]: found[key] for key in names if key in found} if found["kind"] == "store" else {}

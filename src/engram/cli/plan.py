@@ -21,11 +21,11 @@ from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, said_share, said_size
 from engram.cli.doctor import Finding
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
-from engram.format import control, files, layout, schema
-from engram.format.describe import describe
+from engram.format import files, layout, schema
+from engram.format import files as control
 from engram.format.schema import DTYPES, Field
 from engram.format.sizes import DevicePlan, priority_bytes, resident_bytes
-from engram.format.verify import read_store
+from engram.saved.inspection import describe, read_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -269,11 +269,12 @@ def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
 
 
 def _of_ours(path: Path) -> Iterator[Field]:
-    from engram.format import series
-    from engram.format.describe import describe
+    from engram.saved.inspection import describe
 
     found = describe(path)
-    if found["kind"] == "series" and (newest := series.latest(path)[0]) is not None:
+    from engram.saved.series import Series
+
+    if found["kind"] == "series" and (newest := Series(path).latest()[0]) is not None:
         found = describe(newest)
     for problem in told(found, "problems"):
         raise Refusal(str(problem))

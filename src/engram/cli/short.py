@@ -11,7 +11,7 @@ import msgspec
 from engram._support.words import count, said_share, said_size
 from engram.cli import show
 from engram.cli.show import checkpoint_lines, plain, said_age, show_description, show_problems, table
-from engram.format.histograms import Histogram
+from engram.saved.inspection import Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -20,13 +20,13 @@ import msgspec
 
 from engram._support.words import count, said_number, said_size
 from engram.errors import EngramError
-from engram.format.problems import Problem
+from engram.saved.documents import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from engram.cli.doctor import Finding
-    from engram.format.verify import Report
+    from engram.saved.inspection import Report
 
 
 REFUSED, MISUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141

@@ -26,8 +26,8 @@ from engram.writers._base import declared as declared_writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from engram.persist.components import Preparation, Snapshot
-    from engram.persist.hooked import LoadHook, SaveHook
+    from engram.saved.checkpointers import LoadHook, SaveHook
+    from engram.saved.parts import PartSnapshot, Preparation
     from engram.types import Extent, StorageLoad, WritePlan
 
     Change: TypeAlias = Callable[[object], object]
@@ -290,7 +290,7 @@ class _Storages(OfMembers[Storage], Storage):
 
     def prepare_snapshot(
         self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-    ) -> Preparation[Snapshot]:
+    ) -> Preparation[PartSnapshot]:
         del without, whole
         return super(Storage, self).prepare_snapshot()
 

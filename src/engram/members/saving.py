@@ -12,13 +12,12 @@ from engram._support.state import Change, Loads, check_keys, integer, prepare_lo
 from engram.buffer.prefetching import prepare_batches
 from engram.buffer.saving import RngLoad, most_bytes, saved_rng
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk
-from engram.format.checkpoints import Checkpoint
-from engram.format.dumps import replacing, standing
-from engram.format.parts import PartReader
 from engram.members.components import naming
-from engram.persist.components import check_kind, read_state, write_part
-from engram.persist.foreign import foreign_format, foreign_state
+from engram.saved import disk
+from engram.saved.checkpointers import foreign_format, foreign_state
+from engram.saved.checkpoints import Checkpoint, replacing, standing
+from engram.saved.part_reader import PartReader
+from engram.saved.parts import check_kind, read_state, write_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.persist.foreign import ForeignEnsemble
+    from engram.saved.checkpointers import ForeignEnsemble
     from engram.types import Commit
 
 State = dict[str, object]

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.persist.roles import Roles
     from engram.remote.fleet.members import Joining, Missing, Shard
     from engram.remote.storage import RemoteStorage
+    from engram.saved.rows import Roles
     from engram.store.limits import Rules
     from engram.types import WritePlan
 
