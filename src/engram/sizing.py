@@ -207,9 +207,8 @@ def plan(
     row_bytes = sum(field.row_bytes for field in fields)
     overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)
     resident = overhead + _native.priority_bytes(capacity, True)
-    sizes, there = [field.row_bytes for field in fields], None
-    if device is not None:
-        there = DevicePlan.of(device, capacity, sizes, overhead, batch_size, finals)
+    sizes = [field.row_bytes for field in fields]
+    there = None if device is None else DevicePlan.of(device, capacity, sizes, overhead, batch_size, finals)
     return StoragePlan(
         capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident, together, there
     )  # fmt: skip
