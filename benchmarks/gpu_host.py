@@ -254,7 +254,7 @@ def block(bench: Bench) -> None:
             sides: dict[str, Call | None] = {"gather": rb.sample, "sample().to": sent, "engram": forever(batches)}
             taken = bench.race(sides, max(sizes.calls // 5, 1))
             key, what = where.rpartition(" ")[2], f"{sizes.batch} frames from {where}, {loader.transport}"
-            threads = f"{engram._native.num_threads()} threads"  # noqa: SLF001 - no public call says so
+            threads = f"{engram._support.native.num_threads()} threads"  # noqa: SLF001 - no public call says so
             bench.add_share(
                 f"block/{key}",
                 f"{what}: speed of the gather on the host, {threads}",

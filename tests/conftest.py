@@ -83,10 +83,10 @@ def pytest_collection_finish():
     """Modules and thousands of tests are there to stay: the collector need not look at them each time, nor in each forked child."""
     import torch  # the process that hands out tests to workers needs none
 
-    from engram import _native
+    from engram._support import native
 
     torch.set_num_threads(1)  # there is a worker per core: threads would only wait for each other
-    _native._core.set_wait_limit(60.0)  # for processes that a busy machine lets wait while they hold something
+    native._core.set_wait_limit(60.0)  # for processes that a busy machine lets wait while they hold something
     gc.collect()
     gc.freeze()
 

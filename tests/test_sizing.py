@@ -17,9 +17,9 @@ from engram import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
-    _native,
     plan,
 )
+from engram._support import native
 from engram.store.device.columns import Layout, columns_of
 from engram.store.device.resident import ResidentRows
 from tests.device.imitation import Imitation
@@ -38,7 +38,7 @@ def test_counts():
     ]
     assert found.row_bytes == 28_224 + 4 + 1
     assert found.nbytes == found.row_bytes * 1_000_000
-    assert found.overhead == 20 * 1_000_000 + _native.control_bytes(1)
+    assert found.overhead == 20 * 1_000_000 + native.control_bytes(1)
 
 
 def test_text():
@@ -189,7 +189,7 @@ def test_what_a_batch_reads_is_the_pages_that_its_rows_lie_in(sizes, share, batc
 def test_what_must_stay_in_memory():
     rows = 1_000_000
     found = plan(ROW, rows, memory=40_000_000)
-    assert found.resident == found.overhead + _native.priority_bytes(rows, True)
+    assert found.resident == found.overhead + native.priority_bytes(rows, True)
     assert str(found).splitlines()[-1] == (
         "In 40 MB of memory: 31.5 MB for tickets and priorities; a batch of 256 rows reads 10.4 MB from disk"
     )
@@ -253,8 +253,8 @@ def test_a_device_that_is_not_there_is_foreseen(monkeypatch):
 
 
 def test_too_little_memory_is_said(monkeypatch):
-    monkeypatch.setattr("engram._devices.free_bytes", lambda device: 20_000_000)
-    monkeypatch.setattr("engram._sizes.available_memory", lambda: 10_000_000)
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr("engram.format.sizes.available_memory", lambda: 10_000_000)
     said = str(plan(ROW, 1000, device="cuda")).splitlines()
     assert [line.partition(":")[0] for line in said if line.startswith("Too little")] == [
         "Too little memory for LazyTensorStorage(device='cuda')",
@@ -262,8 +262,8 @@ def test_too_little_memory_is_said(monkeypatch):
         'Too little memory for transport="direct"',
     ]
     assert "expected 28.3 MB, got 20 MB that are free. Use fewer or smaller rows." in "\n".join(said)
-    monkeypatch.setattr("engram._devices.free_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr("engram._sizes.available_memory", lambda: 0)  # unknown
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("engram.format.sizes.available_memory", lambda: 0)  # unknown
     assert plan(ROW, 1000, device="cuda").on_device.problems == ()
 
 

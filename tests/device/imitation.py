@@ -12,8 +12,8 @@ import threading
 
 import torch
 
-from engram import _fork
-from engram._mappings import shared_pieces
+from engram._support import fork
+from engram._support.mappings import shared_pieces
 from engram.device import loader, replay
 from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, HostMemory
 
@@ -38,7 +38,7 @@ class Fault(AssertionError):
 
 def place(tensor):
     """Where a tensor is: the name of an imitated device, "pinned", or None."""
-    found = _PLACES.get(tensor.untyped_storage()._cdata)
+    found = _PLACES.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
     return found and found[1]
 
 
@@ -56,10 +56,14 @@ def _garbage(shape, dtype):
 
 
 class Pinned(HostMemory):
-    """Memory that counts as pinned."""
+    """Memory that counts as pinned. ``most``: bytes of the largest tensor so far."""
+
+    most = 0
 
     def empty(self, shape, dtype):
-        return _put(_garbage(shape, dtype), "pinned")
+        made = _put(_garbage(shape, dtype), "pinned")
+        self.most = max(self.most, made.nbytes)
+        return made
 
     def is_pinned(self, tensor):
         return place(tensor) is not None
@@ -143,7 +147,7 @@ class Imitation(Accelerator):
         self._here = threading.local()
         self._streams = {}
         self.up, self.down = self._named("up"), self._named("down")
-        _fork.registered(self)
+        fork.registered(self)
 
     # ---- streams and events ----------------------------------------------------------------------------------------------
 
@@ -191,6 +195,12 @@ class Imitation(Accelerator):
                 )
             self.log.append(("wait", stream.name, event.name))
             self.queue(event, stream)
+
+    def after(self, before):
+        stream = self.current()
+        if before is not None and stream != before:
+            self.wait(stream, self.mark(before))
+        return stream
 
     def finish(self, stream=None):
         self.forbid_in_capture("cudaEventSynchronize" if stream else "cudaDeviceSynchronize")
@@ -280,6 +290,9 @@ class Imitation(Accelerator):
         if place(tensor) != "pinned":
             self.fault(f"a copy to {self.name} of memory that is not pinned ({place(tensor)}) is not asynchronous")
         return self._copy("send", self.on_device(_garbage(tensor.shape, tensor.dtype)), tensor)
+
+    def bring(self, tensor):
+        return tensor if self.holds(tensor) else self.send(self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor))
 
     def receive(self, tensor):
         if not self.holds(tensor):

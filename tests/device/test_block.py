@@ -24,19 +24,19 @@ from engram import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    _native,
 )
+from engram._support import native as _native
+from engram._support.nested import tensors
 from engram.device import block, loader, pinning
 from engram.device.block import Block, Blocks
 from engram.device.pinning import HostMemory
-from engram.nested import tensors
-from tests.device.noting import Noting
+from tests.device.imitation import Imitation
 
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch):
     """No time passes, so that no batch is slow."""
-    made = Noting()
+    made = Imitation(late=True)
     monkeypatch.setattr(pinning, "host_memory", lambda: made.memory)
     monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(loader, "Accelerator", lambda device: made)
@@ -58,7 +58,7 @@ def described(batch):
         return {key: described(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         return type(batch).__name__, [described(value) for value in batch]
-    if engram.nested.is_tensordict(batch) and not isinstance(batch, NonTensorData):
+    if engram._support.nested.is_tensordict(batch) and not isinstance(batch, NonTensorData):
         entries = batch.to_tensordict() if type(batch) is not TensorDict else batch
         return type(batch), batch.batch_size, {key: described(value) for key, value in entries.items()}
     return batch.data if isinstance(batch, NonTensorData) else batch
@@ -349,8 +349,7 @@ def test_batches_that_grow_and_shrink(streams, monkeypatch, depth):
     stats = device_loader.stats()
     assert stats["spilled"] == 2, "100 rows and 4,000 rows were larger than all before"
     assert sum(sizes) * 12 <= stats["bytes"] <= sum(sizes) * 20 + len(sizes) * 64 * 4
-    most = max(one.nbytes for one in streams.pinned if one.dtype is torch.uint8)
-    assert most <= 2 * (4000 * 20 + 64 * 4)
+    assert streams.memory.most <= 2 * (4000 * 20 + 64 * 4)
 
 
 def test_a_block_that_does_not_spill_refuses():
@@ -455,7 +454,7 @@ class HostMemoryHere(HostMemory):
         return True
 
 
-class Copying(Noting):
+class Copying(Imitation):
     """Keeps nothing."""
 
     def __init__(self):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from engram import _fork, samplers
-from engram._checks import check_count, check_number
+from engram import samplers
+from engram._support import fork
+from engram._support.checks import check_count, check_number
+from engram._support.field_paths import public
 from engram.around.episodes import TrajectoryKeys
 from engram.around.reading import MARK, Expansion, Reading
 from engram.errors import NoSampleable
-from engram.field_paths import public
 from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler
 from engram.store import Key as DrawKey
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
     from engram.around.windows import WindowSampler
-    from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -126,7 +128,7 @@ class Expander(DeclaredSampler):
         #: The expanders inside, the innermost first, and the sampler that they are around.
         self._inside: tuple[Expander, ...] = (*inner.inside, inner) if isinstance(inner, Expander) else ()
         self._innermost: DeclaredSampler = inner.innermost if isinstance(inner, Expander) else self._source
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
         #: The innermost sampler, if it is one of windows that are read natively.
         self._windows = cast("WindowSampler", self._innermost) if self._innermost.traits.reads_windows else None
         self._expansion: Expansion | None = None
@@ -167,6 +169,11 @@ class Expander(DeclaredSampler):
         True
         """
         raise NotImplementedError
+
+    @property
+    def reads_there(self) -> bool:
+        """Whether rows on an accelerator can be read with what this expander adds."""
+        return False
 
     @property
     def _followed(self) -> tuple[FieldPath, ...]:
@@ -264,8 +271,10 @@ class Expander(DeclaredSampler):
         source = self._innermost
         if not self._followed or not len(storage):
             return source.can_sample(storage, batch_size)
+        assert storage.memory is not None
+        if not storage.memory.is_native and self.draws_on_device:
+            return self._can_sample_there(storage.memory) and source.can_sample(storage, batch_size)
         if self._windows is not None:
-            assert storage.memory is not None
             finished = self._expansion_of(storage.memory).finished
             return self._windows.can_sample(storage, batch_size, finished=finished)
         try:
@@ -319,7 +328,8 @@ class Expander(DeclaredSampler):
         """
         self._check_next_frames()
         self._check_storage(storage)
-        if not storage.traits.has_fields or (storage.device is not None and storage.device.type != "cpu"):
+        there = storage.device is not None and storage.device.type != "cpu"
+        if not storage.traits.has_fields or (there and not self.reads_there):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
             raise RuntimeError(self._elsewhere(where))
         self._source.bind(storage)
@@ -392,6 +402,8 @@ class Expander(DeclaredSampler):
         """
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
+        if not memory.is_native and self.draws_on_device:
+            return self._sample_there(storage, key, n, numbered=numbered)
         expansion = self._expansion_of(memory)
         relabelling, windows = expansion.relabelling, self._windows
         goals = None if relabelling is None else relabelling.goals(memory, expansion.table, key.value)
@@ -424,6 +436,14 @@ class Expander(DeclaredSampler):
         if goals is not None:
             goals.apply(storage, columns, info, expansion.computed)
         return columns, rows, info
+
+    def _sample_there(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool) -> NativeBatch:
+        """As :meth:`sample_natively`, of rows on an accelerator. Where no row can be drawn, ``rb.stats()`` raises."""
+        raise NotImplementedError
+
+    def _can_sample_there(self, memory: Store) -> bool:
+        """Whether some row on an accelerator can be read with what this expander adds."""
+        raise NotImplementedError
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from engram._memory import available_memory
-from engram._version import __version__
-from engram._words import said_size
+from engram._support.memory import available_memory
+from engram._support.version import __version__
+from engram._support.words import said_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -185,7 +185,7 @@ def _core() -> Finding:
 def _loaded_core() -> Finding:
     """As it works with torch."""
     try:
-        from engram._native import HAS_EXCHANGE
+        from engram._support.native import HAS_EXCHANGE
     except (ImportError, OSError) as error:
         return Finding("native core", f"does not load: {error}", "BAD", "The line on torch, or the next one, says why.")
     found = _core()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._words import said_size
+from engram._support.words import said_size
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.cli.doctor import SHARED, Finding
 from engram.device.loader import DeviceLoader

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
-from engram._memory import available_memory, missing_share
-from engram._sizes import DevicePlan, priority_bytes, resident_bytes
-from engram._words import count, said_share, said_size
+from engram._support.memory import available_memory, missing_share
+from engram._support.words import count, said_share, said_size
 from engram.cli.doctor import Finding
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
 from engram.format import control, files, layout, schema
 from engram.format.describe import describe
 from engram.format.schema import DTYPES, Field
+from engram.format.sizes import DevicePlan, priority_bytes, resident_bytes
 from engram.format.verify import read_store
 
 if TYPE_CHECKING:
@@ -186,8 +186,10 @@ def planned(
     missing = missing_share(max(1, row_bytes * capacity), have, overhead + priorities)
     there = None
     if device is not None:
+        from engram._support.devices import foreseen
+
         try:
-            there = DevicePlan.of(device, capacity, [it.row_bytes for it in fields], overhead, batch_size)
+            there = DevicePlan.of(*foreseen(device), capacity, [it.row_bytes for it in fields], overhead, batch_size)
         except (RuntimeError, ValueError) as error:
             raise Misuse(f"--{str(error).removeprefix('plan: ')}") from error
     return Plan(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._sizes import resident_sizes
-from engram._words import no_space
+from engram._support.words import no_space
+from engram.format.sizes import resident_sizes
 from engram.store.blocks import ALIGNMENT
 from engram.store.device.columns import Column, Columns
 from engram.store.memory import torch_dtype
