@@ -226,7 +226,7 @@ def test_a_plan_of_a_device():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--field", "obs=uint8", "--device", "cpu"], "--device: expected a device with memory of its own"),
+        (["--field", "obs=uint8", "--device", "cpu"], "--device: expected an accelerator such as 'cuda'"),
         (["--field", "obs=uint8", "--device", "gpu"], "--device: expected a device or its name, got 'gpu'"),
         ([], "expected a SAMPLE or --field"),
         (["--field", "obs"], "expected NAME=DTYPE[SHAPE]"),

@@ -267,20 +267,14 @@ def reshard(
     "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
 )
 @click.option(
-    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins here. Loads torch."
+    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins. Loads torch."
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
-    sample: Path | None,
-    capacity: int,
-    given: tuple[str, ...],
-    batch: bool,
-    memory: str | None,
-    device: str | None,
-    batch_size: int,
+    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, device: str | None, batch_size: int,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Say how much memory or disk a buffer will take, before it is made.
 
     SAMPLE is one row: an .npz or .npy file with its arrays; a .json file such as {"obs": "uint8[4,84,84]", "next": {"reward":

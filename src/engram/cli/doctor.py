@@ -141,13 +141,11 @@ def _loaded_torch() -> Finding:
     return Finding("torch", f"{torch.__version__}{devices}")
 
 
-def _gpu() -> Finding:
+def _gpu(
+    unused: str = "seen, not tried", advice: str = "engram doctor --load says what it can do, and how fast."
+) -> Finding:
     """As the system sees it: torch takes seconds to load."""
-    if not _NVIDIA.exists():
-        return Finding("GPU", "no CUDA device")
-    return Finding(
-        "GPU", "seen, not tried", "note", "engram doctor --load says whether it reads rows by itself, and how fast."
-    )
+    return Finding("GPU", unused, "note", advice) if _NVIDIA.exists() else Finding("GPU", "no CUDA device")
 
 
 def _loaded_gpu() -> list[Finding]:
@@ -163,16 +161,7 @@ def _loaded_gpu() -> list[Finding]:
             return [*gpu_findings(Accelerator(device), torch.cuda.get_device_name(device))]
     except (ImportError, OSError, RuntimeError) as error:
         return [Finding("GPU", f"fails: {error}", "note", "The lines on torch and on the native core may say why.")]
-    if not _NVIDIA.exists():
-        return [Finding("GPU", "no CUDA device")]
-    return [
-        Finding(
-            "GPU",
-            "seen, and torch cannot use it",
-            "note",
-            "Install a torch for CUDA that this driver is new enough for.",
-        )
-    ]
+    return [_gpu("seen, and torch cannot use it", "Install a torch for CUDA that this driver is new enough for.")]
 
 
 def _package(name: str) -> Finding:

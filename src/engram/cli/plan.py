@@ -154,15 +154,9 @@ class Plan(msgspec.Struct):
 
 
 def planned(
-    sample: Path | None,
-    given: Sequence[str],
-    capacity: int,
-    *,
-    batch: bool,
-    memory: str | None,
-    device: str | None = None,
+    sample: Path | None, given: Sequence[str], capacity: int, *, batch: bool, memory: str | None, device: str | None = None,
     batch_size: int = 256,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of a buffer.
 
     Raises:
