@@ -239,9 +239,7 @@ class _Storages(OfMembers[Storage], Storage):
         return torch.Size([len(self._all)])
 
     def counters(self) -> dict[str, float]:
-        found = [one.counters() for one in self._all]
-        names = dict.fromkeys(name for counts in found for name in counts)
-        return {name: sum(counts.get(name, 0) for counts in found) for name in names}
+        return plans.summed([one.counters() for one in self._all])
 
     def next_number(self) -> int:
         """Each has tickets of its own."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
     from tensordict import TensorDict
@@ -97,6 +97,13 @@ def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = No
     if units is not None:
         whole = whole.view(units, whole.shape[0] // units, *whole.shape[1:])
     return whole if order is None else whole.index_select(0, order)
+
+
+def summed(each: Sequence[Mapping[str, float]], largest: Collection[str] = ()) -> dict[str, float]:
+    """Numbers of all members together: sums, and of some names the largest."""
+    names = dict.fromkeys(name for counts in each for name in counts)
+    found = {name: [counts.get(name, 0) for counts in each] for name in names}
+    return {name: max(values) if name in largest else sum(values) for name, values in found.items()}
 
 
 def random_of(key: int, attempt: int) -> np.random.Generator:
