@@ -798,7 +798,7 @@ class WriterEnsemble(_Writers):
         ids, rows = routed(index, len(self._all), "generations_of")
         rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
         numbers = torch.full((ids.numel(),), -1, dtype=torch.int64, device="cpu")
-        for member, at in plans.places_of(ids.reshape(-1)).items():
-            found = self._placers[member].generations_of(plans.rows_at(rows, at))
-            numbers[at] = found.to("cpu").reshape(len(at), -1)[:, 0]
+        for share in plans.shares(self._placers, ids.reshape(-1), rows):
+            found = share.member.generations_of(share.rows)
+            numbers[share.at] = found.to("cpu").reshape(len(share.at), -1)[:, 0]
         return numbers.reshape(ids.shape)

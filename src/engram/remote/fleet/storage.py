@@ -269,13 +269,12 @@ class FleetStorage(ServedStorage):
             )
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
-        for shard, at in self._owners(rows):
-            if not shard.lost:
-                with self.members.reaching(shard):
-                    own = None if tickets is None else tickets[at]
-                    shard.storage.prioritize(rows[at] & _ROW, priorities[at], own)
+        for share in self._shares(rows):
+            if not share.member.lost:
+                with self.members.reaching(share.member):
+                    share.member.storage.prioritize(share.rows, priorities[share.at], share.of(tickets))
                     continue
-            self._dropped += len(at)
+            self._dropped += len(share.at)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -306,26 +305,27 @@ class FleetStorage(ServedStorage):
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
         self.check_rows(rows, "remove")
-        for shard, at in self._owners(rows):
+        for share in self._shares(rows):
+            shard = share.member
             if shard.lost:
                 raise ConnectionError(
                     f"remove: expected the stores of all rows, but {shard.storage!r} is gone. Nothing is removed."
                 )
             with self.members.needing(shard, "Nothing is removed."):
-                shard.storage.check_removal(rows[at] & _ROW)
+                shard.storage.check_removal(share.rows)
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         removed = 0
-        for shard, at in self._owners(rows):
+        for share in self._shares(rows):
+            shard = share.member
             with self.members.needing(shard, f"remove: {removed} rows of other stores are removed."):
-                removed += shard.storage.remove(rows[at] & _ROW, None if expected is None else expected[at])
+                removed += shard.storage.remove(share.rows, share.of(expected))
             shard.change()
         return removed
 
-    def _owners(self, rows: Tensor) -> list[tuple[Shard, Tensor]]:
-        """The stores of rows, and which of the rows each has: int64 ``[k]``."""
-        places = plans.places_of(torch.where(rows < 0, -1, rows >> plans.SHIFT))
-        return [(self.members.shards[number], at) for number, at in places.items() if number >= 0]
+    def _shares(self, rows: Tensor) -> list[plans.Share[Shard, Tensor]]:
+        """The share of each store."""
+        return plans.shares(self.members.shards, torch.where(rows < 0, -1, rows >> plans.SHIFT), rows & _ROW)
 
     def empty(self, *, keep_write_count: bool) -> None:
         self.members.check_all_present("empty", " Nothing is emptied.")
