@@ -57,7 +57,7 @@ help:
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
-	@echo "make gpu              the tests that need a CUDA device, and bench-gpu         TORCH=<a CUDA build>"
+	@echo "make gpu              the tests that need a CUDA device, and bench-gpu         TORCH=<a CUDA build> GPU_RESULTS=..."
 	@echo "make gpu-pack         wheels for make gpu PACK=build/gpu-pack on a machine without a network"
 	@echo "make bench-gpu        measure pinning, copies to a GPU and storages on it  ARGS='...' TORCH=<a CUDA build>"
 	@echo "make clean            remove what was built; make distclean removes .venv too"
@@ -147,17 +147,26 @@ stress: $(VENV)/.engram-dev
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+# Those marked gpu, and no other module: it may import what is not installed there.
+GPU_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.gpu\b|places\.PLACES' tests | sort)
+# Six minutes together. A test or a section that fails leaves the others their turn, and figures are saved after every section.
+GPU_TEST_S := 220
+GPU_BENCH_S := 140
+GPU_RESULTS ?= build/gpu-results
+run-gpu = status=0; \
+  timeout -s INT $(GPU_TEST_S) $(1) -m pytest -p no:cacheprovider -m gpu -o filterwarnings=default $(GPU_TESTS) $(ARGS) || status=1; \
+  timeout -s INT $(GPU_BENCH_S) $(1) -m benchmarks.bench_gpu --quick --out $(GPU_RESULTS) || status=1; \
+  exit $$status
+
 # With PACK=build/gpu-pack: on a machine without a network, with the torch and Triton of its PYTHON and the wheels of gpu-pack.
 ifeq ($(PACK),)
 gpu: $(VENV)/.engram-dev $(VENV)/.engram-bench $(VENV)/.rivals
-	@$(PYTEST) -m gpu $(ARGS)
-	@$(BIN)/python -m benchmarks.bench_gpu --quick
+	@$(call run-gpu,$(BIN)/python)
 else
 gpu:
 	@rm -rf build/gpu-site
-	@$(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu-site $(PACK)/*.whl
-	@PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -p no:cacheprovider -m gpu $(ARGS)
-	@PYTHONPATH=build/gpu-site $(PYTHON) -m benchmarks.bench_gpu --quick --out build/gpu-results
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target build/gpu-site $(PACK)/*.whl
+	@export PYTHONPATH=$(abspath build/gpu-site); $(call run-gpu,$(PYTHON))
 endif
 
 # All that `make gpu PACK=build/gpu-pack` needs beside torch, Triton and NumPy: at most 64 MiB.
@@ -168,7 +177,8 @@ GPU_NEEDS := tensordict msgspec xxhash click rich cloudpickle orjson pyvers impo
 gpu-pack: $(VENV)/.torch
 	@$(MAKE) --no-print-directory wheel PYTHON=$(GPU_PYTHON)
 	@rm -rf $(GPU_PACK)
-	@$(BIN)/python -m pip --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	@$(BIN)/python -m pip --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --implementation cp \
+	  --python-version $$($(GPU_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
 	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c $(VENV)/constraints.txt \
 	  -d $(GPU_PACK) $(GPU_NEEDS)
 	@cp build/wheels/$(subst /,_,$(GPU_PYTHON))/*.whl $(GPU_PACK)

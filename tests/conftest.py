@@ -41,6 +41,9 @@ SLOW = re.compile(
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="a case of each test, of modules that start no processes")
+    parser.addoption(
+        "--torn-rows", type=int, help="rows that the tests of torn rows read on a device: default 10^8 on a GPU"
+    )
 
 
 def pytest_configure(config):

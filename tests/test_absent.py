@@ -127,9 +127,11 @@ def test_no_module_is_where_others_were():
 
 
 def test_names_that_a_module_had():
-    for module, (there, names) in absent._MOVED_NAMES.items():
-        was, now = importlib.import_module(module), importlib.import_module(there)
-        assert all(getattr(was, name) is getattr(now, name) for name in names.split())
+    for module, homes in absent._MOVED_NAMES.items():
+        was = importlib.import_module(module)
+        for there, names in homes.items():
+            now = importlib.import_module(there)
+            assert all(getattr(was, name) is getattr(now, name) for name in names.split())
         with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'Nothing'"):
             _ = was.Nothing
 

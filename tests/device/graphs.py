@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from engram.store.device.row_chain import RowKernels
 
-CAPTURING = "engram.store.device.rows.capturing"
+CAPTURING = "engram.store.device.accelerator.Accelerator.capturing"
 
 
 LAUNCH = "engram.store.device.row_chain.RowKernels._launch"
@@ -35,7 +35,7 @@ class Graph:
         self._steps = []
         before = [tensor.clone() for tensor in state]
         with monkeypatch.context() as patched:
-            patched.setattr(CAPTURING, lambda device: True)
+            patched.setattr(CAPTURING, lambda *_: True)
             patched.setattr(LAUNCH, self._launched(RowKernels._launch))
             with _Recorder(self._steps):
                 self.result = call()

@@ -14,6 +14,7 @@ import torch
 
 from engram._support import fork
 from engram._support.mappings import shared_pieces
+from engram.device import loader, replay
 from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, HostMemory
 
 #: By storage: the storage, which is kept so that no other gets its number, and the device that it is on, or "pinned".
@@ -37,7 +38,7 @@ class Fault(AssertionError):
 
 def place(tensor):
     """Where a tensor is: the name of an imitated device, "pinned", or None."""
-    found = _PLACES.get(tensor.untyped_storage()._cdata)
+    found = _PLACES.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
     return found and found[1]
 
 
@@ -55,10 +56,14 @@ def _garbage(shape, dtype):
 
 
 class Pinned(HostMemory):
-    """Memory that counts as pinned."""
+    """Memory that counts as pinned. ``most``: bytes of the largest tensor so far."""
+
+    most = 0
 
     def empty(self, shape, dtype):
-        return _put(_garbage(shape, dtype), "pinned")
+        made = _put(_garbage(shape, dtype), "pinned")
+        self.most = max(self.most, made.nbytes)
+        return made
 
     def is_pinned(self, tensor):
         return place(tensor) is not None
@@ -191,6 +196,12 @@ class Imitation(Accelerator):
             self.log.append(("wait", stream.name, event.name))
             self.queue(event, stream)
 
+    def after(self, before):
+        stream = self.current()
+        if before is not None and stream != before:
+            self.wait(stream, self.mark(before))
+        return stream
+
     def finish(self, stream=None):
         self.forbid_in_capture("cudaEventSynchronize" if stream else "cudaDeviceSynchronize")
         self.counts["sync"] += 1
@@ -279,6 +290,9 @@ class Imitation(Accelerator):
         if place(tensor) != "pinned":
             self.fault(f"a copy to {self.name} of memory that is not pinned ({place(tensor)}) is not asynchronous")
         return self._copy("send", self.on_device(_garbage(tensor.shape, tensor.dtype)), tensor)
+
+    def bring(self, tensor):
+        return tensor if self.holds(tensor) else self.send(self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor))
 
     def receive(self, tensor):
         if not self.holds(tensor):
@@ -400,6 +414,34 @@ class Imitation(Accelerator):
 
     def after_fork(self):
         self.is_child = True
+
+
+class Interpreter(Imitation):
+    """Runs kernels in Triton's interpreter, which finds memory of the host where the host does.
+
+    Args:
+        strict: tensors are on the device only if they were sent there, and else wherever they are asked for.
+    """
+
+    def __init__(self, *, strict=False):
+        super().__init__()
+        self.shift, self.strict = 0, strict
+
+    @classmethod
+    def installed(cls, monkeypatch, **kwargs):
+        """The device of each DeviceLoader and DeviceReplay that is made from now on."""
+        made = cls(**kwargs)
+        for module in (loader, replay):
+            monkeypatch.setattr(module, "Accelerator", lambda device: made)
+            monkeypatch.setattr(module, "existing_device", lambda device, name: torch.device("cuda", 0))
+        return made
+
+    def holds(self, tensor):
+        return not self.strict or super().holds(tensor)
+
+    def launch(self, kernel, *arguments, **constants):
+        self.counts["launch"] += 1
+        self.queue(lambda: kernel(*arguments, **constants))
 
 
 def _bytes_at(address, nbytes):

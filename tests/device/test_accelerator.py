@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -118,8 +120,8 @@ def able(driver, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(platform, "release", lambda: "6.1.0")
-    monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(accelerator.shutil, "which", lambda name: name == "gcc")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: name == "gcc")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there"))
     return driver
 
@@ -139,9 +141,9 @@ def windows(monkeypatch):
         (lambda patch: patch.setattr(torch.version, "hip", "6.2"), "ROCm"),
         (windows, "Windows"),
         (lambda patch: patch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"), "WSL"),
-        (lambda patch: patch.setattr(accelerator.importlib.util, "find_spec", lambda name: None), "Triton"),
-        (lambda patch: patch.setattr(accelerator.shutil, "which", lambda name: None), "C compiler"),
-        (lambda patch: patch.setattr(accelerator.os, "access", lambda path, mode: False), "write to its cache"),
+        (lambda patch: patch.setattr(importlib.util, "find_spec", lambda name: None), "Triton"),
+        (lambda patch: patch.setattr(shutil, "which", lambda name: None), "C compiler"),
+        (lambda patch: patch.setattr(os, "access", lambda path, mode: False), "write to its cache"),
         (lambda patch: patch.setattr(Bare, "capability", (6, 1)), "capability 6.1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 
 import pytest
 import torch
@@ -23,32 +24,14 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.device import direct, loader, replay
-from tests.device.imitation import Imitation
-
-
-class Interpreter(Imitation):
-    """Runs kernels in Triton's interpreter, which finds memory of the host where the host does."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = 0
-
-    def holds(self, tensor):
-        return True  # its tensors are the host's
-
-    def launch(self, kernel, *arguments, **constants):
-        self.counts["launch"] += 1
-        self.queue(lambda: kernel(*arguments, **constants))
+from engram.device import direct
+from tests.device.imitation import Interpreter
+from tests.device.test_registry_forks import fork
 
 
 @pytest.fixture
 def device(monkeypatch):
-    made = Interpreter()
-    for module in (loader, replay):
-        monkeypatch.setattr(module, "Accelerator", lambda device: made)
-        monkeypatch.setattr(module, "existing_device", lambda device, name: torch.device("cuda", 0))
-    return made
+    return Interpreter.installed(monkeypatch)
 
 
 def steps(n):
@@ -373,3 +356,54 @@ def test_replay_without_replacement_is_refused(device):
     here, _ = pair(sampler=SamplerWithoutReplacement)
     with pytest.raises(RuntimeError, match="without replacement"):
         DeviceReplay(here, "cuda")
+
+
+@pytest.mark.parametrize("call", ["sample", "update"])
+def test_no_thread_registers_again_while_another_one_queues_a_batch(device, monkeypatch, call):
+    rb, _ = pair(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5)
+    one, two = DeviceReplay(rb, "cuda"), DeviceReplay(rb, "cuda")
+    batch, order, before = one.sample(), [], device.counts["register"]
+    other = threading.Thread(target=lambda: (two.sample(), order.append(device.counts["register"] - before)))
+
+    def meanwhile(queue):
+        def queued(*arguments, **constants):
+            if not order:
+                order.append("fork")
+                fork()
+                other.start()
+                other.join(0.2)
+                order.append("queued")
+            return queue(*arguments, **constants)
+
+        return queued
+
+    monkeypatch.setattr(device, "launch", meanwhile(device.launch))
+    for kernels in (one._reader._chain, one._reader.updates):
+        monkeypatch.setattr(kernels, "_launcher", device.launch)
+    if call == "sample":
+        one.sample()
+    else:
+        one.update_priority(batch["index"], torch.ones(8), generation=batch["index_generation"])
+    other.join()
+    assert order[:2] == ["fork", "queued"]
+    assert order[2] > 0
+    one.sample()
+
+
+def test_memory_that_lies_elsewhere_after_a_fork(device):
+    rb, expected = pair()
+    replayed, reading = DeviceReplay(rb, "cuda"), DeviceLoader(rb, "cuda")
+    loaded = iter(reading)
+    replayed.sample()
+    expected.sample()  # as many keys
+    assert same(next(loaded), expected.sample())
+    fork()
+    for handle in (replayed._reader._registered, reading._direct._registered):
+        handle.addresses = tuple(address + 1 for address in handle.addresses)  # it seems to move
+    with pytest.raises(RuntimeError, match="expected the memory of the buffer where it was"):
+        replayed.sample()
+    with pytest.raises(RuntimeError, match="Make a new DeviceReplay"):
+        replayed.sample()
+    before = reading._direct
+    assert same(next(loaded), expected.sample())
+    assert reading._direct is not before

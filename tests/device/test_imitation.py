@@ -19,7 +19,7 @@ def late():
 def test_it_has_what_an_accelerator_has():
     """A call that only the real one has would go to a GPU that is not there."""
     own = {name for name in vars(Accelerator) if not name.startswith("__")}
-    unused = {"_attribute", "_driven", "_entered", "_missing_on_device", "check_not_capturing"}
+    unused = {"_attribute", "_driven", "_missing_on_device", "_module", "up", "down", "check_not_capturing"}
     assert own - unused <= set(vars(Imitation)) | {"captures"}
 
 

@@ -1,5 +1,6 @@
 """Registered memory beside captures, other devices and forks."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -200,6 +201,35 @@ def test_it_is_registered_again_after_the_work_that_reads_it_and_for_all_handles
     one.close()
     two.close()
     assert late.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_memory_is_not_registered_again_before_work_is_queued(registry, held):
+    """One thread asks for the addresses, the process forks, and another thread registers again before the first one has queued its work."""
+    device, memory, done = Imitation(), block(), []
+    one, two = registry.register(device, [memory]), registry.register(device, [memory])
+    device.apart = 1 << 40  # from now on each registration is elsewhere
+
+    def use():
+        two.use()
+        done.append(device.counts["register"])
+
+    other = threading.Thread(target=use)
+    with one.turn if held else contextlib.nullcontext():
+        one.use()
+        address = one.addresses[0]
+        fork()
+        other.start()
+        other.join(0.2)
+        assert done == ([] if held else [2])
+        with contextlib.nullcontext() if held else pytest.raises(Fault, match="not registered"):
+            device.launch(lambda: device.memory_at(address, 3))
+    other.join()
+    assert done == [2]
+    assert one.use() is True
+    assert read_later(device, one, 3).tolist() == [1, 1, 1]
+    one.close()
+    two.close()
 
 
 def test_shared_memory_stays_registered(device, registry, tmp_path):

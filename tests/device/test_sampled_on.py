@@ -1,11 +1,12 @@
 """``rb.sample(device=)`` on a device that reads by itself: the one-line form of ``DeviceReplay``."""
 
+import contextlib
+
 import pytest
 import torch
 
 from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, TensorDictPrioritizedReplayBuffer
 from engram.buffer import replay_buffer
-from engram.device import replay
 from tests.device import test_direct
 from tests.device.test_direct import by_priority, pair, same
 
@@ -16,7 +17,6 @@ device = test_direct.device
 def target(device, monkeypatch):
     monkeypatch.setattr(replay_buffer, "target_of", lambda device, form: torch.device("cuda", 0))
     monkeypatch.setattr(replay_buffer, "moved", lambda sample, target: ("by the host", sample))
-    monkeypatch.setattr(replay, "capturing", lambda on: device.capturing())
 
 
 def test_batches_are_read_by_the_device(device):
@@ -77,3 +77,22 @@ def test_what_the_host_must_draw(device):
     rb.empty()
     with pytest.raises(NoSampleable):
         rb.sample(device="cuda")
+
+
+@pytest.mark.parametrize("value", [3.0, float("nan")])
+def test_closing_the_buffer_applies_what_is_under_way(device, monkeypatch, value):
+    rb, _ = pair(TensorDictPrioritizedReplayBuffer, sampler=by_priority)
+    batch, seen = rb.sample(device="cuda"), []
+    batch["td_error"] = torch.full((8,), value)
+    rb.update_tensordict_priority(batch)
+    kept = rb.sampler.priorities()
+    before = kept.leaves_of(batch["index"])
+    storage, detach = type(rb.storage), type(rb.storage).detach
+    monkeypatch.setattr(
+        storage, "detach", lambda self, rb: (seen.append(kept.leaves_of(batch["index"])), detach(self, rb))
+    )
+    with contextlib.nullcontext() if value == 3.0 else pytest.warns(UserWarning, match="close: .*got 8 others"):
+        rb.close()
+    torch.testing.assert_close(seen[0], torch.full_like(before, 3.0**0.7) if value == 3.0 else before)
+    assert not device.regions, "the memory is registered no more"
+    rb.close()

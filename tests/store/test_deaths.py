@@ -115,7 +115,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
 
 def test_stopped_while_it_makes_a_store(ram, monkeypatch):
     """Others are told in bounded time; when it goes on, all is well."""
-    monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.3)
+    monkeypatch.setattr(engram.store.lifetime, "WAIT_S", 0.3)
     for n in stress.size((300, 600), range(200, 800, 5)):
         folder = ram / f"{n}"
         folder.mkdir()

@@ -30,7 +30,7 @@ from engram import (
 from engram._support import native
 from engram.store import shared_memory, sweep_shared_memory
 from engram.store.indexes import Indexes
-from engram.store.locks import exclusive
+from engram.store.lifetime import exclusive
 from tests import fresh
 from tests.ranks.processes import wait_for
 from tests.store.processes import Child, leaves, steps, whole

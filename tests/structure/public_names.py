@@ -51,7 +51,10 @@ def _public(module):
     """Its ``__all__``, or all that it defines itself."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
-        return listed
+        return [
+            *listed,
+            *(name for names in absent._MOVED_NAMES.get(module.__name__, {}).values() for name in names.split()),
+        ]
     home = absent.moved_to(module.__name__) or module.__name__
     return [name for name, value in vars(module).items() if name[0] != "_" and _home(value) == home]
 

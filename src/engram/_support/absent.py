@@ -17,32 +17,32 @@ _MOVED = {
     "cluster.lists": "serving.actors",
     "cluster.replay_buffer": "serving.on_ray",
     "cluster.shard": "serving.actors",
-    "collate": "storages.collate",
+    "collate": "storages.items",
     "components": "persist.noted",
-    "consumption": "store.consumption",
+    "consumption": "store.row_indexes",
     "ensembles": "members",
     "ensembles.members": "members.reading",
     "ensembles.refusing": "members.components",
     "ensembles.samplers": "members.components",
     "ensembles.storages": "members.components",
-    "epochs": "store.epochs",
+    "epochs": "store.row_indexes",
     "expanders": "around",
     "expanders._base": "around.expander",
-    "expanders.cat_frames": "around.frames",
+    "expanders.cat_frames": "around.reductions",
     "expanders.expansion": "around.reading",
-    "expanders.n_step": "around.returns",
+    "expanders.n_step": "around.reductions",
     "expanders.next_from_following": "around.following",
     "expanders.relabelling": "around.hindsight",
-    "expanders.reward_to_go": "around.returns",
+    "expanders.reward_to_go": "around.reductions",
     "field_paths": "_support.field_paths",
     "fleet": "remote.fleet",
-    "groups": "store.groups",
+    "groups": "store.row_indexes",
     "layouts": "torchrl.checkpointers",
     "layouts.checkpointers": "torchrl.checkpointers",
-    "layouts.folders": "torchrl.folders",
-    "layouts.hdf5": "torchrl.hdf5",
+    "layouts.folders": "torchrl.parts",
+    "layouts.hdf5": "torchrl.checkpointers",
     "layouts.hooked": "persist.hooked",
-    "layouts.hooks": "torchrl.hooks",
+    "layouts.hooks": "torchrl.checkpointers",
     "layouts.parts": "torchrl.parts",
     "layouts.reading": "torchrl.layouts",
     "limits": "store.limits",
@@ -60,7 +60,7 @@ _MOVED = {
     "migrate.torchrl.state": "torchrl.states",
     "nested": "_support.nested",
     "offline_to_online": "members.offline_to_online",
-    "packing": "storages.packing",
+    "packing": "storages.items",
     "plotting": "inspect.plots",
     "plotting.plots": "inspect.plots",
     "prefetch": "buffer.prefetch",
@@ -94,16 +94,19 @@ _MOVED = {
     "state": "_support.state",
     "trajectories": "around",
     "units": "around",
-    "units._base": "around.units",
+    "units._base": "around.sequence",
     "units.anchor_priorities": "around.sequence",
-    "usage": "store.usage",
+    "usage": "store.row_indexes",
 }
 #: Names that modules had, which are where they were, and where the names are.
 _MOVED_NAMES = {
-    "engram.samplers": (
-        "engram.around",
-        "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec",
-    )
+    "engram.samplers": {
+        "engram.around": "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec"
+    },
+    "engram.types": {
+        "engram.checkpoint.checkpointable": "Checkpointable Savers",
+        "engram.store.sampled": "SampledStorage",
+    },
 }
 
 _INSTEAD = {
@@ -209,14 +212,18 @@ class MovedModules:
 
 def moved_names(module: str) -> Callable[[str], object]:
     """The ``__getattr__`` of a module that had other names, too."""
-    there, names = _MOVED_NAMES[module]
+    homes = {name: home for home, names in _MOVED_NAMES[module].items() for name in names.split()}
 
     def found(name: str) -> object:
-        if name not in names.split():
+        if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(there), name)
+        return getattr(importlib.import_module(homes[name]), name)
 
     return found
+
+
+# The module of types stands below this one: it is given what it cannot ask for.
+vars(importlib.import_module("engram.types"))["__getattr__"] = moved_names("engram.types")
 
 
 def said_of(name: str) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Tries without a pause between them.
-IN_A_ROW = 8
+TRIES_WITHOUT_PAUSE = 8
 
 
 class Retries:
@@ -29,7 +29,7 @@ class Retries:
         Raises ``WriterStalled``: the limit is reached.
         """
         self.count += 1
-        if self.count > IN_A_ROW:
+        if self.count > TRIES_WITHOUT_PAUSE:
             if time.monotonic() > self._deadline:
                 raise WriterStalled(
                     f"{call}: row {int(rows[moved[0]])}{detail} moved at every try for {self._limit:g} s."

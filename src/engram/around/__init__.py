@@ -5,10 +5,9 @@ from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.around.episodes import find_start_stop_traj
 from engram.around.expander import Expander
 from engram.around.following import FinalObservations, NextFromFollowing, finals_of
-from engram.around.frames import CatFrames, FrameStack
 from engram.around.hindsight import Hindsight, HindsightStrategy
-from engram.around.returns import NStep, RewardToGo
-from engram.around.sequence import AnchorPriorities, Sequence, r2d2_priority
+from engram.around.reductions import CatFrames, FrameStack, NStep, RewardToGo
+from engram.around.sequence import AnchorPriorities, SampleUnit, Sequence, Transition, r2d2_priority
 from engram.around.settings import WindowSpec
 from engram.around.slices import (
     PrioritizedSliceSampler,
@@ -16,7 +15,6 @@ from engram.around.slices import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
 )
-from engram.around.units import SampleUnit, Transition
 
 # As in TorchRL it is of both kinds; it shares no code with either.
 SliceSampler.register(SliceSamplerWithoutReplacement)

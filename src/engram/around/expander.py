@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from engram.around.windows import WindowSampler
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -170,6 +171,11 @@ class Expander(DeclaredSampler):
         raise NotImplementedError
 
     @property
+    def reads_there(self) -> bool:
+        """Whether rows on an accelerator can be read with what this expander adds."""
+        return False
+
+    @property
     def _followed(self) -> tuple[FieldPath, ...]:
         """Of all expanders here."""
         return tuple(key for expander in self.chain for key in expander.followed)
@@ -265,8 +271,10 @@ class Expander(DeclaredSampler):
         source = self._innermost
         if not self._followed or not len(storage):
             return source.can_sample(storage, batch_size)
+        assert storage.memory is not None
+        if not storage.memory.is_native and self.draws_on_device:
+            return self._can_sample_there(storage.memory) and source.can_sample(storage, batch_size)
         if self._windows is not None:
-            assert storage.memory is not None
             finished = self._expansion_of(storage.memory).finished
             return self._windows.can_sample(storage, batch_size, finished=finished)
         try:
@@ -320,7 +328,8 @@ class Expander(DeclaredSampler):
         """
         self._check_next_frames()
         self._check_storage(storage)
-        if not storage.traits.has_fields or (storage.device is not None and storage.device.type != "cpu"):
+        there = storage.device is not None and storage.device.type != "cpu"
+        if not storage.traits.has_fields or (there and not self.reads_there):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
             raise RuntimeError(self._elsewhere(where))
         self._source.bind(storage)
@@ -393,6 +402,8 @@ class Expander(DeclaredSampler):
         """
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
+        if not memory.is_native and self.draws_on_device:
+            return self._sample_there(storage, key, n, numbered=numbered)
         expansion = self._expansion_of(memory)
         relabelling, windows = expansion.relabelling, self._windows
         goals = None if relabelling is None else relabelling.goals(memory, expansion.table, key.value)
@@ -425,6 +436,14 @@ class Expander(DeclaredSampler):
         if goals is not None:
             goals.apply(storage, columns, info, expansion.computed)
         return columns, rows, info
+
+    def _sample_there(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool) -> NativeBatch:
+        """As :meth:`sample_natively`, of rows on an accelerator. Where no row can be drawn, ``rb.stats()`` raises."""
+        raise NotImplementedError
+
+    def _can_sample_there(self, memory: Store) -> bool:
+        """Whether some row on an accelerator can be read with what this expander adds."""
+        raise NotImplementedError
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 

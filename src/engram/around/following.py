@@ -6,7 +6,7 @@ import os
 import weakref
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,13 +16,16 @@ from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram._support.words import warn
-from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
+from engram.around.episodes import END_KEYS, numbers_by_path, step_type_bytes, usual_flags, whole_flag_bytes
 from engram.around.expander import Expander
-from engram.around.reading import MARK, Column
+from engram.around.reading import MARK, Column, Expansion
 from engram.errors import ReadOnlyStore
 from engram.format.layout import is_store
+from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
+from engram.store import DeviceStore
+from engram.store.device.followed import End, EndKind, Followed
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import WritePlan
@@ -36,8 +39,13 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.around.reading import Reading
     from engram.format.schema import Field
-    from engram.store import Store
-    from engram.types import Commit, SampledStorage, Sampler, Traits, Write
+    from engram.store import Key, Store
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write
+
+
+#: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.
+_ROWS_PER_FINAL = 8
 
 
 class FinalObservations(Stateful):
@@ -58,7 +66,8 @@ class FinalObservations(Stateful):
             or after ``share()``. :meth:`open_or_create` makes one in a directory. Default: one with a place for each row
             of the buffer whose sampler is a :class:`NextFromFollowing` with these final observations. It is in RAM, which
             is taken as episodes end. Beside a shared buffer it is memory-mapped: in a temporary folder, or beside a
-            directory ``replay`` in ``replay-finals``.
+            directory ``replay`` in ``replay-finals``. For rows on an accelerator, which takes memory at once, it lies there
+            and has a place for every eighth row.
         end_keys: fields that are nonzero at the last step of an episode; those that do not exist are skipped.
             Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``, or without any the
             flags of the same names beside the observation.
@@ -83,6 +92,11 @@ class FinalObservations(Stateful):
 
     #: The rows of the buffer, once it is known.
     _rows: weakref.ref[TensorStorage] | None = None
+    #: Where next observations are of rows on an accelerator; None: not known yet, or the rows are on the host.
+    there: Followed | None = None
+    #: What tags of final observations on an accelerator count from.
+    _first_tag = int.from_bytes(os.urandom(7), "little")
+    _lost = 0
 
     def __init__(self, keys: object, storage: SampledStorage | None = None, *, end_keys: object = None) -> None:
         given = as_paths(keys, "FinalObservations: keys")
@@ -91,20 +105,13 @@ class FinalObservations(Stateful):
         #: Whether the storage is one that follows the rows, and whether it was made.
         self._follows, self._made = storage is None, False
         storage = LazyTensorStorage(1) if storage is None else storage
-        if (
-            not isinstance(storage, TensorStorage)
-            or storage.ndim != 1
-            or storage.lanes != 1
-            or storage.device != torch.device("cpu")
-        ):
+        if not isinstance(storage, TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
             raise TypeError(
-                f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage on the CPU with one lane, got {storage!r}."
+                f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage with one lane, got {storage!r}."
             )
         self.keys = given
         self.storage = storage
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
-        self.lost = 0
-        """Stored rows that are not drawn any more, as their final observations were overwritten: those that this object has met."""
         self._warned = False
         #: The round of the storage in which places were last looked for, and int64 ``[max_size]``: the row of each place, or -1.
         self._owners: tuple[int, Tensor] | None = None
@@ -112,7 +119,14 @@ class FinalObservations(Stateful):
         self._replaced: dict[int, tuple[Tensor, Tensor] | None] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_rows": None, "_owners": None, "_replaced": {}}
+        return vars(self) | {"_rows": None, "_owners": None, "_replaced": {}, "there": None}
+
+    @property
+    def lost(self) -> int:
+        """Stored rows that are not drawn any more, as their final observations were overwritten: those that this object has met. Of rows
+        on an accelerator all, and the host waits for it.
+        """
+        return self._lost if self.there is None else self.there.lost()
 
     @classmethod
     def open_or_create(
@@ -205,7 +219,7 @@ class FinalObservations(Stateful):
     def follow(self, rows: TensorStorage) -> None:
         """Learn which rows these are the final observations of, and make the storage if none was given.
 
-        Raises: as :meth:`open_or_create`. ``RuntimeError``: as :meth:`check_shared`.
+        Raises: as :meth:`open_or_create`. ``RuntimeError``: as :meth:`check_shared`; or rows and final observations are on two devices.
 
         >>> from engram import FinalObservations, LazyTensorStorage
         >>> finals = FinalObservations(["obs"])
@@ -224,6 +238,8 @@ class FinalObservations(Stateful):
             if folder is not None:
                 beside = folder.with_name(f"{folder.name}-finals")
                 self.storage = LazyMemmapStorage.open_or_create(beside, rows.max_size, 1, 1, None, unclean="refuse")
+            elif rows.device != torch.device("cpu"):
+                self.storage = LazyTensorStorage(max(1, rows.max_size // _ROWS_PER_FINAL), device=rows.device)
             else:
                 self.storage = (LazyMemmapStorage if rows.shared else LazyTensorStorage)(rows.max_size)
             self._made = True
@@ -231,6 +247,11 @@ class FinalObservations(Stateful):
             self.storage.share()
         if rows.shared:
             self.check_shared()
+        if rows.device != self.storage.device:
+            raise RuntimeError(
+                f"NextFromFollowing: expected final observations on {rows.device}, where the rows are, got a storage on "
+                f"{self.storage.device}. Make it with device='{rows.device}', or leave it out: FinalObservations(keys)."
+            )
 
     def move(self) -> None:
         """Follow the rows, which lie elsewhere now. Raises: as :meth:`follow`.
@@ -301,17 +322,21 @@ class FinalObservations(Stateful):
                     f"FinalObservations: {public(('next', *key))!r}: expected {list(here.shape)} {here.dtype} as "
                     f"{public(key)!r} has, got {list(there.shape)} {there.dtype}."
                 )
-            last[".".join(key)] = there[ended.to(there.device)]
-        mark = torch.full((len(ended), 2), -1, device="cpu")
-        if bool(ended.any()):
-            mark[ended.cpu()] = self._keep(last, int(ended.sum()))
+            last[".".join(key)] = there
+        mark = self._keep(last, ended)
         gone = [("next", *key) for key in self.keys]
         stored = ExcludeTransform(*gone).forward(data) if isinstance(data, dict) else data.exclude(*gone)
         put(stored, MARK, mark)
         return stored
 
-    def _keep(self, last: dict[str, Tensor], n: int) -> Tensor:
-        """Write final observations: int64 ``[n, 2]``, their rows and tags."""
+    def _keep(self, last: dict[str, Tensor], ended: Tensor) -> Tensor:
+        """Write the final observations among those of some steps: int64 ``[n, 2]``, their rows and tags; -1 of the other steps."""
+        mark, n = torch.full((len(ended), 2), -1, device="cpu"), len(ended)
+        there = self.storage.device != torch.device("cpu") or isinstance(self.storage.memory, DeviceStore)
+        if not there:
+            last, n = {name: value[ended.to(value.device)] for name, value in last.items()}, int(ended.sum())
+        if not n:
+            return mark
         if self._follows and not self._made:
             raise RuntimeError(
                 "FinalObservations: expected a storage, as no buffer draws with a NextFromFollowing of these final observations, "
@@ -319,10 +344,13 @@ class FinalObservations(Stateful):
             )
         tags = torch.frombuffer(bytearray(os.urandom(8 * n)), dtype=torch.int64) & ((1 << 63) - 1)
         prepared, _ = self.storage.prepare({**last, "tag": tags}, "FinalObservations", batched=True)
+        if there:
+            return cast("DeviceStore", self.storage.store).append_some(prepared[:-1], ended, self._first_tag)
         places = self.storage.write(WritePlan(lane=0), prepared, n).rows
         if not self._warned and self.storage.write_count > self.storage.max_size:
             self._note_replaced(places)
-        return torch.stack([places, tags], 1)
+        mark[ended.cpu()] = torch.stack([places, tags], 1)
+        return mark
 
     def _marks(self) -> tuple[Store | None, Tensor]:
         """The store of the rows, and their marks: int64 ``[rows, 2]``, a view. None: there are none yet."""
@@ -407,9 +435,9 @@ class FinalObservations(Stateful):
         try:
             memory.check_writable()
             _, numbers = memory.patch(rows, [mark], [torch.full((len(rows), 2), -1, device="cpu")], tickets)
-            self.lost += int((numbers >= 0).sum())
+            self._lost += int((numbers >= 0).sum())
         except ReadOnlyStore:  # they are drawn again and again, and others in their place
-            self.lost = len(rows)
+            self._lost = len(rows)
         return True
 
     def read(self, mark: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -427,6 +455,7 @@ class FinalObservations(Stateful):
         >>> observations[0].tolist(), found.tolist()
         ([2], [True])
         """
+        mark = mark.cpu()
         rows = mark[:, 0].contiguous()
         if self.storage.memory is None or bool((rows >= self.storage.max_size).any()):
             return [], torch.zeros(len(rows), dtype=torch.bool, device="cpu")
@@ -570,6 +599,65 @@ class NextFromFollowing(Expander):
                 )
         reading.following = Following(reading.numbers[MARK], fields, self.finals)
 
+    @property
+    def reads_there(self) -> bool:
+        of = self._source.traits
+        return not self._inside and (of.draws_uniformly or isinstance(self._source, PrioritizedSampler))
+
+    @property
+    def draws_on_device(self) -> bool:  # type: ignore[override]
+        return self.reads_there and (self._source.traits.draws_uniformly or self._source.draws_on_device)
+
+    def _sample_there(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool) -> NativeBatch:
+        memory, source = cast("DeviceStore", storage.memory), self._source
+        followed = self._followed_on(memory)
+        info: Info = {}
+        if isinstance(source, PrioritizedSampler):
+            columns, rows, info = source.sample_natively(storage, key, n, through=followed)
+        else:
+            *columns, rows, numbers = followed.sample_rows(n, key.value)
+            info = {"index_generation": numbers} if numbered else info
+        stored = len(memory.schema.fields)
+        info.update(zip(self.computed_keys, columns[stored:], strict=True))
+        return columns[:stored], rows, info
+
+    def _can_sample_there(self, memory: Store) -> bool:
+        followed = self._followed_on(cast("DeviceStore", memory))
+        with followed.rows, followed.finals:
+            return bool(followed.find(torch.arange(memory.capacity, device=memory.device))[0].any())
+
+    def _followed_on(self, memory: DeviceStore) -> Followed:
+        """Where next observations are. Raises as for rows on the host."""
+        storage, found, name = self.finals.storage, self.finals.there, type(self).__name__
+        kept = storage.memory
+        if (
+            found is None
+            or found.store is not memory
+            or not isinstance(kept, DeviceStore)
+            or found.finals is not kept.rows
+        ):
+            fields = memory.schema.fields
+            Expansion.check_rows(memory, name)
+            following, bounds = (
+                self._reading(fields).following,
+                self._rules.episodes(memory, f"sample: {name}").boundaries,
+            )
+            assert following is not None  # change() has set it
+            if kept is None:  # the rows are of a checkpoint in which none has a final observation
+                last = {".".join(key): memory.tensors[number][:1] for key, number in following.fields.items()}
+                storage.prepare({**last, "tag": torch.zeros(1, dtype=torch.int64, device="cpu")}, name, batched=True)
+            ends = [End(number, "id") for number in bounds.ids]
+            for number in bounds.ends:
+                all_flags = whole_flag_bytes(fields[number], bounds.all_flags) > 0
+                by: EndKind = (
+                    "step type" if step_type_bytes(fields[number]) else "all flags" if all_flags else "any flag"
+                )
+                ends.append(End(number, by))
+            finals = cast("DeviceStore", storage.store).rows
+            found = Followed(memory, finals, following.mark, [*following.fields.values()], ends)
+            self.finals.there, vars(self)["computed_keys"] = found, dict.fromkeys(map(public, following.names), False)
+        return found
+
     def beside_bytes(self, stored: Sequence[Field]) -> int:
         observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)
         return self.finals.storage.max_size * (observations + 8)  # and a tag
@@ -646,8 +734,8 @@ class Following:
     def __init__(self, mark: int, fields: dict[FieldPath, int], finals: FinalObservations) -> None:
         """``mark``: the field in which a row names its final observation. ``fields``: the observations, by path."""
         self.names = [("next", *path) for path in fields]
-        self._mark = mark
-        self._fields = fields
+        self.mark = mark
+        self.fields = fields
         self._finals = finals
 
     def check(self, memory: Store) -> None:
@@ -657,13 +745,13 @@ class Following:
 
     def columns(self, others: list[Column]) -> list[Column]:
         """The next observations, stacked as the observations are, then what comes after the observed row, for :meth:`complete`."""
-        ahead = others[self._mark].ahead
-        following = [others[number]._replace(ahead=ahead, following=True) for number in self._fields.values()]
+        ahead = others[self.mark].ahead
+        following = [others[number]._replace(ahead=ahead, following=True) for number in self.fields.values()]
         return [*following, Column("after", ahead=ahead)]
 
     def finished(self, others: list[Column]) -> tuple[int, int]:
         """The field of :meth:`__init__`, and how many steps at the end of a trajectory have no next observation if that is negative."""
-        return self._mark, others[self._mark].ahead + 1
+        return self.mark, others[self.mark].ahead + 1
 
     def complete(self, memory: Store, rows: Tensor, tensors: list[Tensor], moved: list[int]) -> tuple[list[int], bool]:
         """Put final observations where no row follows: ``(places to draw again, whether all of those wait for a next step)``.
@@ -684,7 +772,7 @@ class Following:
             return moved, False
         stands = torch.ones(len(rows), dtype=torch.bool, device="cpu")
         stands[moved] = False
-        mark = tensors[self._mark]
+        mark = tensors[self.mark]
         final = stands & (mark[:, 0] >= 0)
         at, alone = final.nonzero().flatten(), stands & ~final & (after != 0)
         unmarked = alone & (after == _ANOTHER)
@@ -693,7 +781,7 @@ class Following:
             gone = at[~found]
             if len(gone):  # unless the row is, too
                 lost = gone[memory.tickets_of(rows[gone]) == numbers[gone]]
-                if len(lost) and not self._finals.pass_over(memory, self._mark):
+                if len(lost) and not self._finals.pass_over(memory, self.mark):
                     raise RuntimeError(
                         f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in "
                         f"{self._finals.storage!r}: that is not the one that was written to. Draw with the FinalObservations that the "
@@ -701,7 +789,7 @@ class Following:
                     )
                 stands[gone] = False
                 stands[lost] = alone[lost] = True  # they wait for good
-            for place, column in zip(range(-1 - len(self._fields), -1), columns, strict=False):
+            for place, column in zip(range(-1 - len(self.fields), -1), columns, strict=False):
                 tensor = tensors[place]
                 values = column[found].to(tensor.dtype)  # rows may have been cast at the door
                 if tensor.ndim > values.ndim:  # frames, [B, frames, *shape]: the newest one

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from engram.around.reading import Reading
     from engram.storages import TensorStorage
     from engram.store import Store
-    from engram.types import Entry, Info, SampledStorage, Sampler
+    from engram.store.sampled import SampledStorage
+    from engram.types import Entry, Info, Sampler
 
 
 class HindsightStrategy(StrEnum):

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from engram.around.windows import Arguments, Table, _Bound
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, SampledStorage, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Write
 
 
 class SliceArguments(WindowArguments, total=False):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
+    from engram.store.sampled import SampledStorage
+    from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
     Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
     Table: TypeAlias = _native.Trajectories | _native.Fragments

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram._support.progress import OnProgress
+    from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.persist.roles import Roles
     from engram.remote.served import Drawn

@@ -6,14 +6,14 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from engram._support.unsupported import meant
-from engram.buffer.compat import READING_ARGUMENTS
+from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.on_ray import attached_by_name
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.remote.fleet import check_missing
 
 if TYPE_CHECKING:
-    from engram.buffer.compat import ConnectArguments
-    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.configuration import ConnectArguments
+    from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
@@ -46,7 +46,7 @@ class _Way(NamedTuple):
         check_missing(self.missing)
 
 
-def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: ConnectArguments) -> ReplayBuffer:
+def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArguments) -> Facade:
     """The buffer that a served store notes, over a connection.
 
     Args:
@@ -93,7 +93,7 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
                 "Use ReplayBuffer.connect."
             )
         settings = {**noted_settings(noted), **{name: value for name, value in reading.items() if value is not None}}
-        rb: ReplayBuffer = kind(
+        rb: Facade = kind(
             storage=storage,
             sampler=sampler,
             writer=RemoteWriter(served),

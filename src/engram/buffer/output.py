@@ -56,13 +56,6 @@ class View:
         return self._leaf(leaf, path)
 
 
-def checked_form(form: object, call: str) -> str:
-    """The form of batches. Raises ``ValueError``: there is none of that name."""
-    if form not in FORMS:
-        raise ValueError(f"{call}: output: expected 'torch', 'numpy' or 'namedtuple', got {form!r}.")
-    return str(form)
-
-
 def target_of(device: torch.device | str, form: str) -> torch.device:
     """The device that batches go to. Raises ``TypeError``, ``RuntimeError``: it is none. ``ValueError``: arrays cannot be there."""
     target = existing_device(device, "sample: device")

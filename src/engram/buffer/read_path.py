@@ -20,7 +20,7 @@ from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
 from engram.samplers.redraw import Redraw
-from engram.storages import collate
+from engram.storages import items
 from engram.store import ThreadKey
 from engram.types import Draw
 
@@ -205,7 +205,7 @@ class ReadPath:
         if wiring.storage.traits.has_fields:
             return data
         stack = wiring.storage.stacked
-        return collate.stack(data) if stack is None else stack(data)
+        return items.stack(data) if stack is None else stack(data)
 
     def copied(self, data: object, *, stacked: bool) -> Any:
         """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""

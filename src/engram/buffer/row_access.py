@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram._support.field_paths import FieldPath
+    from engram.buffer.configuration import Settings
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Field
     from engram.persist.roles import Roles
@@ -49,7 +49,11 @@ class RowAccess:
         self._settings = settings
         self._reading = reading
         self._prefetching = prefetching
-        self.replays = Replays(OnDevice(wiring, settings, reading))
+
+    @cached_property
+    def replays(self) -> Replays:
+        """What draws batches on accelerators, by their devices."""
+        return Replays(OnDevice(self._wiring, self._settings, self._reading))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class RowAccess:
         wiring = self._wiring
         memory = wiring.storage.memory
         there = isinstance(memory, DeviceStore) and memory.names(index) and wiring.storage.ndim == 1
-        where = storages.Rows(cast("Tensor", index)) if there and not wiring.is_heard() else self._where(index)
+        where = storages.Rows(cast("Tensor", index)) if there and not wiring.has_listeners() else self._where(index)
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))
@@ -244,7 +248,11 @@ class RowAccess:
             self._prefetching.materialize()
 
 
-def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> int:
+class _HasRows(Protocol):
+    _rows: RowAccess
+
+
+def remove(self: _HasRows, rows: object, *, generation: object = None) -> int:
     """Remove rows, for every process that has the store open. The next writes to their places make them live again.
 
     A removed row is void, like one whose writer died: draws, windows, slices, epochs, groups, trajectory tables, queries, expanders

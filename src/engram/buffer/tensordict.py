@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDictBase
 
-    from engram.buffer.compat import BufferArguments
+    from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.types import Device, Size, Told, Wait
 
@@ -157,7 +157,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     True
     """
 
-    _default_writer: Callable[[], Any] = writers.TensorDictRoundRobinWriter
+    _default_writer: Callable[[], object] = writers.TensorDictRoundRobinWriter
     _read_path = TensorDictReadPath
     _write_path = TensorDictWritePath
     _row_access = TensorDictRowAccess

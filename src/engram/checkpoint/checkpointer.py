@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram._support.progress import OnProgress
+    from engram.checkpoint.checkpointable import Checkpointable, Savers
     from engram.checkpoint.job import Requests
     from engram.format.problems import Problem
     from engram.persist.roles import Roles
-    from engram.types import Checkpointable, Savers
 
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]

@@ -56,7 +56,9 @@ def main() -> None:
 
 @main.command()
 @click.argument("directory", required=False, type=_PATH)
-@click.option("--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and its devices.")
+@click.option(
+    "--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and what a GPU can do."
+)
 @_JSON
 def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """Judge what engram finds on this machine: Python, torch, the native core, memory, limits, extras.
@@ -264,9 +266,20 @@ def reshard(
 @click.option(
     "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
 )
+@click.option(
+    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins here. Loads torch."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
-    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, as_json: bool
+    sample: Path | None,
+    capacity: int,
+    given: tuple[str, ...],
+    batch: bool,
+    memory: str | None,
+    device: str | None,
+    batch_size: int,
+    as_json: bool,
 ) -> None:
     """Say how much memory or disk a buffer will take, before it is made.
 
@@ -278,7 +291,7 @@ def plan(
     with refusing():
         from engram.cli.plan import planned, show_plan
 
-        found = planned(sample, given, capacity, batch=batch, memory=memory)
+        found = planned(sample, given, capacity, batch=batch, memory=memory, device=device, batch_size=batch_size)
     _show(found, show_plan, as_json=as_json)
 
 

@@ -14,7 +14,7 @@ from engram.buffer.prioritized import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
 from engram.inspect import effective_size
 from engram.samplers import RandomSampler
-from engram.store.readonly import ReaderStore
+from engram.store.opening import ReaderStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

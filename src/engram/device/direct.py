@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -16,6 +17,8 @@ from engram.store.device.registry import REGISTRY, NotRegistered
 from engram.store.device.updates import UpdateRing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from engram.store import Store
@@ -93,6 +96,10 @@ class Readable(Protocol):
 
 class NotDirect(RuntimeError):
     """An accelerator cannot read a buffer by itself. The text is the cause."""
+
+
+class Changed(RuntimeError):
+    """A buffer, or its memory, is not what it was."""
 
 
 class _Commands:
@@ -210,7 +217,7 @@ class DirectReader:
         """Of a batch."""
         #: Work is queued by one thread at a time: it uses the chain's own memory, in order.
         self._lock = fork.rlock()
-        self._refused, self._pid = 0, os.getpid()
+        self._refused, self._pid, self._moved = 0, os.getpid(), False
 
     def _chain_over(self, seen: dict[int, int], index: PriorityIndex | None, seed: int | None) -> Chain:
         """The kernels that read a batch. ``seen``: where the device sees memory of the host, by address."""
@@ -233,32 +240,42 @@ class DirectReader:
         return dict(zip(_COUNTS, (batches, batches * self.nbytes, *others), strict=True))
 
     def is_current(self) -> bool:
-        """Whether the buffer and its memory are still what they were. Raises ``ForkedHandle``: this is a forked child."""
-        try:
-            if self._registered.use() or self.rows.state() != self.state:
-                return False
-        except NotRegistered:
+        """Whether the buffer and its memory are still what they were, as far as is known."""
+        if self._moved or self.rows.state() != self.state:
             return False
         return not self._full or self._store.core.size() == self._store.capacity
 
-    def _follow(self) -> torch.Stream:
-        """The stream in use, whose work comes after that of the call before: the chain has memory of its own, one batch at a time."""
+    @contextlib.contextmanager
+    def _queueing(self) -> Iterator[torch.Stream]:
+        """Inside, work that reads the memory may be queued on the stream in use, behind that of the call before: the chain has memory of
+        its own, one batch at a time. No other thread registers the memory again meanwhile.
+
+        Raises ``Changed``: it lies elsewhere since a fork. ``ForkedHandle``: this is a forked child.
+        """
         accelerator = self.accelerator
-        stream = accelerator.current()
-        if accelerator.capturing():
-            self._registered.use()  # a graph may read it until this is closed
-            _CAPTURED.add(self)
-        elif stream != self._stream:
-            accelerator.wait(stream, accelerator.mark(self._stream))
-            self._stream = stream
-        return stream
+        with self._lock, self._registered.turn:
+            try:
+                self._moved |= self._registered.use()
+            except NotRegistered:
+                self._moved = True
+            if self._moved:
+                raise Changed(
+                    "expected the memory of the buffer where it was, got another place: the process has forked. Make a new DeviceReplay."
+                )
+            if accelerator.capturing():
+                _CAPTURED.add(self)  # a graph may read it until this is closed
+                yield accelerator.current()
+            else:
+                self._stream = accelerator.after(self._stream) or self._stream
+                yield self._stream
 
     def read(self, *, return_info: bool) -> object:
-        """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample`` raises."""
+        """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample``
+        raises, and as :meth:`_queueing`.
+        """
         commands, graph, layout = self._commands, self._graph, self._chain.layout
-        key, ranks = self.rows.next_draw(self.batch_size, keyed=commands is not None)
-        with self._lock:
-            stream = self._follow()
+        with self._queueing() as stream:
+            key, ranks = self.rows.next_draw(self.batch_size, keyed=commands is not None)
             if self._sender is not None:
                 self._sender.send()
             batch = layout.views(layout.empty(self.accelerator.device))
@@ -276,11 +293,9 @@ class DirectReader:
         return self.rows.finish(batch, n, self.accelerator.device, return_info=return_info)
 
     def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
-        """Queue new priorities, all ``[n]`` on the device, on the stream in use. Raises as :meth:`UpdateRing.send`."""
+        """Queue new priorities, all ``[n]`` on the device, on the stream in use. Raises as :meth:`UpdateRing.send`; ``Changed``."""
         assert self.updates is not None  # rows are drawn by priority
-        with self._lock:
-            self._registered.use()
-            self._follow()
+        with self._queueing():
             self.updates.send(
                 rows.contiguous(), tickets.contiguous(), priorities.detach().to(torch.float32).contiguous()
             )

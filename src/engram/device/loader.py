@@ -18,7 +18,7 @@ from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
 from engram._support.words import warn
 from engram.device.block import Blocks, Drawn
-from engram.device.direct import DirectReader, NotDirect, Readable
+from engram.device.direct import Changed, DirectReader, NotDirect, Readable
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
@@ -267,7 +267,10 @@ class DeviceLoader(Closes):
                 yield from self._copied()
                 return
             self._apply()
-            batch = reader.read(return_info=self.return_info)
+            try:
+                batch = reader.read(return_info=self.return_info)
+            except Changed:
+                continue
             self._counts["batches"] += 1
             self._counts["bytes"] += reader.nbytes
             yield batch
@@ -378,7 +381,10 @@ class DeviceLoader(Closes):
         ):
             reader.flush("update_priority")  # those before come first
             return False
-        reader.send(*(one.reshape(-1) for one in given))
+        try:
+            reader.send(*(one.reshape(-1) for one in given))
+        except Changed:
+            return False
         reader.check("update_priority")
         return True
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from engram._support.checks import check_count
 from engram._support.closing import Closes
-from engram._support.devices import capturing, existing_device
+from engram._support.devices import existing_device
 from engram._support.nested import is_tensordict
-from engram.device.direct import DirectReader, NotDirect, Readable
-from engram.errors import NoSampleable
+from engram._support.words import warn
+from engram.device.direct import Changed, DirectReader, NotDirect, Readable
+from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
 
@@ -135,7 +136,7 @@ class DeviceReplay(Closes):
             self._captured.append(reader)
         elif not reader.is_current():
             what = self._rows.refusal or "its fields, or its memory"
-            raise _Changed(
+            raise Changed(
                 f"DeviceReplay.sample: expected a buffer as it was, got one that changed ({what}). Make a new DeviceReplay."
             )
         batch, info = cast("tuple[Any, dict[str, Tensor]]", reader.read(return_info=True))
@@ -305,10 +306,6 @@ class DeviceReplay(Closes):
         return True
 
 
-class _Changed(RuntimeError):
-    """A buffer is not what it was."""
-
-
 class Replays:
     """The :class:`DeviceReplay` objects of a buffer, made when they are asked for."""
 
@@ -324,7 +321,7 @@ class Replays:
 
         Raises ``RuntimeError``: it must, and a graph is being captured; or this was not called before with this device and size.
         """
-        key, in_graph = (device, n), capturing(device)
+        key, in_graph = (device, n), Accelerator(device).capturing()
         why, state = self._refused.get(key, ("call it once before the capture, which registers the memory", None))
         if not in_graph and key not in self.made and (state is None or state != self._rows.state()):
             try:
@@ -334,7 +331,7 @@ class Replays:
         if key in self.made:
             try:
                 return self.made[key].sample(return_info)
-            except _Changed:
+            except Changed:
                 self.made.pop(key).close()
                 return self.sample(device, n, return_info)
         if in_graph and (self._rows.store is None or self._rows.store.is_native):
@@ -346,4 +343,15 @@ class Replays:
 
     def update(self, index: object, priority: object, generation: Tensor | None) -> bool:
         """Send priorities of a batch to the buffer. False: the host must apply them; those before are applied."""
-        return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
+        try:
+            return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
+        except Changed:
+            return False
+
+    def close(self) -> None:
+        """Apply the priorities that are under way, and give the memory up. A failure is a warning."""
+        while self.made:
+            try:
+                self.made.popitem()[1].close()
+            except (PriorityError, WriterStalled) as error:
+                warn(f"close: {error}")

@@ -18,9 +18,8 @@ from engram.inspect.plots import Ends, Scan, looked_at
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import read_block, shared_memory
-from engram.store.priorities import KIND as PRIORITIES
 from engram.store.priorities import Priorities, PriorityIndex
-from engram.store.usage import UsageIndex
+from engram.store.row_indexes import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,7 +77,7 @@ def effective_size(storage: Storage) -> float | None:
     folder = None if store is None else store.folder
     if store is None or folder is None:
         return None
-    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{PRIORITIES}")]
+    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{PriorityIndex.kind}")]
     extent = storage.extent()
     rows, _ = looked_at(storage, extent, MOST) if extent.size else (torch.empty(0),) * 2
     if len(paths) != 1 or not len(rows):
@@ -90,11 +89,11 @@ def effective_size(storage: Storage) -> float | None:
 def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
     """The priorities that a sampler draws by, if there are any."""
     names = sampler.own_indexes if isinstance(sampler, DeclaredSampler) else ()
-    name = next((name for name, kind in names if kind == PRIORITIES), None)
+    name = next((name for name, kind in names if kind == PriorityIndex.kind), None)
     if name is None:
         return None
     if storage.memory is not None:
-        index: Priorities | None = storage.memory.indexes.get((name, PRIORITIES))
+        index: Priorities | None = storage.memory.indexes.get((name, PriorityIndex.kind))
         return index
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
 

@@ -14,9 +14,8 @@ from engram._support.words import count, said_share
 from engram.persist.roles import boundary_fields, roles_of
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
-from engram.store.consumption import KIND as COUNTS
-from engram.store.priorities import KIND as PRIORITIES
-from engram.store.usage import UsageIndex
+from engram.store.priorities import PriorityIndex
+from engram.store.row_indexes import ConsumptionIndex, UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,13 +140,13 @@ class Scan:
     @property
     def has_priorities(self) -> bool:
         """Whether :meth:`priorities` has something to say."""
-        return self._index(PRIORITIES) is not None
+        return self._index(PriorityIndex.kind) is not None
 
     def priorities(self) -> Priorities:
         """Raises ``RuntimeError``: the sampler has none. Copies 8 bytes a row."""
         state: Mapping[str, object] | None = None
         sampler = self._sampler
-        name = self._index(PRIORITIES)
+        name = self._index(PriorityIndex.kind)
         if name is not None:
             state = self._storage.priorities_in_use(name)
             if state is None and isinstance(sampler, PrioritizedSampler):  # of a list
@@ -162,7 +161,7 @@ class Scan:
 
     def counts(self) -> tuple[Ints, int]:
         """How often each row was drawn, and how often at most. Raises ``RuntimeError``: nothing counts. Copies 4 bytes a row."""
-        name, sampler, index = self._index(COUNTS), self._sampler, None
+        name, sampler, index = self._index(ConsumptionIndex.kind), self._sampler, None
         usage = None if self._storage.memory is None else UsageIndex.in_use(self._storage.memory)
         if usage is not None and name is None:
             often: Ints = usage.counts(self.rows).numpy()

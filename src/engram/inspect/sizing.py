@@ -6,12 +6,14 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from engram._support.checks import check_count
+from engram._support.devices import foreseen
 from engram._support.memory import missing_share
 from engram._support.words import count, said_share, said_size
 from engram.around import Expander
 from engram.format import layout
-from engram.storages._dtypes import NO_DTYPES, Dtypes, checked_dtypes
+from engram.format.sizes import DevicePlan
 from engram.storages._structure import Structure
+from engram.storages._types import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages.announcing import advice
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
 
-__all__ = ["StoragePlan", "plan"]
+__all__ = ["DevicePlan", "StoragePlan", "plan"]
 
 
 _PAGE = 4096
@@ -57,6 +59,8 @@ class StoragePlan(NamedTuple):
     """Bytes that every draw touches, which must fit into memory: those beside the rows, and the priorities of one sampler."""
     grouped: int = 0
     """``group_small_fields``, as it was given."""
+    on_device: DevicePlan | None = None
+    """What rows take on the ``device`` that was given, and what that device takes on the host."""
 
     @property
     def first_fields(self) -> int:
@@ -110,6 +114,8 @@ class StoragePlan(NamedTuple):
             )
         if self.memory:
             lines.append(self._in_memory())
+        if self.on_device is not None:
+            lines.append(str(self.on_device))
         return "\n".join([*lines, *advice(self.fields, self.dtypes)])
 
     def _in_memory(self) -> str:
@@ -129,6 +135,8 @@ def plan(
     sampler: Expander | None = None,
     memory: int | None = None,
     group_small_fields: int = 0,
+    device: torch.device | str | int | None = None,
+    batch_size: int = 256,
 ) -> StoragePlan:
     """Compute how much space a tensor storage needs, without allocating anything.
 
@@ -142,17 +150,22 @@ def plan(
             with torch. The plan then says what must stay there, and what a batch reads from disk; ``engram doctor DIR`` says how
             many batches per second that makes.
         group_small_fields: as for :class:`LazyMemmapStorage`: a row of all small fields is then read at once.
+        device: an accelerator, such as ``"cuda"``. The plan then also has the memory that rows take there, and that a device which
+            reads rows by itself takes on the host, and says what does not fit. It need not be in this machine: what is free is then
+            unknown.
+        batch_size: rows of a batch, at least 1: of a loader to the ``device``.
 
     Returns:
         A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata. Its text names the ``dtypes``
         that halve float64 fields.
 
     Raises:
-        TypeError: the row cannot be stored; the message names the field. ``capacity``, ``memory`` or ``group_small_fields`` is not an int.
-            ``dtypes`` that are none.
-            ``sampler`` is no expander.
+        TypeError: the row cannot be stored; the message names the field. ``capacity``, ``memory``, ``group_small_fields`` or
+            ``batch_size`` is not an int. ``dtypes`` that are none. ``sampler`` is no expander.
         KeyError: ``dtypes`` of a field that is not there; a field of the ``sampler`` is not.
-        ValueError: a field has an unsupported value; ``capacity`` or ``memory`` is below 1, ``group_small_fields`` below 0.
+        ValueError: a field has an unsupported value; ``capacity``, ``memory`` or ``batch_size`` is below 1, ``group_small_fields`` below
+            0; the ``device`` is the CPU.
+        RuntimeError: no such device, on a machine that has others.
 
     >>> import torch, engram
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
@@ -161,6 +174,9 @@ def plan(
     1,000,000 rows of 28.2 kB: 28.2 GB, and 20 MB beside them
     >>> print(str(engram.plan({"obs": torch.zeros(28_224, dtype=torch.uint8)}, 1_000_000, memory=8_000_000_000)).splitlines()[-1])
     In 8 GB of memory: 31.5 MB for tickets and priorities; a batch of 256 rows reads 5.93 MB from disk
+
+    >>> print(engram.plan({"obs": torch.zeros(4)}, 1_000_000, device="cuda").on_device.resident)
+    32000128
 
     >>> from engram import FinalObservations, FrameStack, LazyTensorStorage, NextFromFollowing, RandomSampler
     >>> sampler = NextFromFollowing(RandomSampler(), FinalObservations(["frame"], LazyTensorStorage(2_000)))
@@ -179,6 +195,7 @@ def plan(
     capacity = check_count("plan: capacity", capacity)
     memory = 0 if memory is None else check_count("plan: memory", memory)
     together = check_count("plan: group_small_fields", group_small_fields, "bytes", least=0)
+    batch_size = check_count("plan: batch_size", batch_size)
     checked = NO_DTYPES if dtypes is None else checked_dtypes(dtypes, "plan")
     structure = Structure.of(example, batched=False, call="plan", dtypes=checked)
     fields, ready, finals = structure.fields, 0, 0
@@ -191,6 +208,20 @@ def plan(
     row_bytes = sum(field.row_bytes for field in fields)
     overhead = layout.tickets_bytes(capacity) + native.control_bytes(1)
     resident = overhead + native.priority_bytes(capacity, True)
+    sizes, there = [field.row_bytes for field in fields], None
+    if device is not None:
+        there = DevicePlan.of(*foreseen(device), capacity, sizes, overhead, batch_size, finals)
     return StoragePlan(
-        capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident, together
+        capacity,
+        fields,
+        row_bytes,
+        row_bytes * capacity,
+        overhead,
+        checked,
+        ready,
+        finals,
+        memory,
+        resident,
+        together,
+        there,
     )

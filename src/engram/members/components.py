@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.types import Commit, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit
 
     Sources: TypeAlias = Sequence[tuple[DeclaredSampler, SampledStorage]]
     Weights: TypeAlias = Sequence[float] | Tensor | str | None

@@ -12,7 +12,7 @@ from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.storages import LazyTensorStorage
-from engram.storages.collate import join
+from engram.storages.items import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable

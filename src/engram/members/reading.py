@@ -15,7 +15,7 @@ from engram.errors import NoSampleable
 from engram.members.components import naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
-from engram.storages import collate
+from engram.storages import items
 from engram.store.limits import WAIT_S, Room
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def check_alike(members: Sequence[Member]) -> None:
             continue
         names = f"of member {first.number}", f"of member {other.number}"
         some = [one.finished(_none_of(one)) for one in (first, other)]
-        collate.join(some, names, lambda batches: batches[0])
+        items.join(some, names, lambda batches: batches[0])
         shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
         others = [f"{field.name} {list(field.shape)}" for field in other_schema.fields]
         raise RuntimeError(
@@ -461,9 +461,9 @@ def collated(chunks: Sequence[object], ids: Sequence[int]) -> object:
     """
     owners = [f"of member {member}" for member in ids]
     if all(map(is_tensor_collection, chunks)):
-        collate.join(chunks, owners, lambda leaves: leaves[0])  # checks them
-        return collate.stack(list(chunks))
-    return collate.join(chunks, owners, _stack)
+        items.join(chunks, owners, lambda leaves: leaves[0])  # checks them
+        return items.stack(list(chunks))
+    return items.join(chunks, owners, _stack)
 
 
 def _stack(leaves: list[Tensor]) -> Tensor:

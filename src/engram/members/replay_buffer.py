@@ -12,12 +12,12 @@ from engram._support.closing import end
 from engram._support.overrides import refuse_others
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
-from engram.buffer.compat import NOT_YET, alias, returns_itself
+from engram.buffer.base import BufferBase, Shows
+from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.output import View, moved, target_of
-from engram.buffer.prefetching import Draws, Prefetching, go_back, place_of
+from engram.buffer.prefetching import Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
-from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
@@ -108,7 +108,10 @@ class _EnsembleOptions(TypedDict, total=False):
     output: Output
 
 
-class ReplayBufferEnsemble(Draws, Generic[Batch]):
+_shows: Shows[ReplayBufferEnsemble[Any]] = Shows()
+
+
+class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     """Draws batches from several buffers, the members, and divides rows among them.
 
     A batch has ``num_buffer_sampled`` parts of ``batch_size / num_buffer_sampled`` rows: ``[parts, rows, ...]``. Each part is of one
@@ -609,19 +612,13 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
 
     # ---- components ----------------------------------------------------------------------------------------------------
 
-    storage: StorageEnsemble = alias("_wiring.storage", "The storages of the members: a :class:`StorageEnsemble`.")
-    sampler: SamplerEnsemble = alias(
-        "_wiring.sampler", "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."
+    storage: StorageEnsemble = _shows(
+        lambda self: self._wiring.storage, "The storages of the members: a :class:`StorageEnsemble`."
     )
-    writer: WriterEnsemble = alias("_wiring.writer", "Their writers: a :class:`WriterEnsemble`.")
-    transform: Compose = alias("_wiring.transform", "Transforms of whole batches: a :class:`Compose`.")
-    batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
-    prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
-    shared: bool = alias("_wiring.storage.shared", "Whether several processes may use all of the members.")
-    _storage = alias("_wiring.storage", set_by="set_storage")
-    _sampler = alias("_wiring.sampler", set_by="set_sampler")
-    _writer = alias("_wiring.writer", set_by="set_writer")
-    register_save_hook, register_load_hook = (alias(f"_wiring.storage.register_{it}_hook") for it in ("save", "load"))
+    sampler: SamplerEnsemble = _shows(
+        lambda self: self._wiring.sampler, "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."
+    )
+    writer: WriterEnsemble = _shows(lambda self: self._wiring.writer, "Their writers: a :class:`WriterEnsemble`.")
 
     @property
     def routing_key(self) -> tuple[str, ...] | None:
@@ -865,11 +862,9 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
             "num_buffers": len(storages),
         }
 
-    initialized = True
     service_backend = "direct"
     dim_extend = 0
     as_remote: ClassVar[object] = classmethod(as_remote)
-    is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
     start = returns_itself("Returns the ensemble: it runs already.")
     client = returns_itself("Returns the ensemble itself.")
 

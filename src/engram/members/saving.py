@@ -23,8 +23,8 @@ from engram.persist.foreign import foreign_format, foreign_state
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
     from engram.persist.foreign import ForeignEnsemble

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from engram._support.raw import raw_bytes
+from engram._support.copies import raw_bytes
 from engram._support.state import Stateful, mapped, prepare_load, saved
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from engram.storages import Count
     from engram.store import Key, Store
     from engram.store.limits import Rules
-    from engram.types import Info, NativeBatch, SampledStorage, Shown
+    from engram.store.sampled import SampledStorage
+    from engram.types import Info, NativeBatch, Shown
 
 
 class OfServer:

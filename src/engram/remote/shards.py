@@ -23,7 +23,8 @@ from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Storage
 from engram.storages._columns import rows_of_written
-from engram.storages._structure import Structure, as_tensor
+from engram.storages._structure import Structure
+from engram.storages._types import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -438,7 +439,7 @@ class SaverOptions(Protocol):
 
 
 class ShardSavers:
-    """The savers of all shards, as :class:`engram.types.Savers` has them.
+    """The actors of a buffer as the ranks that save it: what a Checkpointer asks of ``Savers``.
 
     Args:
         shards: in the order of their numbers, which are those of the ranks.
@@ -531,6 +532,7 @@ class ShardSavers:
         self._answers("save", self._ask("begin", step, json.dumps(user)), self._timeout)
 
     def end(self) -> Any:
+        """The report of the save: that of the first rank, with the longest pause of all."""
         reports = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
         return reports[0]._replace(paused_s=max(report.paused_s for report in reports))
 
@@ -550,6 +552,7 @@ class ShardSavers:
         return False
 
     def restore(self, wanted: object, options: object) -> Any:
+        """The report of the restore: that of the first rank, with the sums of all."""
         self._ready()
         try:
             reports = self._answers(

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engram._support.raw import raw_bytes
+from engram._support.copies import raw_bytes
 from engram._support.words import count, said_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.store import Masses
-    from engram.types import Commit, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Entry, Extent, Info, NativeBatch, Sampler, Shown, Write
 
 
 def check_drawable(size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 
@@ -10,24 +10,31 @@ from engram._support import native
 from engram._support.state import Change, typed
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.store import Masses, check_index_name
-from engram.store.epochs import KIND, NONE, EpochIndex, checked_progress
+from engram.store.row_indexes import NONE, EpochIndex, checked_progress
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.storages import Storage
     from engram.store import Key, Store
-    from engram.store.epochs import Progress
-    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
+    from engram.store.row_indexes import Progress
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, Info, NativeBatch, Shown, Write
 
 #: Rows that are looked at together.
 _SOME = 256
 
 
+class _Numbered(Protocol):
+    """A storage that counts its tickets."""
+
+    def next_number(self) -> int:
+        """The ticket number of the next write."""
+
+
 def _next_number(storage: SampledStorage) -> int:
     """The ticket number of the next write."""
-    return int(cast("Storage", storage).next_number())
+    return cast("_Numbered", storage).next_number()
 
 
 class SamplerWithoutReplacement(NativeSampler):
@@ -61,7 +68,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     traits = NativeSampler.traits._replace(reads_natively=True, draws_once=True, has_epochs=True, can_rewind=True)
     noted = ("drop_last", "shuffle")
-    _index_kind = KIND
+    _index_kind = EpochIndex.kind
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, cast
 
 import numpy as np
 import torch
@@ -16,18 +16,8 @@ from engram._support.words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
 from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
-from engram.store import DeviceStore, check_index_name
-from engram.store.priorities import (
-    KIND,
-    NAMES,
-    DeviceIndex,
-    PriorityConfig,
-    PriorityIndex,
-    check_priorities,
-    priorities_of,
-    state_of,
-    with_parameters,
-)
+from engram.store import check_index_name
+from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -35,7 +25,8 @@ if TYPE_CHECKING:
 
     from engram.store import Key, Masses
     from engram.store.priorities import Numbers, Priorities
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown
 
 #: ``[B, m]`` to ``[B]``.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,7 +86,7 @@ class PrioritizedSampler(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
-    _index_kind = KIND
+    _index_kind = PriorityIndex.kind
     normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
     #: Whether the tree lies on the accelerator where the rows are, or is to lie there; None: as the store has it.
     on_device: bool | None = None
@@ -179,12 +170,12 @@ class PrioritizedSampler(NativeSampler):
     def _attached(self) -> Priorities | None:
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
         if self._storage is not None and (self._index is None or self._index.retired or self._storage.closed):
-            memory, rows = self._storage.memory, self._capacity or self._storage.max_size
-            traits, found = self._storage.traits, None
-            if isinstance(memory, DeviceStore):
-                found = self._found_there(memory)
-            elif memory is not None or not traits.has_fields or traits.is_remote:  # else nothing was ever written
-                found = self._storage.priorities(self.index_name, self._config, rows)
+            rows, traits, found = self._capacity or self._storage.max_size, self._storage.traits, None
+            if (
+                self._storage.memory is not None or not traits.has_fields or traits.is_remote
+            ):  # else nothing was ever written
+                where = None if self.on_device is None else self.device if self.on_device else torch.device("cpu")
+                found = self._storage.priorities(self.index_name, self._config, rows, where)
             if found is not None:
                 index, made = found
                 known = (index.core.alpha, index.core.beta)
@@ -196,14 +187,8 @@ class PrioritizedSampler(NativeSampler):
     @property
     def draws_on_device(self) -> bool:  # type: ignore[override]
         """Whether the priorities lie on the accelerator that the rows are on."""
-        return isinstance(self._attached(), DeviceIndex)
-
-    def _found_there(self, memory: DeviceStore) -> tuple[Priorities, bool]:
-        if self.on_device and self.device not in (torch.device(memory.device.type), memory.device):
-            raise ValueError(
-                f"PrioritizedSampler: device: expected {memory.device}, where the rows are, or 'cpu', got {self.device}."
-            )
-        return priorities_of(memory, self.index_name, self._config, on_device=self.on_device)
+        index = self._attached()
+        return index is not None and index.on_device
 
     def moved(self) -> None:
         if self._index is not None:
@@ -294,7 +279,7 @@ class PrioritizedSampler(NativeSampler):
         index, over_batch = self.priorities(), self.normalize == "batch"
         rows, numbers, weights = index.draw(key, batch_size, leaves=over_batch)
         assert self._storage is not None  # it has priorities
-        if self._storage.memory is None or self.draws_on_device:
+        if self._storage.memory is None or index.on_device:
             numbers = self._storage.tickets_of(rows)
         writes = self._storage.writes_of(rows, numbers)
         if over_batch:
@@ -302,11 +287,19 @@ class PrioritizedSampler(NativeSampler):
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
     def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: Shown = "beside"
+        self,
+        storage: SampledStorage,
+        key: Key,
+        n: int,
+        *,
+        numbered: bool = True,
+        shown: Shown = "beside",
+        through: object = None,
     ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``.
 
-        The info has ``"priority_weight"``, of the sampler's dtype, and ``"index_generation"``, int64: both ``[n]``.
+        The info has ``"priority_weight"``, of the sampler's dtype, and ``"index_generation"``, int64: both ``[n]``. ``through``: what
+        reads rows on a device in place of their store, and perhaps more than these.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
@@ -322,12 +315,14 @@ class PrioritizedSampler(NativeSampler):
         index = self._index
         if index is None or index.retired:
             index = self._attached()
-        memory, how = storage.memory, (self.dtype is torch.float32, self.normalize == "batch")
-        if isinstance(index, DeviceIndex) and isinstance(memory, DeviceStore):
-            columns = index.sample(memory, key, n, *how)
-        else:
-            assert isinstance(index, PriorityIndex) and memory is not None  # noqa: PT018 - the buffer asks only then
-            columns = index.sample(memory, key, n, *how)
+        assert index is not None  # the buffer asks only then
+        columns = index.sample(
+            storage.memory if through is None else through,
+            key,
+            n,
+            self.dtype is torch.float32,
+            self.normalize == "batch",
+        )
         weights = columns.pop()
         if weights.dtype is not self.dtype:
             weights = weights.to(self.dtype)
@@ -385,8 +380,8 @@ class PrioritizedSampler(NativeSampler):
         if own is None:
             raise RuntimeError("update_priority: expected rows that were written; nothing was ever written.")
         assert self._storage is not None  # it has priorities
-        if isinstance(own, PriorityIndex) and self._storage.memory is None:  # a list: its rows' tickets are its own
-            rows = self._current(self._storage, own, rows, generation)
+        if self._storage.memory is None:  # a list: its rows' tickets are its own
+            rows = self._current(self._storage, cast("PriorityIndex", own), rows, generation)
             generation = None
         own.update(rows, priorities, generation)
 
@@ -422,12 +417,8 @@ class PrioritizedSampler(NativeSampler):
                 "check_priority: expected a sampler of a buffer, got one that is bound to no storage. Make the buffer first: "
                 "ReplayBuffer(storage=…, sampler=…)."
             )
-        own = self._attached()
-        if isinstance(own, DeviceIndex):
-            own.check(priorities)
-            return
-        own = own or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
-        own.update(torch.full((n,), -1, device="cpu"), priorities, None)
+        own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
+        own.check(priorities)
 
     def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""

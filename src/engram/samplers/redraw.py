@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.samplers._base import DeclaredSampler
-    from engram.types import Extent, Info, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Extent, Info
 
 
 class DrawOverBatch(Draw):

@@ -8,10 +8,10 @@ import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from engram._support.checks import check_count
-from engram.buffer.compat import READING_ARGUMENTS
+from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.on_ray import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.prioritized import ReplayBuffer
 from engram.buffer.services import imported_ray
@@ -215,7 +215,7 @@ class RayReplayBuffer(metaclass=_Checked):
                 ray.kill(actor)
             raise
         rb._service = _Owner(made, rb.transport_kind, own)  # noqa: SLF001 - of the facade
-        return rb
+        return cast("ReplayBuffer", rb)
 
 
 def _check(transport: object, transport_options: object, shards: int) -> None:

@@ -21,9 +21,9 @@ from engram.format.parts import PartReader
 from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store.consumption import ConsumptionIndex
-from engram.store.groups import StoredGroups
-from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
+from engram.store.row_indexes import ConsumptionIndex, StoredGroups
+from engram.store.sampled import SampledStorage
+from engram.types import Declared, Form, Traits, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from engram.persist.components import Preparation, Snapshot
     from engram.persist.hooked import LoadHook, SaveHook
     from engram.store import Store
-    from engram.store.groups import Groups
     from engram.store.limits import Rules
+    from engram.store.row_indexes import Groups
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 
@@ -292,12 +292,12 @@ class Storage(Declared, Dumpable, Port):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> class Heard:
+        >>> class Watching:
         ...     listens = True
         ...     def observe(self, write, data):
         ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
         ...     def moved(self): ...
-        >>> rb, heard = ReplayBuffer(storage=LazyTensorStorage(10)), Heard()
+        >>> rb, heard = ReplayBuffer(storage=LazyTensorStorage(10)), Watching()
         >>> rb.storage.attach(heard)
         >>> _ = rb.extend(torch.arange(2))
         wrote [0, 1]
@@ -312,12 +312,12 @@ class Storage(Declared, Dumpable, Port):
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
         >>> rb.storage.detach(rb)
-        >>> rb.storage.is_heard
+        >>> rb.storage.has_listeners
         False
         """
-        self.listeners = [weakref.ref(known) for known in self._heard_by() if known is not buffer]
+        self.listeners = [weakref.ref(known) for known in self._live_listeners() if known is not buffer]
 
-    def _heard_by(self) -> list[Listener]:
+    def _live_listeners(self) -> list[Listener]:
         return [listener for known in self.listeners if (listener := known()) is not None]
 
     @property
@@ -326,13 +326,13 @@ class Storage(Declared, Dumpable, Port):
         return (self,)
 
     @property
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether a listener does something with writes."""
-        return any(listener.listens for listener in self._heard_by())
+        return any(listener.listens for listener in self._live_listeners())
 
-    def _tell_moved(self) -> None:
+    def _notify_moved(self) -> None:
         """Tell every listener that the rows lie in another store now, or in none."""
-        for listener in self._heard_by():
+        for listener in self._live_listeners():
             listener.moved()
 
     def notify(self, write: Write | None, data: object) -> None:
@@ -342,10 +342,10 @@ class Storage(Declared, Dumpable, Port):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
-        >>> class Heard(RandomSampler):
+        >>> class Watching(RandomSampler):
         ...     def observe(self, write, data):
         ...         print("emptied" if write is None else "wrote")
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Heard())
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Watching())
         >>> rb.storage.notify(None, None)
         emptied
         """

@@ -13,8 +13,8 @@ from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStor
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
-from engram.storages._dtypes import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages._structure import Structure
+from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from engram._support.checks import check_count
+from engram._support.copies import raw_bytes
 from engram._support.nested import map_leaves
-from engram._support.raw import raw_bytes
 from engram._support.streams import deflated, inflated, zstd
 from engram._support.tensordicts import children, is_plain_tensordict, is_tensor_collection, tensordict_type
-from engram.storages._item_groups import ItemGroups
+from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram._support.unsupported import TracingArguments
-    from engram.store.groups import Groups
+    from engram.store.row_indexes import Groups
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"

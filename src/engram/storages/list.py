@@ -18,12 +18,11 @@ from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
 from engram.storages._base import Count, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
-from engram.storages._indexes import checked_priorities, saved_priorities
-from engram.storages._item_groups import ItemGroups
-from engram.storages.packing import pack, unpack
+from engram.storages.items import ItemGroups, pack, unpack
+from engram.storages.tensor_state import checked_priorities, saved_priorities
 from engram.store import check_index_name
-from engram.store.consumption import ConsumptionIndex
 from engram.store.priorities import PriorityConfig, PriorityIndex
+from engram.store.row_indexes import ConsumptionIndex
 from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._base import Rows
-    from engram.store.groups import Groups
+    from engram.store.row_indexes import Groups
     from engram.types import Decompress, ItemsSource, StorageLoad
 
 
@@ -332,7 +331,9 @@ class ListStorage(Storage):
             for groups in self._groups.values():
                 groups.emptied()
 
-    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+    def priorities(
+        self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
+    ) -> tuple[PriorityIndex, bool] | None:
         check_index_name(name)
         self.bound(rows)
         with self._lock:

@@ -17,10 +17,10 @@ from engram._support.unsupported import Later, TracingArguments, carriers, rejec
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.storages._dtypes import NO_DTYPES, Dtypes
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
+from engram.storages._types import NO_DTYPES, Dtypes
 from engram.storages.own import LazyTensorStorage
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
 

@@ -27,7 +27,8 @@ from engram.storages._columns import (
 )
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
-from engram.storages._structure import Structure, as_tensor, device_of, leading_size
+from engram.storages._structure import Structure, device_of, leading_size
+from engram.storages._types import as_tensor
 from engram.storages.tensor_state import (
     ENTRIES,
     OPTIONAL,
@@ -40,8 +41,7 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
-from engram.store.priorities import KIND as PRIORITIES
-from engram.store.priorities import PriorityIndex
+from engram.store.priorities import PriorityIndex, priorities_of
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.format.schema import Schema
     from engram.persist.snapshot import StoragePreparation
-    from engram.store.priorities import PriorityConfig
+    from engram.store.priorities import Priorities, PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
 
@@ -226,7 +226,7 @@ class TensorStorage(Storage):
                 except BaseException:
                     self._home = None
                     raise
-        self._tell_moved()
+        self._notify_moved()
 
     def check_inherited(self) -> None:
         if self._unshared and self._home is None:
@@ -333,8 +333,10 @@ class TensorStorage(Storage):
     def counters(self) -> dict[str, float]:
         return super().counters() if self.memory is None else self.memory.counters()
 
-    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
-        return None if self.memory is None else PriorityIndex.of_store(self.memory, name, config)
+    def priorities(
+        self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
+    ) -> tuple[Priorities, bool] | None:
+        return None if self.memory is None else priorities_of(self.memory, name, config, device)
 
     def __len__(self) -> int:
         return 0 if self.memory is None else int(self.memory.core.size())
@@ -755,7 +757,7 @@ class TensorStorage(Storage):
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
         store = self.memory
-        index: PriorityIndex | None = None if store is None else store.indexes.refreshed().get((name, PRIORITIES))
+        index: Priorities | None = None if store is None else store.indexes.refreshed().get((name, PriorityIndex.kind))
         return None if store is None or index is None else index.state(store.rows_in_use(store.lane_states()))
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:

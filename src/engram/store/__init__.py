@@ -3,11 +3,10 @@ blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; 
 """
 
 from engram.store.adding import add_field, fill_rows
-from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
+from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Key, Masses, ThreadKey
 from engram.store.device import DevicePriorities, DeviceStore, Mirror, copy_rows
 from engram.store.elsewhere import ForeignStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, TicketIndex, check_index_name
-from engram.store.keys import Key, ThreadKey
 from engram.store.lifetime import (
     Process,
     erase,

@@ -15,12 +15,13 @@ import torch
 from engram._support import fork, progress
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
-from engram.store.locks import exclusive
+from engram.store.lifetime import exclusive
 from engram.store.memory import Block, file_block, private_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+    from typing import Self
 
     import numpy as np
     from numpy.typing import NDArray
@@ -75,14 +76,25 @@ class Ordered(fork.Forked, Protocol):
     def put_in_order(self) -> None: ...
 
 
+#: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
+INDEX_KINDS: dict[str, IndexKind] = {}
+
+
 class LockedIndex(Generic[C]):
     """What indexes with a lock in their memory have in common. Each says how its core is made and its lock is freed."""
 
     core: C
+    #: Names the kind of index in a store's folder: never changes.
+    kind: str
     #: Makes the core around memory of an address and a size; the last argument keeps it alive. Raises ``ValueError``: it is no such memory.
     make_core: Callable[..., C]
     #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory.
     reset_mutex: Callable[[int, int], None]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "kind" in vars(cls):
+            INDEX_KINDS[cls.kind] = cls
 
     def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
@@ -93,6 +105,12 @@ class LockedIndex(Generic[C]):
         if host is None or host.directory is None:
             # The lock of a shared index is held by a process that still exists after a fork.
             fork.registered(self.core)
+
+    @classmethod
+    def of_name(cls, indexes: Indexes, name: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Self, bool]:
+        """As :meth:`Indexes.lasting`. Raises ``TypeError``, ``ValueError``, too: not a name of an index."""
+        check_index_name(name)
+        return indexes.lasting(name, cls.kind, nbytes, make)
 
     def made_around(self, block: Block, host: Host | None) -> C:  # noqa: ARG002 - it depends on no row
         """The core. Raises ``ValueError``: it is no such memory."""
@@ -159,9 +177,6 @@ def _of_memory() -> Iterator[None]:
     except ValueError as error:
         raise IncompatibleStore(f"index: {error}.") from error
 
-
-#: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
-INDEX_KINDS: dict[str, IndexKind] = {}
 
 _INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 from engram._support.checks import check_count
 from engram._support.native import NotAdmitted
@@ -17,7 +17,6 @@ from engram.errors import NoSampleable, RateLimited
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from engram.storages import Storage
     from engram.store import Store
 
 
@@ -193,7 +192,7 @@ WAIT_S = 60.0
 #: The longest sleep: a process may die between a change and the call that wakes for it.
 _SLICE_S = 1.0
 #: Between two looks for a store that another process is to create.
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 def checked_timeout(timeout: object, call: str) -> float:
@@ -227,6 +226,16 @@ class Room(NamedTuple):
         self.store.core.wake_limits()
 
 
+class Limited(Protocol):
+    """A storage, as far as limits must know it."""
+
+    pending_limit: Rules | None
+
+    @property
+    def memory(self) -> Store | None:
+        """The store; None: nothing was ever written."""
+
+
 class Gate:
     """Admits the rows of one buffer. It owns whether the buffer still samples and writes: what waits here ends when that ends."""
 
@@ -237,7 +246,7 @@ class Gate:
     # ---- the calls of a buffer -------------------------------------------------------------------------------------------
 
     def sampled(
-        self, draw: Callable[[None], T], storage: Storage, rows: int, timeout: float, *, uses_up: bool = False
+        self, draw: Callable[[None], T], storage: Limited, rows: int, timeout: float, *, uses_up: bool = False
     ) -> T:
         """What a draw of so many rows returns, once they are admitted. If it raises they are given back.
 
@@ -310,7 +319,7 @@ class Gate:
             except NotAdmitted as again:
                 rows = again.rows
 
-    def created(self, storage: Storage, rows: int, deadline: float) -> Store | None:
+    def created(self, storage: Limited, rows: int, deadline: float) -> Store | None:
         """The store, which is waited for where there are limits for it; None: there is none. Raises as :meth:`sampled`."""
         while True:
             store = storage.memory
@@ -323,7 +332,7 @@ class Gate:
                     f"sample: {rows} rows were not admitted in time: the store does not exist yet, as nothing was ever written, and its "
                     f"limits are {_named(rules)}. Write rows first, or wait longer (timeout=…)."
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def wait(self, store: Store, rows: int, deadline: float, *, samples: bool, counted: bool) -> bool:
         """Until so many rows may be admitted, perhaps. Raises as :meth:`sampled`.

@@ -1,4 +1,4 @@
-"""Creating a store in a folder, opening it, and copies of stores."""
+"""Creating a store in a folder, opening it to write or to read only, and copies of stores."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ import json
 import os
 import secrets
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from engram._support import fork, native
 from engram._support.memory import available_memory
 from engram._support.words import said_size, warn
-from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, UncleanStore
+from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import control as controls
 from engram.format import files, layout
 from engram.format import schema as schemas
 from engram.format.sizes import resident_bytes
 from engram.store.adding import put_in_order
 from engram.store.device import DeviceStore
+from engram.store.indexes import INDEX_KINDS, Host, Indexes
 from engram.store.lifetime import (
+    AliveFile,
     Attachment,
     check_store,
+    exclusive,
     maker_of,
     occupied,
     opened,
@@ -32,28 +38,138 @@ from engram.store.lifetime import (
     remove_unfinished,
     temporary_note,
 )
-from engram.store.locks import AliveFile, exclusive
 from engram.store.memory import (
+    Block,
     column_field,
     fields_in,
     file_block,
     new_control_memory,
     private_field,
     read_block,
+    read_field,
     segment_fields,
     segments_in,
 )
-from engram.store.readonly import ReaderStore, anyone_has_open
-from engram.store.store import Repair, Store
+from engram.store.store import Repair, Saved, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
 
     from engram._support.mappings import Piece
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
-    from engram.store.memory import Block
+    from engram.store.memory import Block, Segment
     from engram.store.store import Saved
+
+
+class IndexCopies(Indexes):
+    """Indexes in private memory. Each begins as a copy of the one in a folder, when it is first asked for."""
+
+    source: Path
+    """Where the others are."""
+
+    def _copy_of(self, name: str, kind: str) -> Block | None:
+        path = self.source / name / kind
+        return INDEX_KINDS[kind].copied(read_block(path, path.stat().st_size).tensor) if path.exists() else None
+
+
+class ReaderStore(Store):
+    """Rows that others write, or have written. Every write raises the error ``ReadOnlyStore``.
+
+    It joins no participants, recovers nothing and keeps no index of the folder.
+    """
+
+    readonly = True
+
+    def __init__(
+        self,
+        schema: Schema,
+        folder: Path,
+        control: Block,
+        tickets: Block,
+        segments: Sequence[Segment | None] | None,
+        *,
+        abandoned: bool,
+    ) -> None:
+        self._folder = folder
+        self._segments = segments
+        super().__init__(schema, self._mapped(schema, control, private=False), control, tickets, abandoned=abandoned)
+        self.indexes = IndexCopies(Host(self.core, control.tensor, tickets.tensor, None), schema.capacity)
+        self.indexes.source = folder / layout.FOLDER / layout.INDEXES
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process other than this one has the store open for writing."""
+        return anyone_has_open(self._folder, self._control, self._tickets)
+
+    @property
+    def participant(self) -> int:
+        """It is none of them: the number of the process stands for it."""
+        return os.getpid() if self.in_use else 0
+
+    def _mapped(self, schema: Schema, control: Block, *, private: bool) -> list[Tensor]:
+        """The fields. ``private``: what is written to them is not seen elsewhere."""
+        if self._segments is None:
+            return fields_in(
+                self._folder,
+                schema,
+                partial(read_field, private=private),
+                lambda path, nbytes: read_block(path, nbytes, private=private).tensor,
+            )
+        inside = self._folder / layout.FOLDER
+        return segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
+
+    def map_column(self, schema: Schema, number: int) -> Tensor:
+        return read_field(layout.column_path(self._folder, schema, number), schema.fields[number], schema.capacity)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def place(self) -> str:
+        return f"{self._folder} (read-only)"
+
+    @property
+    def has_files(self) -> bool:
+        return self._segments is None
+
+    def views(self) -> list[Tensor]:
+        """As for every store, but what is written to them stays in them: the core reads other mappings of the same files."""
+        with self._viewing:
+            self._views = self._views or self._mapped(self.schema, self._control, private=True)
+            return self._views
+
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        left = torch.tensor([self.core.left_behind(row) for row in rows.tolist()], dtype=torch.bool, device="cpu")
+        return super().hold_nothing(rows) | left
+
+    def check_writable(self) -> None:
+        raise ReadOnlyStore(
+            f"expected a store that may be written to, got the one in {str(self._folder)!r}, which was opened with readonly=True: its rows "
+            "and all that belongs to them stay as they are. Open it without readonly=True."
+        )
+
+    def remove(self) -> bool:
+        raise ReadOnlyStore(
+            f"cleanup: the store in {str(self._folder)!r} was opened with readonly=True: its files stay. Open it without readonly=True."
+        )
+
+    def detached(self) -> Saved:
+        return Saved(None, self._folder, None, {}, readonly=True)
+
+    def after_fork(self) -> None:
+        """In a child: the maps are its own, and it has nothing to recover."""
+
+
+def anyone_has_open(directory: Path, control: Block, tickets: Block) -> bool:
+    """Whether a process other than this one has the store in a folder open for writing. This one must not."""
+    with files.open_regular(directory / layout.FOLDER / layout.ALIVE, os.O_RDONLY) as fd:
+        return native.Participants(control.address, control.nbytes, tickets.address, tickets.nbytes, int(fd)).others
+
 
 #: Fields of a store whose files may be open. A process has 1,024 descriptors, most often.
 _MOST_FILES = 64

@@ -7,7 +7,7 @@ different indexes have priorities of their own over one copy of the data.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,18 +15,11 @@ import torch
 from engram._support import native
 from engram._support.state import real, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
-from engram.store import (
-    INDEX_KINDS,
-    DevicePriorities,
-    DeviceStore,
-    DrawingPart,
-    Store,
-    TicketIndex,
-    check_index_name,
-    private_block,
-)
+from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -34,7 +27,6 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = NDArray[np.generic]
 
-KIND = "priorities"
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")
 
@@ -113,12 +105,54 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
     return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
 
 
+class Priorities(Protocol):
+    """The priorities of rows as samplers use them, wherever they lie. :class:`PriorityIndex` says what its methods do."""
+
+    #: Whether they lie on the accelerator where the rows are.
+    on_device: bool
+    #: Whether the priorities of that name are elsewhere now.
+    retired: bool
+
+    @property
+    def core(self) -> native.Priorities | DevicePriorities:
+        """What has ``alpha`` and ``beta``, which may be set, ``total``, ``rows`` and ``default_priority``."""
+
+    @property
+    def config(self) -> PriorityConfig: ...
+
+    @property
+    def masses(self) -> Masses: ...
+
+    def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    @property
+    def sample(self) -> Callable[..., list[Tensor]]: ...
+
+    def check(self, priorities: Tensor) -> None: ...
+
+    def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None: ...
+
+    def update_arrays(self, rows: Numbers, priorities: Numbers, expected: Numbers | None) -> None: ...
+
+    def reset(self, rows: Tensor) -> None: ...
+
+    def weights(self, rows: Tensor) -> Tensor: ...
+
+    def leaves(self, n: int) -> Tensor: ...
+
+    def leaves_of(self, rows: Tensor) -> Tensor: ...
+
+    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, object]: ...
+
+    def restore(self, state: dict[str, object]) -> None: ...
+
+
 class PriorityIndex(TicketIndex[native.Priorities]):
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
+    kind = "priorities"
     make_core = native.Priorities
-    #: Whether the priorities of that name are elsewhere now.
-    retired = False
+    on_device = retired = False
     reset_mutex = staticmethod(native.reset_priorities_mutex)
     copy_memory = staticmethod(native.copy_priorities)
 
@@ -145,7 +179,7 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         # No other thread looks while they are on neither the device nor the host.
         with store.placing() if isinstance(store, DeviceStore) else contextlib.nullcontext():
             moved = DeviceIndex.taken_off(store, name)
-            index, made = store.indexes.lasting(name, KIND, nbytes, make)
+            index, made = cls.of_name(store.indexes, name, nbytes, make)
             if moved is not None:
                 index.restore(moved)
         if (index.core.eps, index.core.within_buffer) != (config.eps, config.within_buffer):
@@ -188,6 +222,10 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         except IndexError as error:
             raise RowError(f"weights: {error}.") from error
         return out
+
+    def check(self, priorities: Tensor) -> None:
+        """Raise ``PriorityError`` for priorities of which one is negative, not finite or too large."""
+        self.update(torch.full((len(priorities),), -1, device="cpu"), priorities, None)
 
     def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
         """New priorities, float64 or float32 ``[B]``, of rows int64 ``[B]``; -1 is passed over, and so are rows with another ticket.
@@ -287,14 +325,13 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         self.core.emptied()
 
 
-INDEX_KINDS[KIND] = PriorityIndex
-
-
 class DeviceIndex(DevicePriorities):
     """The priorities of the rows of a store on an accelerator, which lie there. Made by :meth:`of_device_store`.
 
     A sampler that needs them on the host moves them there, for good (:attr:`retired`).
     """
+
+    on_device = True
 
     @classmethod
     def of_device_store(cls, store: DeviceStore, name: str, config: PriorityConfig) -> tuple[DeviceIndex, bool]:
@@ -306,7 +343,7 @@ class DeviceIndex(DevicePriorities):
         """
         check_index_name(name)
         with store.placing():
-            known = store.indexes.get((name, KIND))
+            known = store.indexes.get((name, PriorityIndex.kind))
             if known is not None:
                 if not isinstance(known, DeviceIndex):
                     raise IncompatibleStore(
@@ -323,18 +360,18 @@ class DeviceIndex(DevicePriorities):
             else:
                 check_priorities(saved, config, store.capacity, f"index {name!r} of the mirror")
                 index.restore(saved)
-            store.indexes.keep((name, KIND), index)
+            store.indexes.keep((name, PriorityIndex.kind), index)
             store.rows.trees.append(index)
         return index, True
 
     @classmethod
     def taken_off(cls, store: Store, name: str) -> dict[str, object] | None:
         """The state of the priorities of that name, which lie on the device no more; None: they did not. The caller holds the store."""
-        known = store.indexes.get((name, KIND))
+        known = store.indexes.get((name, PriorityIndex.kind))
         if not (isinstance(store, DeviceStore) and isinstance(known, cls)):
             return None
         known.retired = True
-        store.indexes.keep((name, KIND), None)
+        store.indexes.keep((name, PriorityIndex.kind), None)
         store.rows.trees.remove(known)
         return known.state()
 
@@ -358,18 +395,23 @@ class DeviceIndex(DevicePriorities):
         return index.block
 
 
-Priorities: TypeAlias = PriorityIndex | DeviceIndex
-
-
 def priorities_of(
-    store: Store, name: str, config: PriorityConfig, *, on_device: bool | None = None
-) -> tuple[Priorities, bool]:
-    """The priorities of that name where they are to be, and whether this call made them. ``on_device``: None where they are, or
-    else where the store has them. Raises as :meth:`PriorityIndex.of_store`.
+    store: Store, name: str, config: PriorityConfig, device: torch.device | None = None
+) -> tuple[PriorityIndex | DeviceIndex, bool]:
+    """The priorities of that name where they are to be, and whether this call made them.
+
+    Args:
+        device: None: where they are, or else where the store has them.
+
+    Raises as :meth:`PriorityIndex.of_store`; ``ValueError``: the rows are on another accelerator.
     """
-    if isinstance(store, DeviceStore) and on_device is not False:
-        known = store.indexes.get((name, KIND))
-        if on_device or isinstance(known, DeviceIndex) or (known is None and store.keeps_priorities):
+    if isinstance(store, DeviceStore) and (device is None or device.type != "cpu"):
+        if device not in (None, torch.device(store.device.type), store.device):
+            raise ValueError(
+                f"PrioritizedSampler: device: expected {store.device}, where the rows are, or 'cpu', got {device}."
+            )
+        known = store.indexes.get((name, PriorityIndex.kind))
+        if device is not None or isinstance(known, DeviceIndex) or (known is None and store.keeps_priorities):
             return DeviceIndex.of_device_store(store, name, config)
     return PriorityIndex.of_store(store, name, config)
 

@@ -8,7 +8,7 @@ import torch
 
 from engram._support import native
 from engram.errors import EngramError, RowError
-from engram.store.indexes import INDEX_KINDS, LockedIndex
+from engram.store.indexes import LockedIndex
 from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from engram.store.memory import Block
     from engram.store.store import Store
 
-#: Names the table of writers in a store's folder: never changes.
-KIND, NAME = "writers", "main"
+#: The name of the table of writers in a store.
+NAME = "main"
 #: Writers that a table has room for.
 WRITERS = 1024
 #: Requests of one writer that may be in doubt at a time.
@@ -51,10 +51,8 @@ class WritersIndex(LockedIndex[native.Writers]):
 
     reset_mutex = staticmethod(native.reset_writers_mutex)
 
+    kind = "writers"
     make_core = native.Writers
-
-
-INDEX_KINDS[KIND] = WritersIndex
 
 
 class Requests:
@@ -189,9 +187,9 @@ class Requests:
             def make(block: Block) -> None:
                 native.format_writers(block.address, block.nbytes, self._room)
 
-            known = self._store.indexes.refreshed().get((NAME, KIND))
+            known = self._store.indexes.refreshed().get((NAME, WritersIndex.kind))
             nbytes = native.writers_bytes(self._room) if known is None else known.block.nbytes
-            self._writers = self._store.indexes.lasting(NAME, KIND, nbytes, make)[0]
+            self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, make)[0]
         table: native.Writers = self._writers.core
         return table
 

@@ -22,8 +22,7 @@ from engram.format import files, layout
 from engram.store import memory
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
-from engram.store.lifetime import Attachment, erase, forget, opened, remove_store
-from engram.store.locks import exclusive, others_have_open
+from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
 from engram.types import Changes, Extent, RowsTarget, Write
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.store.keys import Key
+    from engram.store.blocks import Key
     from engram.types import WritePlan
 
     T = TypeVar("T")

@@ -20,8 +20,7 @@ from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, put_leaf
 from engram.persist.foreign import DumpedPriorities
 from engram.store.memory import DTYPE_NAMES
-from engram.torchrl.items import TorchRLItems
-from engram.torchrl.rows import TorchRLDump
+from engram.torchrl.items import TorchRLDump, TorchRLItems
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engram.storages import Storage
     from engram.store import Store
     from engram.types import Commit
 
@@ -441,7 +440,7 @@ class RemovingWriter(NativeWriter):
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: Any) -> None:
         """As for every writer. Raises ``ValueError`` for a storage without fields, with ``ndim > 1`` or several lanes.
 
         >>> from engram import LazyTensorStorage, Lifo, RemovingWriter

@@ -10,14 +10,14 @@ import torch
 from engram._support import native
 from engram._support.field_paths import checked_path, public
 from engram._support.words import warn
-from engram.store import INDEX_KINDS, LockedIndex, check_index_name, priorities
-from engram.store.usage import UsageIndex
+from engram.store import check_index_name, priorities
+from engram.store.row_indexes import ChangesIndex, UsageIndex
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.store import Block, Store
+    from engram.store import Store
     from engram.types import Extent
 
 
@@ -68,7 +68,7 @@ class LowestPriority:
         [1, 2]
         """
         store = _written(storage, self)
-        key = (self.index, priorities.KIND)
+        key = (self.index, priorities.PriorityIndex.kind)
         index = store.indexes.get(key) or store.indexes.refreshed().get(key)
         if index is None:
             raise RuntimeError(
@@ -365,51 +365,6 @@ class _Ages:
         self._rows, self._end = np.full(2 * len(self._tickets), -1), len(live)
         self._rows[: self._end], self._places[live] = live, np.arange(self._end)
         self._ranking.set(self._places[live], -self._times[live].astype(np.float64))
-
-
-#: Names the kind of index in a store's folder: never changes.
-KIND = "changes"
-#: Its names. The second one counts rows that are sampled as changed. Processes attach indexes by name, and a row is counted before it
-#: is marked only if the counts come first: they are called "main".
-WRITTEN, SAMPLED = "written", "sampled"
-
-
-class ChangesIndex(LockedIndex[native.Changes]):
-    """Which rows of one store may have changed since they were looked at. It has no lock: each mark is an atomic word.
-
-    Every write of every process keeps it. A look costs what was written since the one before, not what the store holds.
-    """
-
-    #: Looks of before mean nothing to those that come.
-    reset_mutex = staticmethod(native.reset_changes)
-
-    make_core = native.Changes
-
-    @classmethod
-    def of_store(cls, store: Store, *, samples: bool = False) -> ChangesIndex:
-        """The index, made if there is none. Raises ``OSError``: no space for its file.
-
-        Args:
-            store: whose rows these are.
-            samples: rows that are sampled count as changed.
-        """
-
-        def make(block: Block) -> None:
-            native.format_changes(block.address, block.nbytes, store.capacity, samples)
-
-        name = SAMPLED if samples else WRITTEN
-        index: ChangesIndex
-        index, made = store.indexes.lasting(name, KIND, native.changes_bytes(store.capacity), make)
-        if made and samples:
-            store.core.ask_for_usage()
-        return index
-
-    def look(self, since: int) -> tuple[int, NDArray[np.int64]]:
-        """The number of this look, and int64 ``[n]``, in order: rows that may have changed since that one. 0: all rows."""
-        return self.core.look(since)
-
-
-INDEX_KINDS[KIND] = ChangesIndex
 
 
 class Removable(Protocol):

@@ -15,8 +15,11 @@ def variants():
     for chunk, warps, rows in BLOCKS:
         for tree, captured, weighed in KINDS if chunk == 256 else KINDS[:1]:
             given = {"BLOCK": 1, "CHUNK": chunk, "TREE": tree, "WEIGHED": weighed, "CAPTURED": captured}
-            yield row_kernels.read, warps, given
-        yield row_kernels.place, max(warps, 4), {"BLOCK": rows, "CHUNK": chunk, "CAPTURED": chunk > 256}
+            yield from ((row_kernels.read, warps, {**given, "FOLLOWED": followed}) for followed in {False, captured})
+        for edits in {False, chunk == 256}:
+            given = {"BLOCK": rows, "CHUNK": chunk, "CAPTURED": chunk > 256, "EDITS": edits, "LAST": True}
+            yield row_kernels.place, max(warps, 4), given
+    yield row_kernels.claim, 8, {"BLOCK": 1024}
     for tree in (False, True):
         yield row_kernels.record, 8, {"BLOCK": 1024, "NODES": 64, "TREE": tree, "CAPTURED": tree, "LAST": True}
     for expected in (False, True):

@@ -22,7 +22,7 @@ def found(program, capability, cache):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_rows_on_a_device(capability, tmp_path):
     all_found = found("compiled_rows", capability, tmp_path)
-    assert {entry["kernel"] for entry in all_found} == {"read", "place", "record", "update"}
+    assert {entry["kernel"] for entry in all_found} == {"read", "place", "record", "update", "claim"}
     for entry in all_found:
         assert entry["unrounded"] == entry["acquiring loads"] == 0, entry
         powers = entry["kernel"] == "update" or entry["constants"].get("TREE")

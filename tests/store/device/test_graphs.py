@@ -168,7 +168,7 @@ def test_edits_are_captured(monkeypatch):
 
 def test_what_the_host_must_do_is_refused(monkeypatch):
     lanes = made(lanes=4)
-    monkeypatch.setattr(CAPTURING, lambda device: True)
+    monkeypatch.setattr(CAPTURING, lambda *_: True)
     with pytest.raises(RuntimeError, match="has 4 lanes: the host must place the rows"):
         lanes.extend(steps_of(torch.arange(3)), lane=1)
     assert len(lanes) == 5
@@ -177,7 +177,7 @@ def test_what_the_host_must_do_is_refused(monkeypatch):
 def test_tensors_of_the_host_are_refused(monkeypatch):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20, device="meta"), batch_size=4)
     rb.extend(steps_of(torch.arange(5)))
-    monkeypatch.setattr(CAPTURING, lambda device: True)
+    monkeypatch.setattr(CAPTURING, lambda *_: True)
     with pytest.raises(
         RuntimeError, match="extend: expected tensors on meta while a CUDA graph is captured, got one on cpu"
     ):

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,74 @@ def test_a_buffer_begins_where_the_folder_is(device, tmp_path):
     assert rb.stats()["mirror_lag_s"] > 0
     rb.storage.flush()
     assert rb.stats()["mirror_lag"] == rb.stats()["mirror_lag_s"] == rb.stats()["mirror_lost"] == 0
+    assert_same(rb.storage, tmp_path / "store")
+    rb.close()
+
+
+@pytest.mark.parametrize("what", ["extend", "edit", "remove", "empty", "load"])
+def test_rows_that_change_while_all_are_copied_piece_by_piece(device, monkeypatch, tmp_path, what):
+    """A load is copied without holding the rows: another thread goes on between pieces, and the folder holds no row that is newer."""
+    monkeypatch.setattr(mirror, "BLOCK_BYTES", 60)
+    rb = ReplayBuffer(storage=There(40, mirror=tmp_path / "store"), batch_size=4)
+    rb.extend(rows(0, 33))
+    state = rb.state_dict()
+    rb.storage.flush()
+    rb.load_state_dict(state)
+    number, done, wait = iter(range(100, 10_000, 3)), [], device.wait
+    copied, seen = rb.storage.store.mirror._copy_all, []
+
+    def change():
+        first = next(number)
+        if what == "edit":
+            rb[torch.tensor([first % 30, 3])] = rows(first, 2)
+        elif what == "remove":
+            rb.remove(torch.tensor([first % 30]))
+        elif what in ("empty", "load") and len(done) == 4:
+            rb.empty() if what == "empty" else rb.load_state_dict(state)
+        else:
+            rb.extend(rows(first, 3))
+        done.append(first)
+
+    def waited(stream, event):
+        if len(done) < 12:
+            thread = threading.Thread(target=change)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive(), "the rows are locked"
+        wait(stream, event)
+
+    def copy_all():
+        copied()
+        target = rb.storage.store.mirror._target
+        live = (target.tickets_of(torch.arange(40)) >= 0).nonzero().flatten()
+        seen.append((live, target.tensors[0][live].clone()))
+
+    monkeypatch.setattr(device, "wait", waited)
+    monkeypatch.setattr(rb.storage.store.mirror, "_copy_all", copy_all)
+    rb.storage.flush()
+    assert len(done) == 12 or what == "empty"
+    live, numbers = seen[0] if what not in ("empty", "load") else seen[-1]
+    if what not in ("empty", "load"):
+        assert torch.equal(numbers, live), "rows of before alone"
+        assert len(live) < 33 or what == "remove"
+    else:
+        assert len(seen) > 1, "it began anew"
+    monkeypatch.setattr(device, "wait", wait)
+    rb.storage.flush()
+    assert_same(rb.storage, tmp_path / "store")
+    assert rb.storage.store.mirror.error is None
+    rb.close()
+
+
+def test_rows_of_a_load_that_are_removed_are_removed_in_the_folder(device, tmp_path):
+    """The numbers of their writes are others than their tickets there."""
+    rb = ReplayBuffer(storage=There(10, mirror=tmp_path / "store"), batch_size=4)
+    rb.extend(rows(0, 6))
+    rb.load_state_dict(rb.state_dict())
+    rb.load_state_dict(rb.state_dict())
+    rb.storage.flush()
+    rb.remove(torch.tensor([2, 4]))
+    rb.storage.flush()
     assert_same(rb.storage, tmp_path / "store")
     rb.close()
 

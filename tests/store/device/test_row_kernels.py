@@ -7,11 +7,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import LazyTensorStorage, NoSampleable, PrioritizedSampler, PriorityError, RowError, TensorDictReplayBuffer
+from engram import (
+    LazyTensorStorage,
+    NoSampleable,
+    PrioritizedSampler,
+    PriorityError,
+    RandomSampler,
+    RowError,
+    TensorDictReplayBuffer,
+)
 from engram.samplers.prioritized import as_priorities
 from engram.store.device.row_chain import RowKernels
 from engram.store.device.rows import DeviceRows
+from tests.around.test_next_from_following import steps
 from tests.device.graphs import Graph, state_of
+from tests.store.device.test_followed import by_priority
+from tests.store.device.test_followed import made as following
 from tests.store.device.there import ByKernels, There
 
 WIDTHS = {
@@ -163,6 +174,46 @@ def test_operations_and_kernels_take_turns():
             rb.storage.store.edit_there(rows, [0], [torch.arange(2_000)])
             rb.update_priority(rows, exact(2_000, turn))
         check_equal(*both)
+
+
+@pytest.mark.parametrize("n", [1, 40, 2_000])
+@pytest.mark.parametrize("fields", [1, 20])
+def test_edits_are_those_of_torch(fields, n):
+    """Also of rows that are named several times, that count from the end, and that hold nothing; of two launches or three more."""
+    both = pair(90, prioritized=False)
+
+    def data(first):
+        numbers = torch.arange(first, first + n) % 7
+        wide = {f"f{field}": (numbers + field).unsqueeze(1).repeat(1, field) for field in range(fields)}
+        return TensorDict({**wide, "a": numbers.float(), "b": numbers.bool()}, [n])
+
+    for rb in both:
+        rb.extend(data(0)[:40])
+        rb.extend(data(0)[:40])
+    launches = rows_of(both[0]).work.launches
+    for turn in range(3):
+        rows = torch.randint(-95, 95, (n,), generator=torch.Generator().manual_seed(turn))
+        for rb in both:
+            there = data(10 + turn)
+            columns = [there[field.key] for field in rb.storage.store.schema.fields]
+            if turn == 1:  # the last fields in another order, and so by operations
+                rb.storage.store.edit_there(rows, [len(columns) - 1, 0], [columns[-1], columns[0]])
+            else:
+                rb.storage.store.edit_there(rows, range(len(columns)), columns)
+        check_equal(*both)
+        assert torch.equal(*(rows_of(rb).edited[:-1] for rb in both))
+        assert torch.equal(*(rb.storage.store.rows.newly_edited() for rb in both))
+    assert rows_of(both[0]).work.launches - launches == 2 * (2 if fields == 1 else 4)
+    before = both[0]["a"].clone()
+    graph_rows, there = torch.tensor([2, -1, 2])[:n], data(50)[:3]
+    if n >= 3:
+        columns = [there[field.key] for field in both[0].storage.store.schema.fields]
+        store = both[0].storage.store
+        store.edit_there(graph_rows, range(len(columns)), columns)
+        now = both[0]["a"]
+        assert now[2] == there["a"][2]
+        assert now[-1] == there["a"][1]
+        assert torch.equal(now[3:-1], before[3:-1])
 
 
 @pytest.mark.parametrize("normalize", ["store", "batch"])
@@ -425,3 +476,25 @@ def test_rows_of_the_cpu_have_no_kernels():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend(steps_of(1))
     assert not isinstance(DeviceRows(rb.storage.store.schema, torch.device("cpu")).work, RowKernels)
+
+
+@pytest.mark.parametrize("inner", [RandomSampler, by_priority])
+@pytest.mark.parametrize("shape", [(2,), (7,), (3, 90)])
+def test_next_observations_are_those_of_torch(monkeypatch, inner, shape):
+    """Also in place of rows that have no next observation: half of them, here."""
+    both = []
+    for kernels in (False, True):
+        monkeypatch.setattr(There, "kernels", kernels)
+        both.append(following(12, inner=inner, finals=9))
+        for first in (0, 6, 12):
+            data = steps([False, True, False, True, True, False], first=first)
+            for key in ("obs", ("next", "obs")):
+                data[key] = data[key].sum(1).reshape(6, *[1] * len(shape)).repeat(1, *shape)
+            both[-1].extend(data)
+            both[-1].end_trajectory()
+        if inner is by_priority:
+            both[-1].update_priority(torch.arange(12), torch.arange(12).float())
+    ours, theirs = (rb.sample(16, return_info=True)[1] for rb in both)
+    assert torch.equal(ours["index"], theirs["index"])
+    assert torch.equal(ours["next", "obs"], theirs["next", "obs"])
+    assert both[1].storage.store.rows.work.launches == 3 * 2 + 1 + (inner is by_priority)

@@ -2,22 +2,21 @@
 
 Importing this module loads neither libcuda nor Triton. The driver is loaded with the first call that needs it.
 
-No test of this project has run these calls on a GPU yet, because the prototypes do not use them:
+Unproven: no test of this project has run these calls on a GPU yet, because the prototypes do not use them.
 
 - of the driver: ``cuInit``, ``cuDeviceGet``, ``cuDeviceGetAttribute`` (100, 113), ``cuDevicePrimaryCtxRetain``, ``cuCtxPushCurrent_v2``,
   ``cuCtxPopCurrent_v2``, ``cuThreadExchangeStreamCaptureMode``, ``cuMemHostRegister_v2`` (the prototypes call torch's
   ``cudaHostRegister`` with flags 0), ``cuMemHostUnregister``, ``cuMemHostGetDevicePointer_v2``, ``cuGetErrorName``
-- of torch: ``cuda.graph(stream=…, capture_error_mode="thread_local")``, ``cuda.is_current_stream_capturing``,
-  ``cuda.mem_get_info``, ``cuda.get_device_capability``, ``cuda.device(…)``, ``Event.query``
+- of torch: ``cuda.graph(stream=…, capture_error_mode="thread_local")``, ``cuda.is_current_stream_capturing``, ``cuda.mem_get_info``,
+  ``cuda.memory_reserved``, ``cuda.memory_allocated``, ``cuda.get_device_capability``, ``cuda.device(…)``, ``Event.query``
 - of Triton: ``atomic_cas`` and ``atomic_xchg`` of words of 64 bits, with which kernels keep resident rows, and all kernels of
   ``row_kernels.py``. What the interpreter cannot show of them: a barrier between phases that orders writes to the device's memory for one
   program (``tl.debug_barrier``), ``tl.atomic_max`` of int64, cumulative sums of float64 in several warps, and loads of kernels before a
   capture, by launches for no rows
-
 - of a mirror (``mirror.py``): ``cuda.Stream`` and ``Event.synchronize`` in a thread of its own, in the relaxed capture mode, while the
   learner's thread captures with torch's ``capture_error_mode="global"``; ``index_select(…, out=…)`` into views of one block of bytes
 
-``DeviceLoader`` has used streams, events, ``record_stream`` and pinned memory on a GPU.
+Streams, events, ``record_stream`` and pinned memory have been used on one, by ``DeviceLoader``.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
-import os
 import platform
-import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+
+from engram._support.devices import free_bytes, missing_for_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,13 +58,7 @@ _REFUSALS = {
 
 
 class DriverError(RuntimeError):
-    """A call of the CUDA driver failed.
-
-    Args:
-        call: the function.
-        code: what it returned.
-        name: what CUDA calls the code.
-    """
+    """A call of the CUDA driver, a function, failed with a ``code`` that CUDA calls ``name``."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         why = f": {_REFUSALS[code]}" if code in _REFUSALS and call.startswith("cuMemHost") else ""
@@ -105,11 +96,8 @@ def _call(name: str, *arguments: object) -> None:
 class Accelerator:
     """An accelerator: streams and events, copies from and to the host, captures, and registered memory of the host.
 
-    Streams, events and copies work on every accelerator of torch's; the rest is CUDA's. The device is the current one during each
-    call, whatever the thread's current device is.
-
-    Args:
-        device: an existing device, with its index.
+    Streams, events and copies work on every accelerator of torch's; the rest is CUDA's. The device, an existing one with its index, is the
+    current one during each call, whatever the thread's current device is.
     """
 
     #: Captures that are under way in any thread, by :meth:`capture`.
@@ -118,15 +106,19 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = HostMemory()
-        self._module: Any = torch.get_device_module(device)
-        #: The streams of copies to the device, and from it.
-        self.up, self.down = self.stream(), self.stream()
+
+    @functools.cached_property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
 
     # ---- streams and events ------------------------------------------------------------------------------------------
 
     def stream(self) -> torch.Stream:
         """A new stream."""
         return cast("torch.Stream", self._module.Stream(self.device))
+
+    #: The streams of copies to the device, and from it, made when they are first needed.
+    up, down = functools.cached_property(stream), functools.cached_property(stream)
 
     def current(self) -> torch.Stream:
         """The calling thread's stream."""
@@ -148,9 +140,18 @@ class Accelerator:
         """Make work that is queued on a stream from now on wait for an event. The host does not wait."""
         stream.wait_event(event)
 
+    def after(self, before: torch.Stream | None) -> torch.Stream | None:
+        """The stream in use, whose work from now on comes after what is queued on an earlier one. None: it is no CUDA device."""
+        if self.device.type != "cuda":
+            return None
+        stream = self.current()
+        if before is not None and stream != before:
+            self.wait(stream, self.mark(before))
+        return stream
+
     def finish(self, stream: torch.Stream | None = None) -> None:
         """Wait on the host until the work that is queued on a stream has ended; None: on every stream of the device."""
-        with self._entered():
+        with self.beside_captures():
             if stream is None:
                 self._module.synchronize(self.device)
             else:
@@ -175,14 +176,18 @@ class Accelerator:
         """A copy on the device, queued on the stream in use."""
         return tensor.to(self.device, non_blocking=True)
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """As :meth:`send`, of any tensor: one of the host goes through pinned memory, so that the host need not wait."""
+        return self.send(tensor.pin_memory() if tensor.is_cpu and self.device.type == "cuda" else tensor)
+
     def receive(self, tensor: Tensor) -> Tensor:
         """A copy in pinned memory, queued on the stream in use."""
         return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def room(self) -> tuple[int, int]:
-        """Bytes of the device's memory: those that are free, and all."""
-        free, total = self._module.mem_get_info(self.device)
-        return int(free), int(total)
+        """Bytes of a device's memory: those that new tensors may have, and all; of others than CUDA's no limit is known."""
+        free = free_bytes(self.device)
+        return (sys.maxsize, sys.maxsize) if free is None else (free, int(self._module.mem_get_info(self.device)[1]))
 
     # ---- captures ----------------------------------------------------------------------------------------------------
 
@@ -192,10 +197,6 @@ class Accelerator:
             return False
         with self.active() if stream is None else self.on(stream):
             return bool(self._module.is_current_stream_capturing())
-
-    def beside_captures(self) -> AbstractContextManager[None]:
-        """A context in which what this thread does leaves captures of other threads whole, also what they would otherwise forbid."""
-        return self._entered()
 
     def check_not_capturing(self, call: str, why: str) -> None:
         """Raises ``RuntimeError`` if a graph is being captured on the thread's stream: ``call`` needs the host, for the reason ``why``."""
@@ -208,10 +209,8 @@ class Accelerator:
     def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """The kernels that ``work()`` queues, as a graph to ``replay()``. Other threads may use the device meanwhile.
 
-        Kernels must be compiled and loaded before. Memory that ``work`` allocates on the device lives as long as the graph.
-
-        Raises:
-            RuntimeError: ``work`` synchronizes, or raises; the stream in use is the one of before.
+        Kernels must be compiled and loaded before. Memory that ``work`` allocates on the device lives as long as the graph. Raises
+        ``RuntimeError``: ``work`` synchronizes, or raises; the stream in use is the one of before.
         """
         with self.active(), self.on(self.current()):  # torch does not go back to that stream if a capture fails
             graph = torch.cuda.CUDAGraph()
@@ -227,21 +226,17 @@ class Accelerator:
     # ---- memory of the host that the device reads --------------------------------------------------------------------
 
     def obstacle(self) -> str | None:
-        """Why the device cannot read memory of the host by kernels of engram's; None: it probably can.
-
-        The driver may still refuse to register certain memory.
-        """
+        """Why the device cannot read memory of the host by kernels; None: it can, unless the driver refuses to register certain memory."""
         if self.device.type != "cuda":
             return f"{self.device} is no CUDA device"
-        return _missing() or self._missing_on_device()
+        return missing_for_kernels() or self._missing_on_device()
 
     def register(self, address: int, nbytes: int, *, readonly: bool = False) -> None:
         """Pin memory of the host, and map it for all devices. ``readonly``: it is mapped without the right to write.
 
-        Raises:
-            DriverError: 1, 2 or 801: refused; 712: registered already, in part or as a whole.
+        Raises ``DriverError``: 1, 2 or 801: refused; 712: registered already, in part or as a whole.
         """
-        with self._entered():
+        with self.beside_captures():
             flags = _PORTABLE | _DEVICEMAP
             if readonly and self._attribute(_REGISTERS_READ_ONLY):
                 flags |= _READ_ONLY
@@ -249,13 +244,13 @@ class Accelerator:
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register` of that address. No work that reads it may be queued. Raises ``DriverError``."""
-        with self._entered():
+        with self.beside_captures():
             _call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def device_address(self, address: int) -> int:
         """Where the device sees registered or pinned memory of the host. Raises ``DriverError``: it does not."""
         found = ctypes.c_uint64()
-        with self._entered():
+        with self.beside_captures():
             _call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
         return found.value
 
@@ -266,7 +261,7 @@ class Accelerator:
         try:
             if platform.machine() == "aarch64" and not self._attribute(_USES_HOST_PAGE_TABLES):
                 return f"{self.device} does not read through the page tables of this ARM machine"
-            with self._entered():
+            with self.beside_captures():
                 return None
         except (DriverError, OSError) as error:
             return f"the CUDA driver cannot be used ({error})"
@@ -286,8 +281,8 @@ class Accelerator:
         return found.value
 
     @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Inside, the driver knows which device this thread means, and captures of other threads stay whole."""
+    def beside_captures(self) -> Iterator[None]:
+        """Inside, the driver knows which device this thread means, and captures of other threads stay whole, whatever they forbid."""
         if self.device.type != "cuda":
             yield
             return
@@ -298,23 +293,3 @@ class Accelerator:
             _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # which puts the one of before there
             undone.callback(_call, "cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             yield
-
-
-def _missing() -> str | None:
-    """What this machine or its software lacks for a device to read the host by Triton's kernels."""
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
-    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    found = {
-        "this torch is built for ROCm": torch.version.hip is not None,
-        f"this is {platform.system()}, not Linux": sys.platform != "linux",
-        "this is WSL": "microsoft" in platform.release().lower(),
-        "Triton is not installed, which comes with torch's builds for CUDA": importlib.util.find_spec("triton") is None,
-        "there is no C compiler, which Triton needs (gcc, clang, or the one that CC names)": not any(
-            map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))
-        ),
-        f"Triton cannot write to its cache {str(cache)!r} (TRITON_CACHE_DIR names another)": not os.access(
-            there, os.W_OK | os.X_OK
-        ),
-    }
-    return next((why for why, holds in found.items() if holds), None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.store.keys import Key
+    from engram.store.blocks import Key
     from engram.store.memory import Block
     from engram.types import Write
 

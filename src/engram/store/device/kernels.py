@@ -255,13 +255,29 @@ def draw(
 
 
 @triton.jit
-def _move(source, to, nbytes, zeros: tl.constexpr, dtype: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    at = tl.arange(0, CHUNK // WIDTH)
-    mask = at < nbytes // WIDTH
-    value = tl.zeros([CHUNK // WIDTH], dtype)
-    if not zeros:
-        value = tl.load(source.to(tl.pointer_type(dtype)) + at, mask=mask, other=0, volatile=True)
-    tl.store(to.to(tl.pointer_type(dtype)) + at, value, mask=mask)
+def _move(
+    source, to, nbytes, mine, ZEROS: tl.constexpr, VOLATILE: tl.constexpr, dtype: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, CHUNK // WIDTH)[None, :]
+    mask = mine[:, None] & (at < nbytes // WIDTH)
+    value = tl.zeros([1, CHUNK // WIDTH], dtype)
+    if not ZEROS:
+        value = tl.load(source[:, None].to(tl.pointer_type(dtype)) + at, mask=mask, other=0, volatile=VOLATILE)
+    tl.store(to[:, None].to(tl.pointer_type(dtype)) + at, value, mask=mask)
+
+
+@triton.jit
+def _copy_wide(source, to, nbytes, width, mine, ZEROS: tl.constexpr, VOLATILE: tl.constexpr, CHUNK: tl.constexpr):
+    """Copies a chunk from each address, int64 [n], to another one, where ``mine`` is true; ZEROS: one of zeros. VOLATILE: past caches."""
+    if width == 8:
+        _move(source, to, nbytes, mine, ZEROS, VOLATILE, tl.int64, 8, CHUNK)
+    elif width == 4:
+        _move(source, to, nbytes, mine, ZEROS, VOLATILE, tl.int32, 4, CHUNK)
+    elif width == 2:
+        _move(source, to, nbytes, mine, ZEROS, VOLATILE, tl.int16, 2, CHUNK)
+    else:
+        _move(source, to, nbytes, mine, ZEROS, VOLATILE, tl.int8, 1, CHUNK)
 
 
 @triton.jit
@@ -275,15 +291,8 @@ def _copy(state, chunk, row, place, out, zeros: tl.constexpr, CHUNK: tl.constexp
 @triton.jit
 def _copy_chunk(entry, source, to, zeros: tl.constexpr, CHUNK: tl.constexpr):
     """An entry is seven words: source, stride, where it goes and how far apart, bytes, width, and where the rows are resident."""
-    nbytes, width = _at(entry, 4), _at(entry, 5)
-    if width == 8:
-        _move(source, to, nbytes, zeros, tl.int64, 8, CHUNK)
-    elif width == 4:
-        _move(source, to, nbytes, zeros, tl.int32, 4, CHUNK)
-    elif width == 2:
-        _move(source, to, nbytes, zeros, tl.int16, 2, CHUNK)
-    else:
-        _move(source, to, nbytes, zeros, tl.int8, 1, CHUNK)
+    one = tl.zeros([1], tl.int64)
+    _copy_wide(source + one, to + one, _at(entry, 4), _at(entry, 5), one == 0, zeros, True, CHUNK)
 
 
 @triton.jit(do_not_specialize=["key", "ranks", "out"])

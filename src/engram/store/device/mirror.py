@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._support import fork, native
+from engram._support.devices import check_room
 from engram._support.words import warn
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.priorities import DevicePriorities
@@ -20,6 +21,7 @@ from engram.store.memory import torch_dtype
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -106,6 +108,7 @@ class Mirror:
         needed = sum(nbytes for *_, nbytes in self._parts)
         self._most = max(1, min(BLOCK_BYTES // needed, store.capacity), math.prod(store.schema.columns))
         room = self._size(self._most)
+        check_room("the blocks of a mirror", 2 * room, store.device)
         self._rooms = [
             (
                 torch.empty(room, dtype=torch.uint8, device=store.device),
@@ -162,9 +165,9 @@ class Mirror:
             self.copy()
             if self.error is not None:
                 raise self.error
-            if self._written == self._seen:
+            if self._written == self._seen and self._replaced == self._store.rows.replaced:
                 return
-            self._stop.wait(_RETRY_S)  # a graph was replacing rows
+            self._stop.wait(_RETRY_S)  # a graph, or a load, was replacing rows
 
     def close(self) -> None:
         """Copy what is left, and close the folder. Repeatable. An error was, or is, a warning."""
@@ -206,6 +209,9 @@ class Mirror:
             while stream is None or not self._accelerator.capturing(
                 stream
             ):  # to wait for it would become part of the graph
+                if self._store.rows.replaced != self._replaced:
+                    self._copy_all()
+                    before = None  # its rows were replaced
                 block = self._read()
                 if before is not None and not self._write(before):
                     if block is not None:
@@ -226,7 +232,7 @@ class Mirror:
                 return None
             core = store.settled()
             if rows.replaced != self._replaced:
-                self._copy_all()
+                return None  # the next look copies all
             emptied = rows.kept_count if rows.emptied != self._emptied else None
             if emptied is not None:
                 self._at.zero_()
@@ -353,13 +359,43 @@ class Mirror:
         pinned.copy_(there, non_blocking=True)
 
     def _copy_all(self) -> None:
-        """Copy all rows at once: they were replaced, or copying has failed."""
-        store = self._store
+        """Copy all rows: they were replaced, or copying has failed. The rows are locked for a piece at a time.
+
+        Those that are written meanwhile are left out, and come with the next blocks.
+        """
+        store, rows = self._store, self._store.rows
         with store.paused():
-            state = store.state()
-            copy_rows(store, self._target, store.rows_in_use(state.lanes), state)
-        self._begin()
-        self._prioritized = -math.inf
+            state, since, began = store.state(), store.core.next_ticket, (rows.replaced, rows.emptied)
+            self._begin()
+        written, self._written = self._written, 0
+
+        def check() -> None:
+            if (rows.replaced, rows.emptied) != began:
+                raise _ReplacedAgain
+
+        def take(some: Tensor) -> Tensor:
+            with self._accelerator.on(self._order), rows:
+                check()
+                piece = some.clone()
+                staged = self._accelerator.mark(self._order)
+            with self._accelerator.on(self._down):
+                self._accelerator.wait(self._down, staged)
+                return piece.to("cpu")
+
+        def leave_out() -> None:
+            with rows:
+                check()
+                changed = store.changes(since).rows
+            for numbers in (state.numbers, state.writes):
+                if numbers is not None:
+                    numbers[changed] = 0
+
+        try:
+            copy_rows(store, self._target, store.rows_in_use(state.lanes), state, take, leave_out)
+        except _ReplacedAgain:
+            self._replaced = -1  # the next look begins anew
+            return
+        self._written, self._prioritized = written, -math.inf
 
     # ---- writing to the folder ---------------------------------------------------------------------------------------
 
@@ -386,8 +422,8 @@ class Mirror:
         if len(block.holes):
             gone = block.holes[~self._within(block.holes, at, left)]
             tickets = target.tickets_of(gone)
-            gone, tickets = gone[tickets >= 0].contiguous(), tickets[tickets >= 0].contiguous()
-            target.core.remove(gone.data_ptr(), len(gone), tickets.data_ptr())
+            gone, writes = gone[tickets >= 0], target.writes_of(gone, tickets)[tickets >= 0]
+            target.core.remove(gone.data_ptr(), len(gone), writes.data_ptr())
         if n < a:
             self._at, self._prioritized = at, -math.inf
             return False
@@ -433,22 +469,35 @@ class Mirror:
             core.restore(wanted, alpha)
 
 
-def copy_rows(source: Store, target: Store, n: int, state: StoreState) -> None:
+class _ReplacedAgain(Exception):
+    """All rows were replaced or forgotten while they were copied."""
+
+
+def copy_rows(
+    source: Store,
+    target: Store,
+    n: int,
+    state: StoreState,
+    take: Callable[[Tensor], Tensor] = lambda some: some,
+    then: Callable[[], object] = lambda: None,
+) -> None:
     """Replace all rows of a store by those of another one of the same schema, of which the first ``n`` are in use.
 
     Args:
         state: of the source, which is paused, or which no other process or thread writes to.
+        take: copies a piece of a field of the source. then: called when all are copied; it may change the state's tensors.
     """
     step = max(1, BLOCK_BYTES // max(1, source.schema.row_bytes))
 
     def fill(rows: RowsTarget) -> None:
         for number, tensor in enumerate(source.tensors):
             for first in range(0, n, step):
-                some = tensor[first : min(first + step, n)].to(target.device)
+                some = take(tensor[first : min(first + step, n)]).to(target.device)
                 if rows.put is None:
                     rows[number][first : first + len(some)] = some
                 else:
                     rows.put(number, first, some)
+        then()
 
     target.replace(state, fill)
 

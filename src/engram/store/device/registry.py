@@ -28,6 +28,7 @@ from engram.store.device.accelerator import ALREADY_REGISTERED, DriverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from torch import Tensor
@@ -123,6 +124,11 @@ class Registered:
         self._finalizer = weakref.finalize(self, registry.end, spans)
 
     @property
+    def turn(self) -> AbstractContextManager[object]:
+        """Hold it from :meth:`use` until the work is queued: other threads register nothing again meanwhile."""
+        return self._registry.turn
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return not self._finalizer.alive
@@ -184,7 +190,7 @@ class Registry:
 
     def __init__(self, available: Callable[[], int] = available_memory) -> None:
         self._available = available
-        self._lock = fork.lock()
+        self._lock, self.turn = fork.lock(), fork.rlock()
         #: By address; no two overlap.
         self._spans: list[_Span] = []
         #: What handles needed that have ended. A finalizer may run anywhere, and waits for no lock.
@@ -271,7 +277,7 @@ class Registry:
         Raises:
             ForkedHandle, NotRegistered, RuntimeError: as :meth:`Registered.use`.
         """
-        with self._lock:
+        with self.turn, self._lock:
             for span in spans:
                 if span.gone is None and span.private and span.forks != self.forks:
                     accelerator.check_not_capturing("use", "the process has forked: memory must be registered again")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.chain import Launcher
+    from engram.store.device.followed import Followed
     from engram.store.device.priorities import DevicePriorities
     from engram.store.device.rows import DeviceRows
     from engram.store.device.tree import SumTree
@@ -35,7 +36,7 @@ _SIZES = 64
 #: Fields that one launch appends.
 _FIELDS = 8
 #: Where the table begins, and words of an entry: as in row_kernels.py.
-_TABLE, _ENTRY = 16, 8
+_TABLE, _ENTRY, _CHECKS = 16, 8, 8
 #: Entries of updates are numbered from here on: the other numbers in ``_last`` are positions in a batch.
 _FIRST_UPDATE = 1 << 40
 #: Rows of an append that the kernels take: one program has their numbers and leaves.
@@ -65,19 +66,16 @@ class RowKernels(RowOperations):
         widths = [column[0].nbytes for column in rows.whole]
         longest = max(widths, default=0)
         self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
-        table, self._first_chunk, before = [], [0], 0
+        table, self._first_chunk, before = list[int](), [0], 0
         for column, nbytes in zip(rows.whole, widths, strict=True):
-            aligned = column.data_ptr() | nbytes | 8
-            for begin in range(0, nbytes, self._chunk):
-                field, size = len(self._first_chunk) - 1, min(self._chunk, nbytes - begin)
-                table += [column.data_ptr(), nbytes, begin, before, nbytes, size, aligned & -aligned, field]
+            table += self._entries(column, before, len(self._first_chunk) - 1)
             if nbytes:
                 self._first_chunk.append(len(table) // _ENTRY)
             before += nbytes
         self._row_bytes, self._chunks = before, len(table) // _ENTRY
         kept = rows.numbers, rows.cursor, rows.tally, rows.last
         addresses = [tensor.data_ptr() for tensor in kept]
-        words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE]
+        words = [rows.capacity, rows.lane_length, *addresses, self._chunks, 0, 0, _FIRST_UPDATE, rows.edited.data_ptr()]
         words += [0] * (_TABLE - len(words)) + table
         self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
         self._parts = 1 if self._interpreted else min(_PARTS, max(self._chunks, 1))
@@ -85,7 +83,9 @@ class RowKernels(RowOperations):
         #: Of each field dtype, shape and strides of a row's values, and its bytes.
         self._fields = [(column.dtype, column.shape[1:], column.stride(), column[0].nbytes) for column in rows.whole]
         self._length, self._device = rows.lane_length, rows.device
-        self._known: dict[tuple[int, torch.dtype | None], list[_Part]] = {}
+        self._known: dict[tuple[int, torch.dtype | None, tuple[int, ...]], list[_Part]] = {}
+        #: Where next observations are, as the kernels have found it last.
+        self._table: Tensor | None = None
         self.warm_up()
 
     # ---- reads -------------------------------------------------------------------------------------------------------
@@ -99,23 +99,29 @@ class RowKernels(RowOperations):
         tree: DevicePriorities | None = None,
         *,
         weighed: bool = True,
+        followed: Followed | None = None,
     ) -> list[Tensor]:
         """As :meth:`RowOperations.read`: one launch, and one block of memory for all of the batch."""
+        table = None if followed is None else self._table_of(followed)
+        if (size < 0 and tree is None) or (followed is not None and table is None):
+            return super().read(ledger, n, key, size, tree, weighed=weighed, followed=followed)
         beside = None if tree is None else torch.float32 if weighed else torch.float64
-        parts = self._known.get((n, beside)) or self._parts_of(n, beside)
-        nbytes = -(-n // _PADDED) * _PADDED * (_BESIDE_BYTES + self._row_bytes)
+        nexts = () if followed is None else followed.fields
+        parts = self._known.get((n, beside, nexts)) or self._parts_of(n, beside, nexts)
+        row_bytes = self._row_bytes + sum(self._fields[field][3] for field in nexts)
+        nbytes = -(-n // _PADDED) * _PADDED * (_BESIDE_BYTES + row_bytes)
         block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         state = None if tree is None else tree.state_there
-        self._read(state, weighed, ledger.capturing, key, size, block.data_ptr(), n)
+        self._read(state, table, weighed, ledger.capturing, key, size, block.data_ptr(), n)
         typed = {dtype: block.view(dtype) for dtype in {part[0] for part in parts}}
         # data: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
         return [typed[dtype].as_strided(shape, strides, at).data for dtype, shape, strides, at in parts]
 
-    def _parts_of(self, n: int, beside: torch.dtype | None) -> list[_Part]:
-        """The parts of a block: fields, rows, numbers, perhaps weights or leaves. They are noted for the next batch."""
+    def _parts_of(self, n: int, beside: torch.dtype | None, nexts: tuple[int, ...]) -> list[_Part]:
+        """The parts of a block: fields, next observations, rows, numbers, perhaps weights or leaves. They are noted for the next batch."""
         padded, before = -(-n // _PADDED) * _PADDED, _BESIDE_BYTES
         parts: list[_Part] = []
-        for dtype, shape, strides, nbytes in self._fields:
+        for dtype, shape, strides, nbytes in (*self._fields, *(self._fields[field] for field in nexts)):
             parts.append((dtype, (n, *shape), strides, padded * before // dtype.itemsize))
             before += nbytes
         parts += [(torch.int64, (n,), (1,), 0), (torch.int64, (n,), (1,), padded)]
@@ -123,15 +129,49 @@ class RowKernels(RowOperations):
             parts.append((beside, (n,), (1,), padded * 16 // beside.itemsize))
         if len(self._known) > _SIZES:
             self._known.clear()
-        self._known[n, beside] = parts
+        self._known[n, beside, nexts] = parts
         return parts
 
-    def _read(self, tree: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int) -> None:
-        n, state, drawn = numbers[-1], self._state, tree is not None
+    def _table_of(self, followed: Followed) -> Tensor | None:
+        """Where next observations are, as the kernels find it. None: they do not know that dtype, or that end of an episode."""
+        rows, finals = followed.rows, followed.finals
+        pairs = [(rows.whole[field], kept) for field, kept in zip(followed.fields, finals.whole, strict=False)]
+        known = all(one.dtype is kept.dtype for one, kept in pairs)
+        if followed.table is None and known and {end.by for end in followed.ends} <= {"id", "any flag"}:
+            checks, table, before = list[int](), list[int](), self._row_bytes
+            for end in followed.ends:
+                column = rows.whole[end.field]
+                checks += [column.data_ptr(), column[0].nbytes, end.by == "id"]
+            for column, kept in pairs:
+                table += self._entries(column, before, kept.data_ptr(), kept.data_ptr())
+                before += column[0].nbytes
+            marks, tags = rows.whole[followed.mark], finals.whole[-1]
+            at = [marks.data_ptr(), tags.data_ptr(), finals.capacity, followed.width]
+            words = [*at, len(followed.ends), len(table) // _ENTRY, _CHECKS + len(checks), 0, *checks, *table]
+            followed.table = self._table = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
+            for tree in (None, *(tree.state_there for tree in rows.trees)):
+                self.warm_up(tree)
+        return followed.table
+
+    def _entries(self, column: Tensor, before: int, last: int, also: int = 0) -> list[int]:
+        """The words of a table for the chunks of a column. ``last``: of each the last one; ``also``: another address that is read."""
+        nbytes, words = column[0].nbytes, list[int]()
+        aligned = column.data_ptr() | also | nbytes | 8
+        for begin in range(0, nbytes, self._chunk):
+            size = min(self._chunk, nbytes - begin)
+            words += [column.data_ptr(), nbytes, begin, before, nbytes, size, aligned & -aligned, last]
+        return words
+
+    def _read(
+        self, tree: Tensor | None, table: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int
+    ) -> None:
+        n, state = numbers[-1], self._state
         block = self._block(n, 1)
-        given = {"BLOCK": block, "CHUNK": self._chunk, "TREE": drawn, "WEIGHED": weighed, "CAPTURED": captured}
-        grid = (max(1, -(-n // block)), self._parts)
-        self._launch("read", grid, self._warps, state, state if tree is None else tree, signed(key), *numbers, **given)
+        given = {"TREE": tree is not None, "WEIGHED": weighed, "CAPTURED": captured, "FOLLOWED": table is not None}
+        grid, beside = (max(1, -(-n // block)), self._parts), [state if it is None else it for it in (tree, table)]
+        self._launch(
+            "read", grid, self._warps, state, *beside, signed(key), *numbers, BLOCK=block, CHUNK=self._chunk, **given
+        )
 
     # ---- appends -----------------------------------------------------------------------------------------------------
 
@@ -149,17 +189,8 @@ class RowKernels(RowOperations):
         """As :meth:`RowOperations.append`: two launches, of more than 8 fields or one tree one for each 8 and each tree."""
         if n > _MOST_ROWS:
             return super().append(ledger, columns, n, base=base, position=position, number=number, moves=moves)
-        captured, kept = ledger.capturing, []
-        for column, (dtype, _, _, nbytes) in zip(columns, self._fields, strict=True):
-            if nbytes:
-                values = column.to(dtype).resolve_conj().resolve_neg().contiguous()
-                aligned = not values.data_ptr() % (nbytes & -nbytes & 15 or 8)
-                kept.append(values if aligned else values.clone())
-        addresses = [values.data_ptr() for values in kept]
-        for start in range(0, len(addresses), _FIELDS):
-            some = addresses[start : start + _FIELDS]
-            begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
-            self._place(captured, base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+        captured = ledger.capturing
+        self._place(self._sources(columns), n, captured, base, position)
         index = torch.empty((2, n), dtype=torch.int64, device=self._device) if captured else None
         trees = [tree.for_kernels() for tree in ledger.trees]
         for place, (tree, leaf) in enumerate(trees or [(self._state, None)]):
@@ -168,13 +199,46 @@ class RowKernels(RowOperations):
             self._record(bool(trees), captured, last and moves, tree, base, position, number, n, given, to)
         return None if index is None else (index[0], index[1])
 
-    def _place(self, captured: bool, base: int, position: int, n: int, begin: int, end: int, *sources: int) -> None:
-        block, parts = self._block(n, max(1, 4096 // self._chunk)), min(self._parts, end - begin)
-        grid = (max(1, -(-min(n, self._length) // block)), parts)
-        numbers = (base, position, n, begin, end, *sources)
-        self._launch(
-            "place", grid, max(self._warps, 4), self._state, *numbers, BLOCK=block, CHUNK=self._chunk, CAPTURED=captured
-        )
+    def _sources(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """The values of all fields that have bytes, as kernels read them."""
+        kept = []
+        for column, (dtype, _, _, nbytes) in zip(columns, self._fields, strict=True):
+            if nbytes:
+                values = column.to(dtype).resolve_conj().resolve_neg().contiguous()
+                aligned = not values.data_ptr() % (nbytes & -nbytes & 15 or 8)
+                kept.append(values if aligned else values.clone())
+        return kept
+
+    def _place(
+        self,
+        sources: Sequence[Tensor],
+        n: int,
+        captured: bool,
+        base: int = 0,
+        position: int = 0,
+        rows: Tensor | None = None,
+    ) -> None:
+        """Copy rows to where they belong: a launch for each 8 fields. ``rows``: those that are edited."""
+        block, addresses = self._block(n, max(1, 4096 // self._chunk)), [values.data_ptr() for values in sources]
+        copied = n if rows is not None else min(n, self._length)
+        for start in range(0, max(len(addresses), 1), _FIELDS):
+            some = addresses[start : start + _FIELDS]
+            begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
+            numbers = (base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+            given = {"EDITS": rows is not None, "LAST": start + _FIELDS >= len(addresses), "CAPTURED": captured}
+            self._launch(
+                "place", (max(1, -(-copied // block)), max(1, min(self._parts, end - begin))), max(self._warps, 4),
+                self._state, self._state if rows is None else rows, *numbers, BLOCK=block, CHUNK=self._chunk, **given,
+            )  # fmt: skip
+
+    def edit(self, ledger: DeviceRows, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Tensor:
+        """As :meth:`RowOperations.edit`: of all fields two launches, of more than 8 fields one more for each 8."""
+        if [*which] != [*range(len(self._fields))]:
+            return super().edit(ledger, rows, which, columns)
+        sources, at = self._sources(columns), torch.empty_like(rows, memory_format=torch.contiguous_format)
+        self._launch("claim", (1,), 8, self._state, rows.contiguous(), at, len(rows), BLOCK=1024)
+        self._place(sources, len(rows), False, rows=at)
+        return at
 
     def _record(self, has_tree: bool, captured: bool, moves: bool, tree: Tensor, *numbers: int) -> None:
         given = {"TREE": has_tree, "CAPTURED": captured, "LAST": moves}
@@ -209,14 +273,17 @@ class RowKernels(RowOperations):
         if self._interpreted:
             return
         none, state = self._state[:0], self._state if tree is None else tree
+        nones = [none] * min(len(self._first_chunk) - 1, _FIELDS + 1)
         for captured in (False, True):
             for either in (False, True):
-                self._read(tree, either, captured, 0, 0, 0, 0)
+                for table in dict.fromkeys((None, self._table)):
+                    self._read(tree, table, either, captured, 0, 0, 0, 0)
                 self._record(tree is not None, captured, either, state, *[0] * 6)
                 for dtype in () if tree is None else _PRIORITIES:
                     self._update(either, tree, none, none.to(dtype), none, 0)
-            if self._chunks:
-                self._place(captured, 0, 0, 0, 0, 1, *[0] * _FIELDS)
+            self._place(nones[:_FIELDS], 0, captured)
+        self._launch("claim", (1,), 8, self._state, none, none, 0, BLOCK=1024)
+        self._place(nones, 0, False, rows=none)
         self.launches = 0
 
 

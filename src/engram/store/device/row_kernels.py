@@ -6,23 +6,30 @@ row's bytes, the chunk's bytes, bytes per load, and the number of the field amon
 another one: words in the order of the ``T_`` constants, then at ``LEVELS`` per level the address of its sums, of its smallest leaves,
 and its size; the leaves come first.
 
+``followed`` says where next observations are: words in the order of the ``F_`` constants, then at ``CHECKS`` three words per field that
+ends an episode: address, bytes of a row, and whether they are compared with those of the following row, or else with zeros; then at the
+word ``F_TABLE`` entries as above, of the observations, with the address of the final ones last.
+
 A phase that needs what the phase before has written comes after a barrier of a single program.
 """
 
 import triton
 import triton.language as tl
 
-from engram.store.device.kernels import _at, _bits, _load
+from engram.store.device.kernels import _at, _bits, _copy_wide, _load
 
 R_CAPACITY, R_LENGTH, R_NUMBERS, R_CURSOR, R_TALLY, R_LAST, R_CHUNKS = map(tl.constexpr, range(7))
-#: Batches that graphs have drawn; programs that have ended; entries of updates so far.
-R_DRAWN, R_FINISHED, R_UPDATED = map(tl.constexpr, range(7, 10))
+#: Batches that graphs have drawn; programs that have ended; entries of updates and edits so far; address of the counts of edits.
+R_DRAWN, R_FINISHED, R_UPDATED, R_EDITED = map(tl.constexpr, range(7, 11))
 TABLE, ENTRY = map(tl.constexpr, (16, 8))
 #: Address of alpha, beta and the largest priority; bits of eps, and of the largest leaf that can be summed.
 T_LEVELS, T_POWERS, T_EPS, T_MOST = map(tl.constexpr, range(4))
 LEVELS = tl.constexpr(4)
 #: How often a captured draw looks for a row that holds something, before it takes one of another place of the batch.
 TRIES = tl.constexpr(16)
+#: Addresses of the marks and of the tags; rows of final observations, and of a step; fields that end an episode; chunks, and where.
+F_MARKS, F_TAGS, F_FINALS, F_WIDTH, F_CHECKS, F_CHUNKS, F_TABLE = map(tl.constexpr, range(7))
+CHECKS = tl.constexpr(8)
 _FANOUT, _SHIFT = map(tl.constexpr, (128, 7))
 
 
@@ -36,27 +43,6 @@ def _power(x, exponent):
     """``x ** exponent``, exact where the exponent is 0 or 1; of x below zero something."""
     raised = tl.where(x > 0, tl.exp(exponent * tl.log(tl.where(x > 0, x, 1.0))), 0.0)
     return tl.where(exponent == 1.0, x, tl.where(exponent == 0.0, 1.0, raised))
-
-
-@triton.jit
-def _move(source, to, nbytes, mine, dtype: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Copies a chunk from each address to another one."""
-    at = tl.arange(0, CHUNK // WIDTH)[None, :]
-    mask = mine[:, None] & (at < nbytes // WIDTH)
-    value = tl.load(source[:, None].to(tl.pointer_type(dtype)) + at, mask=mask, other=0)
-    tl.store(to[:, None].to(tl.pointer_type(dtype)) + at, value, mask=mask)
-
-
-@triton.jit
-def _copy(source, to, nbytes, width, mine, CHUNK: tl.constexpr):
-    if width == 8:
-        _move(source, to, nbytes, mine, tl.int64, 8, CHUNK)
-    elif width == 4:
-        _move(source, to, nbytes, mine, tl.int32, 4, CHUNK)
-    elif width == 2:
-        _move(source, to, nbytes, mine, tl.int16, 2, CHUNK)
-    else:
-        _move(source, to, nbytes, mine, tl.int8, 1, CHUNK)
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
@@ -82,61 +68,114 @@ def _fall(u, tree, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _live(key, i, n, state):
-    """Rows of the ring that hold something, uniformly, and their numbers; 0 where none is found."""
-    total = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), _at(state, R_CAPACITY))
-    row, number, tries = i * 0, i * 0, tl.where(total > 0, 0, TRIES * n)
-    while (tries < TRIES * n) & (tl.min(number, 0) <= 0):
-        bits = _bits(key, (i + tries // TRIES) % n, i * 0 + tries % TRIES)
-        other = tl.umulhi(bits, bits * 0 + total.to(tl.uint64)).to(tl.int64)
-        row = tl.where(number > 0, row, other)
-        number = tl.where(number > 0, number, _load(_at(state, R_NUMBERS) + row * 8))
-        tries += 1
-    return row, tl.maximum(number, 0)
+def _candidate(key, j, size, state, tree, BLOCK: tl.constexpr, TREE: tl.constexpr, CAPTURED: tl.constexpr):
+    """Rows by numbers of a key, the numbers of their writes, and their leaves; of rows of leaf zero, row 0."""
+    bits, leaf = _bits(key, j, j * 0), tl.zeros([BLOCK], tl.float64)
+    if TREE:
+        row, leaf = _fall((bits >> 11).to(tl.float64) * 1.1102230246251565e-16, tree, BLOCK)
+        row = tl.where(leaf > 0, row, 0)
+    else:
+        if CAPTURED:
+            size = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), _at(state, R_CAPACITY))
+        row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
+    return row, _load(_at(state, R_NUMBERS) + row * 8), leaf
+
+
+@triton.jit
+def _ahead(row, number, state, followed):
+    """``Followed.find``."""
+    length, marks = _at(state, R_LENGTH), _at(followed, F_MARKS) + row * 16
+    first, place = row // length * length, _load(marks)
+    after = first + (row - first + _at(followed, F_WIDTH)) % length
+    inside = (place >= 0) & (place < _at(followed, F_FINALS))
+    kept = inside & (_load(_at(followed, F_TAGS) + tl.where(inside, place, 0) * 8) == _load(marks + 8))
+    goes_on = _load(_at(state, R_NUMBERS) + after * 8) > number
+    for check in range(_at(followed, F_CHECKS)):
+        entry = followed + CHECKS + check * 3
+        nbytes, compared = _at(entry, 1), _at(entry, 2)
+        for byte in range(nbytes):
+            column = _at(entry, 0) + byte
+            there = tl.where(compared != 0, _load(column + after * nbytes, tl.int8), 0)
+            goes_on = goes_on & (_load(column + row * nbytes, tl.int8) == there)
+    return (kept & (place >= 0)) | (goes_on & (place < 0)), tl.where(kept, place, -1), after
+
+
+@triton.jit
+def _usable(row, number, leaf, state, followed, TREE: tl.constexpr, FOLLOWED: tl.constexpr):
+    """Whether rows may be drawn; and where their next observations are, as ``Followed.find`` has it."""
+    good, final, after = number > 0, row, row
+    if TREE:
+        good = good & (leaf > 0)
+    if FOLLOWED:
+        has_next, final, after = _ahead(row, number, state, followed)
+        good = good & has_next
+    return good, final, after
+
+
+@triton.jit
+def _some(state, tree, TREE: tl.constexpr, CAPTURED: tl.constexpr):
+    """Whether there may be a row to draw."""
+    some = _at(state, R_CAPACITY) > 0
+    if TREE:
+        some = _load(_at(tree, LEVELS + (_at(tree, T_LEVELS) - 1) * 3), tl.float64) > 0
+    elif CAPTURED:
+        some = _at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2) > 0
+    return some
+
+
+@triton.jit
+def _copy_to(block, entry, source, i, mine, padded, CHUNK: tl.constexpr):
+    """A chunk of each row to its place in a block."""
+    to = block + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
+    _copy_wide(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, False, False, CHUNK)
 
 
 @triton.jit(do_not_specialize=["key", "size", "out", "n"])
 def read(
-    state, tree, key: tl.int64, size: tl.int64, out: tl.int64, n: tl.int64,
+    state, tree, followed, key: tl.int64, size: tl.int64, out: tl.int64, n: tl.int64,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WEIGHED: tl.constexpr, CAPTURED: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """Chooses ``n`` rows, and copies them into a block: rows, numbers, weights or leaves, then the fields.
+    """Chooses ``n`` rows, and copies them into a block: rows, numbers, weights or leaves, the fields, then next observations.
 
     Programs of the second dimension share the chunks of a place. ``size``: live rows, all below it. CAPTURED: of the ring as it is then,
-    by random numbers of the key and of how many batches were drawn so.
+    by random numbers of the key and of how many batches were drawn so. FOLLOWED: rows that have a next observation.
     """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mine, i = place < n, tl.maximum(tl.minimum(place, n - 1), 0)
     mixed, padded = key.to(tl.uint64), (n + 15) // 16 * 16
     if CAPTURED:
         mixed = _bits(mixed, _at(state, R_DRAWN), _at(state, R_DRAWN) * 0)
-    leaf = tl.zeros([BLOCK], tl.float64)
-    if TREE:
-        row, leaf = _fall((_bits(mixed, i, i * 0) >> 11).to(tl.float64) * 1.1102230246251565e-16, tree, BLOCK)
-        row = tl.where(leaf > 0, row, 0)
-        number = _load(_at(state, R_NUMBERS) + row * 8)
-    elif CAPTURED:
-        row, number = _live(mixed, i, n, state)
-    else:
-        bits = _bits(mixed, i, i * 0)
-        row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
-        number = _load(_at(state, R_NUMBERS) + row * 8)
+    row, number, leaf = _candidate(mixed, i, size, state, tree, BLOCK, TREE, CAPTURED)
+    good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
+    if FOLLOWED or (CAPTURED and not TREE):
+        tries = tl.where(_some(state, tree, TREE, CAPTURED), 1, TRIES * n)
+        while (tries < TRIES * n) & (tl.min(good.to(tl.int32), 0) == 0):
+            j = (i + tries // TRIES) % n + tries % TRIES * n
+            other, number_there, leaf_there = _candidate(mixed, j, size, state, tree, BLOCK, TREE, CAPTURED)
+            row, number = tl.where(good, row, other), tl.where(good, number, number_there)
+            leaf = tl.where(good, leaf, leaf_there)
+            good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
+            tries += 1
+        row, number = tl.where(good, row, 0), tl.where(good, number, 0)
     if tl.program_id(1) == 0:
         _store_where(out + i * 8, row, mine)
         _store_where(out + (padded + i) * 8, number, mine)
-        found = tl.max(number, 0) > 0
         if TREE:
-            found = tl.max(leaf, 0) > 0
             _say(tree, leaf, out + padded * 16, i, mine, WEIGHED)
-        if (tl.program_id(0) == 0) & (n > 0) & (found == 0):
+        if (tl.program_id(0) == 0) & (n > 0) & (tl.max(good.to(tl.int32), 0) == 0):
             tl.atomic_add(_at(state, R_TALLY).to(tl.pointer_type(tl.int64)) + 3, 1, sem="relaxed")
     for chunk in range(tl.program_id(1).to(tl.int64), _at(state, R_CHUNKS), tl.num_programs(1)):
         entry = state + TABLE + chunk * ENTRY
-        source = _at(entry, 0) + row * _at(entry, 1) + _at(entry, 2)
-        to = out + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
-        _copy(source, to, _at(entry, 5), _at(entry, 6), mine, CHUNK)
-    if CAPTURED:
-        _count_batch(state)
+        _copy_to(out, entry, _at(entry, 0) + row * _at(entry, 1), i, mine, padded, CHUNK)
+    if FOLLOWED:
+        for chunk in range(tl.program_id(1).to(tl.int64), _at(followed, F_CHUNKS), tl.num_programs(1)):
+            entry = followed + _at(followed, F_TABLE) + chunk * ENTRY
+            source = tl.where(final >= 0, _at(entry, 7) + final * _at(entry, 1), _at(entry, 0) + after * _at(entry, 1))
+            _copy_to(out, entry, source, i, mine, padded, CHUNK)
+    if CAPTURED:  # noqa: SIM102 - Triton evaluates both sides
+        if _is_last(state):  # all have read which batch this is
+            tl.store(state + R_DRAWN, _at(state, R_DRAWN) + 1)
 
 
 @triton.jit
@@ -152,12 +191,13 @@ def _say(tree, leaf, out, i, mine, WEIGHED: tl.constexpr):
 
 
 @triton.jit
-def _count_batch(state):
-    """The last program counts the batch: all have read which one this is."""
+def _is_last(state):
+    """Whether all other programs have come here, too."""
     tl.debug_barrier()  # and all threads of this one
-    if tl.atomic_add(state + R_FINISHED, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
+    last = tl.atomic_add(state + R_FINISHED, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1
+    if last:
         tl.store(state + R_FINISHED, 0)
-        tl.store(state + R_DRAWN, _at(state, R_DRAWN) + 1)
+    return last
 
 
 @triton.jit
@@ -177,19 +217,63 @@ def _begin(state, position, number, CAPTURED: tl.constexpr):
     return position, number
 
 
-@triton.jit(do_not_specialize=["base", "position", "n", "begin", "end", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "out"])
+def claim(state, rows, out, n: tl.int64, BLOCK: tl.constexpr):
+    """One program: which live rows are edited, and that it begins. ``out``: the same, the spare row in place of those that are not live,
+    which are counted. Of a row that is named twice the last entry is noted.
+    """
+    capacity, before = _at(state, R_CAPACITY), _at(state, R_UPDATED)
+    size = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), capacity)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK).to(tl.int64)
+        row = tl.load(rows + i, mask=i < n, other=-1)
+        row = tl.where(row < 0, row + size, row)
+        inside = (row >= 0) & (row < capacity)
+        row = tl.where(inside, row, 0)
+        live = (i < n) & inside & (_load(_at(state, R_NUMBERS) + row * 8) > 0)
+        _count(_at(state, R_TALLY).to(tl.pointer_type(tl.int64)) + 2, (i < n) & (live == 0))
+        tl.atomic_max(
+            (_at(state, R_LAST) + row * 8).to(tl.pointer_type(tl.int64)), before + i + 1, mask=live, sem="relaxed"
+        )
+        tl.atomic_add((_at(state, R_EDITED) + row * 4).to(tl.pointer_type(tl.int32)), 1, mask=live, sem="relaxed")
+        tl.store(out + i, tl.where(live, row, capacity), mask=i < n)
+
+
+@triton.jit
+def _end_edits(state, rows, n, BLOCK: tl.constexpr):
+    """The edits that claim() has begun are over."""
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK).to(tl.int64)
+        row = tl.load(rows + i, mask=i < n, other=0)
+        edited = (_at(state, R_EDITED) + row * 4).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(edited, 1, mask=(i < n) & (row < _at(state, R_CAPACITY)), sem="relaxed")
+    tl.store(state + R_UPDATED, _at(state, R_UPDATED) + n)
+
+
+@triton.jit(
+    do_not_specialize=["base", "position", "n", "begin", "end", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"],
+    do_not_specialize_on_alignment=["rows"],
+)
 def place(
-    state, base: tl.int64, position: tl.int64, n: tl.int64, begin: tl.int64, end: tl.int64,
+    state, rows, base: tl.int64, position: tl.int64, n: tl.int64, begin: tl.int64, end: tl.int64,
     s0: tl.int64, s1: tl.int64, s2: tl.int64, s3: tl.int64, s4: tl.int64, s5: tl.int64, s6: tl.int64, s7: tl.int64,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAPTURED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAPTURED: tl.constexpr, EDITS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Copies chunks ``begin`` to ``end``, of up to eight fields whose values begin at ``s0`` to ``s7``, to the end of the ring at row
-    ``base``. Of more steps than the ring has rows, the last ones.
+    ``base``. Of more steps than the ring has rows, the last ones. EDITS: to ``rows`` that claim() has named, each from its last entry;
+    LAST: they are over then.
     """
-    position, _ = _begin(state, position, position, CAPTURED)
     length = _at(state, R_LENGTH)
-    step = tl.maximum(n - length, 0) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = base + (position + step) % length
+    step = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if EDITS:
+        row = tl.load(rows + step, mask=step < n, other=0)
+        inside = row < _at(state, R_CAPACITY)
+        row = tl.where(inside, row, 0)
+        kept = (step < n) & inside & (_load(_at(state, R_LAST) + row * 8) == _at(state, R_UPDATED) + step + 1)
+    else:
+        position, _ = _begin(state, position, position, CAPTURED)
+        step += tl.maximum(n - length, 0)
+        row, kept = base + (position + step) % length, step < n
     first = _at(state + TABLE + begin * ENTRY, 7)
     for chunk in range(begin + tl.program_id(1), end, tl.num_programs(1)):
         entry = state + TABLE + chunk * ENTRY
@@ -198,7 +282,11 @@ def place(
         other = tl.where(which == 4, s4, tl.where(which == 5, s5, tl.where(which == 6, s6, s7)))
         source = tl.where(which < 4, source, other)
         to = _at(entry, 0) + row * _at(entry, 1) + _at(entry, 2)
-        _copy(source + step * _at(entry, 4) + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), step < n, CHUNK)
+        source += step * _at(entry, 4) + _at(entry, 2)
+        _copy_wide(source, to, _at(entry, 5), _at(entry, 6), kept, False, False, CHUNK)
+    if EDITS and LAST:  # noqa: SIM102 - as above
+        if _is_last(state):
+            _end_edits(state, rows, n, 1024)
 
 
 @triton.jit

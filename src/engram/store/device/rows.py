@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engram._support import fork
-from engram._support.devices import after_stream, capturing, sent
 from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.device.accelerator import Accelerator
@@ -33,7 +32,7 @@ class DeviceRows:
     """
 
     def __init__(self, schema: Schema, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
-        self.device, self.capacity = device, schema.capacity
+        self.device, self.capacity, self.accelerator = device, schema.capacity, Accelerator(device)
         self.lane_length = schema.capacity // schema.lanes
         self.spare = schema.capacity
         self.whole = [
@@ -57,7 +56,7 @@ class DeviceRows:
         #: By row the position of an entry that names it, as :meth:`last_of` and the kernels compare them.
         self.last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
-        self._stream = after_stream(device, None)
+        self._stream = self.accelerator.after(None)
         #: Held around every call by what enters these rows, so that the operations of two threads do not mix.
         self.lock = fork.rlock()
         # What the host knows of it, in one place for all stores around these rows.
@@ -86,7 +85,7 @@ class DeviceRows:
     @property
     def capturing(self) -> bool:
         """Whether what is done now goes into a CUDA graph."""
-        return capturing(self.device)
+        return self.accelerator.capturing()
 
     def __enter__(self) -> None:
         """For a call: no other thread's operations come in between, and those of earlier calls come before, whatever their streams."""
@@ -100,7 +99,7 @@ class DeviceRows:
     def follow_stream(self) -> None:
         """Let what is done on the current stream come after what was done before on another one."""
         if not self.capturing:
-            self._stream = after_stream(self.device, self._stream)
+            self._stream = self.accelerator.after(self._stream)
 
     def sent(self, tensor: Tensor, call: str) -> Tensor:
         """A tensor on the device. Raises ``RuntimeError``: it is of the host, and a graph is captured."""
@@ -111,7 +110,7 @@ class DeviceRows:
                 f"{call}: expected tensors on {self.device} while a CUDA graph is captured, got one on {tensor.device}, which would be "
                 "read once and not at each replay. Move it there before, or make this call outside of the capture."
             )
-        return sent(tensor, self.device)
+        return self.accelerator.bring(tensor)
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -192,11 +191,10 @@ def work_on(rows: DeviceRows) -> RowOperations:
     """Kernels on a CUDA device, else operations of torch. Warns where the device could run kernels, but something is missing."""
     if rows.device.type != "cuda":
         return RowOperations()
-    accelerator = Accelerator(rows.device)
-    obstacle = accelerator.obstacle()
+    obstacle = rows.accelerator.obstacle()
     if obstacle is None:
-        with accelerator.active():
-            return RowKernels(rows, accelerator.launch)
+        with rows.accelerator.active():
+            return RowKernels(rows, rows.accelerator.launch)
     warn(
         f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
     )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram._support import native
-from engram._support.devices import free_bytes, sent
+from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable
+from engram.format.sizes import device_row_bytes
 from engram.store.device.hosted import HostedStore
 from engram.store.device.rows import DeviceRows
 from engram.store.memory import new_control_memory
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.blocks import Key
+    from engram.store.device.followed import Followed
     from engram.store.device.mirror import Mirror
     from engram.store.device.priorities import DevicePriorities
-    from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
     from engram.types import Changes, RowsTarget
@@ -59,12 +61,7 @@ class DeviceStore(HostedStore):
 
         Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
         """
-        needed, free = (schema.capacity + 1) * (schema.row_bytes + 24), free_bytes(device)
-        if free is not None and free < needed:
-            raise RuntimeError(
-                f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
-                'keep them on the host with device="cpu".'
-            )
+        check_room(f"{schema.capacity:,} rows", device_row_bytes(schema.capacity, schema.row_bytes), device)
         return cls(schema, DeviceRows(schema, device, tensors), *new_control_memory(schema))
 
     # ---- what the core has of the rows -------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ class DeviceStore(HostedStore):
 
     def _set_cursor(self, now: tuple[int, int, int]) -> None:
         self.rows.known = now
-        self.rows.cursor.copy_(sent(torch.tensor(now, device="cpu"), self.device))
+        self.rows.cursor.copy_(self.rows.accelerator.bring(torch.tensor(now, device="cpu")))
 
     def refilled(self) -> None:
         with self.rows:
@@ -155,7 +152,7 @@ class DeviceStore(HostedStore):
         """Consecutive rows have the numbers that the core has of them."""
         rows = torch.arange(start, stop, device="cpu")
         numbers = self.writes_of(rows, self.tickets_of(rows)).clamp_(min=0)
-        self.rows.numbers[start:stop].copy_(sent(numbers, self.device))
+        self.rows.numbers[start:stop].copy_(self.rows.accelerator.bring(numbers))
 
     def fill(self) -> None:
         """All rows are live, as they are."""
@@ -258,6 +255,14 @@ class DeviceStore(HostedStore):
         at, numbers = rows.work.append(rows, columns, n) or (rows.numbers, rows.numbers)
         return Write(at, 0, numbers)
 
+    def append_some(self, columns: Sequence[Tensor], chosen: Tensor, base: int) -> Tensor:
+        """As :meth:`RowOperations.append_some`, to a store of one lane. Only the device knows how many rows that are."""
+        columns = [column.detach() for column in columns]
+        with self.rows:
+            chosen, *columns = self._sent([chosen, *columns], "extend")
+            self.rows.captured = True
+            return self.rows.work.append_some(self.rows, columns, chosen, base)
+
     def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
         """Write where the plan says for each row."""
         rows, (filled, _) = self.rows, self.core.extent()
@@ -266,9 +271,11 @@ class DeviceStore(HostedStore):
         at = write.rows
         if plan.rows is not None:
             self._clear_gaps(filled)
+        columns = self._sent(columns, "write")
         if plan.kept is not None:
-            at, columns = at[plan.kept], [column[sent(plan.kept, column.device)] for column in columns]
-        at, columns = rows.sent(at, "write"), self._sent(columns, "write")
+            kept = rows.sent(plan.kept, "write")
+            at, columns = at[plan.kept], [column[kept] for column in columns]
+        at = rows.sent(at, "write")
         last = rows.last_of(at)
         rows.put(at, self._which, columns, last)
         rows.number(at, write.first, last)
@@ -321,12 +328,8 @@ class DeviceStore(HostedStore):
         ledger, call = self.rows, "rb[index] = value"
         with ledger:
             rows = ledger.sent(rows, call)
-            at = ledger.live(torch.where(rows < 0, rows + ledger.size(), rows))
-            columns = self._sent(self._shaped(at, which, columns), call)
-            if ledger.capturing:
-                ledger.count_edits(at)
-            ledger.put(at, which, columns, ledger.last_of(at))
-            ledger.count_edits(at)
+            columns = self._sent(self._shaped(rows, which, columns), call)
+            at = ledger.work.edit(ledger, rows, which, columns)
             ledger.edits, ledger.captured_edits = True, ledger.captured_edits or ledger.capturing
         return Write(at, 0)
 
@@ -357,24 +360,37 @@ class DeviceStore(HostedStore):
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         fields, ledger = len(self._which), self.rows
-        if (self.lanes > 1 or self.bare.void_rows or not ledger.ring) and not ledger.capturing:
+        if self._lies_apart and not ledger.capturing:
             found = super().sample_uniform(key, n, with_rows, with_numbers)
             return [*found[:fields], *(ledger.sent(beside, "sample") for beside in found[fields:])]
         columns = self.sample_rows(n, key.value)
         return [*columns[:fields], *columns[fields : fields + 1] * with_rows, *columns[fields + 1 :] * with_numbers]
 
+    @property
+    def _lies_apart(self) -> bool:
+        """Whether the live rows are not the first ones."""
+        return self.lanes > 1 or self.bare.void_rows > 0 or not self.rows.ring
+
     def sample_rows(
-        self, n: int, key: int, tree: DevicePriorities | None = None, *, weighed: bool = True
+        self,
+        n: int,
+        key: int,
+        tree: DevicePriorities | None = None,
+        *,
+        weighed: bool = True,
+        followed: Followed | None = None,
     ) -> list[Tensor]:
         """As :meth:`RowOperations.read`. Raises ``NoSampleable``: the store is empty."""
         ledger = self.rows
-        with ledger:
+        with ledger, contextlib.nullcontext() if followed is None else followed.finals:
             size = 0 if ledger.capturing else self._size()
             if not ledger.capturing and not size:
                 raise NoSampleable(EMPTY)
-            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed)
+            size = -1 if self._lies_apart else size
+            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed, followed=followed)
             if any(kind == "usage" for _, kind in self.indexes):
-                self.count_sampled(columns[len(self._which)].cpu())
+                beside = 0 if followed is None else len(followed.fields)
+                self.count_sampled(columns[len(self._which) + beside].cpu())
             else:
                 self.bare.count_all_sampled(n)
             return columns
