@@ -105,6 +105,7 @@ _MOVED = {
     "remote.addresses": "remote.protocol",
     "remote.commands": "remote.protocol",
     "remote.components": "remote.served",
+    "remote.fleet.finding": "remote.fleet.storage",
     "remote.fleet.ledger": "remote.fleet.members",
     "remote.savers": "remote.shards",
     "remote.streaming": "remote.storage",

@@ -72,7 +72,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             name, patience = address.removeprefix(_ON_RAY), float(way.patience)
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
         from engram.remote.connection import Access
-        from engram.remote.fleet.finding import storage_at
+        from engram.remote.fleet.storage import storage_at
         from engram.remote.protocol import addresses_of
         from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:

@@ -127,8 +127,8 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
-    from engram.remote.fleet.finding import AwaitedFleet
     from engram.remote.fleet.members import SKIP_S
+    from engram.remote.fleet.storage import AwaitedFleet
     from engram.remote.shards import AwaitedStorage, OneStore, Shard
 
     if shards.is_one:

@@ -118,9 +118,8 @@ class EnsembleSaving:
             check_count("batch_size", batch_size)
         elif self._settings.prefetch:
             raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
-        own = _OwnLoad(self._wiring, self._settings)
-        own.batch_size, own.iterating = batch_size, typed(state, "_iterating", bool, kind)
-        own.rng = RngLoad.checked(state, kind, default_rng=default_rng)
+        iterating, rng = typed(state, "_iterating", bool, kind), RngLoad.checked(state, kind, default_rng=default_rng)
+        own = _OwnLoad(self._wiring, self._settings, batch_size, iterating, rng)
         transforms = prepare_load(self._wiring.transform, state["_transforms"], f"{kind}: _transforms")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         return Loads([own, transforms, batches])
@@ -224,16 +223,15 @@ class _MemberLoad(NamedTuple):
             raise
 
 
-class _OwnLoad:
+class _OwnLoad(NamedTuple):
     """The checked state of an ensemble itself."""
 
-    batch_size: int | None = None
-    iterating = False
+    wiring: Wiring
+    settings: Settings
+    batch_size: int | None
+    iterating: bool
     rng: RngLoad
 
-    def __init__(self, wiring: Wiring, settings: Settings) -> None:
-        self._wiring, self._settings = wiring, settings
-
     def commit(self) -> None:
-        self._settings.batch_size, self._settings.iterating = self.batch_size, self.iterating
-        self.rng.commit(self._wiring)
+        self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
+        self.rng.commit(self.wiring)
