@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.store.device.priorities import DevicePriorities
+    from engram.store.device.row_operations import Drawing
     from engram.store.device.rows import DeviceRows
     from engram.store.device.store import DeviceStore
 
@@ -85,11 +85,9 @@ class Followed:
             found.append(torch.where(is_last, kept[at].to(following.dtype), following))
         return found
 
-    def sample_rows(
-        self, n: int, key: int, tree: DevicePriorities | None = None, *, weighed: bool = True
-    ) -> list[Tensor]:
+    def sample_rows(self, n: int, key: int, how: Drawing) -> list[Tensor]:
         """As :meth:`DeviceStore.sample_rows`, with next observations."""
-        return self.store.sample_rows(n, key, tree, weighed=weighed, followed=self)
+        return self.store.sample_rows(n, key, how._replace(followed=self))
 
     def lost(self) -> int:
         """How many rows name a final observation that was overwritten. Waits for the device."""

@@ -391,7 +391,7 @@ class Mirror:
         try:
             copy_rows(store, self._target, store.rows_in_use(state.lanes), state, take, leave_out)
         except _ReplacedAgain:
-            self._replaced = -1  # the next look begins anew
+            self._replaced = -1  # the next look begins once more
             return
         self._written, self._prioritized = written, -math.inf
 
