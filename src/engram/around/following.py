@@ -632,7 +632,7 @@ class NextFromFollowing(Expander):
     def _followed_on(self, memory: DeviceStore) -> Followed:
         """Where next observations are. Raises as for rows on the host."""
         storage, found, name = self.finals.storage, self._there, type(self).__name__
-        if found is None or found.store is not memory or found.finals is not getattr(storage.memory, "rows", None):
+        if found is None or found.store is not memory or found.finals_store is not storage.memory:
             Expansion.check_rows(memory, name)
             following, episodes = (
                 self._reading(memory.schema.fields).following,
@@ -645,7 +645,7 @@ class NextFromFollowing(Expander):
             ends = [End(number, "id") for number in episodes.boundaries.ids]
             for number, types, whole in zip(*episodes.ends(), strict=True):
                 ends.append(End(number, "step type" if types else "all flags" if whole else "any flag"))
-            finals = cast("DeviceStore", storage.store).rows
+            finals = cast("DeviceStore", storage.store)
             found = Followed(memory, finals, following.mark, [*following.fields.values()], ends)
             self._there = self.finals.there = found
             vars(self)["computed_keys"] = dict.fromkeys(map(public, following.names), False)

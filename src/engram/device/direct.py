@@ -210,22 +210,18 @@ class DirectReader:
         memory = [] if commands is None else [commands.memory]
         if self._sender is None:
             memory += [*store.control_memory, *(tensor for tensor in store.tensors if tensor.nbytes)]
-        ring = None
-        if index is not None:
-            memory.append(index.block.tensor)
-            if updates:
-                ring = torch.zeros(UpdateRing.words(batch_size, _UPDATES), dtype=torch.int64, device="cpu")
-                memory.append(ring)
+        words = UpdateRing.words(batch_size, _UPDATES) if index is not None and updates else 0
+        ring = torch.zeros(words, dtype=torch.int64, device="cpu")
+        memory += [] if index is None else [index.block.tensor, ring][: 1 + updates]
         try:
             self._registered = registry.register(accelerator, memory)
             seen = dict(zip(map(torch.Tensor.data_ptr, memory), self._registered.addresses, strict=True))
             with accelerator.active():
                 self._chain = self._chain_over(seen, index, seed)
                 self.updates = None
-                if index is not None and ring is not None:
-                    address = seen[ring.data_ptr()]
+                if index is not None and updates:
                     self.updates = UpdateRing(
-                        store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=address,
+                        store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=seen[ring.data_ptr()],
                         launcher=accelerator.launch,
                     )  # fmt: skip
                     self.updates.attach(index, store.indexes)

@@ -16,7 +16,7 @@ from engram.nested import NoRows, is_number
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
-from engram.priorities import priorities_of
+from engram.priorities import PriorityIndex, priorities_of
 from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
@@ -336,7 +336,10 @@ class TensorStorage(Storage):
     def priorities(
         self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
     ) -> tuple[Priorities, bool] | None:
-        return None if self.memory is None else priorities_of(self.memory, name, config, device)
+        memory = self.memory
+        if memory is not None and not memory.is_native:
+            return priorities_of(memory, name, config, device)
+        return None if memory is None else PriorityIndex.of_store(memory, name, config)
 
     def __len__(self) -> int:
         return 0 if self.memory is None else int(self.memory.core.size())

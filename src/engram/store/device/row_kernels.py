@@ -146,7 +146,7 @@ def read(
     row, number, leaf = _candidate(mixed, i, size, state, tree, BLOCK, TREE)
     good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
     if FOLLOWED or (CAPTURED and not TREE):
-        tries, most = 1, TRIES * n
+        tries, most = n * 0 + 1, n * TRIES
         if not TREE:
             most = tl.where(size > 0, most, 0)
         while (tries < most) & (tl.min(good.to(tl.int32), 0) == 0):
