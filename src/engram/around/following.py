@@ -509,6 +509,10 @@ class NextFromFollowing(Expander):
     the last ``n`` rows of an open episode are not drawn yet. A :class:`FrameStack` of ``k`` inside or around it also
     stacks ``("next", k)``.
 
+    Rows may be on an accelerator if ``sampler`` is a :class:`RandomSampler` or a :class:`PrioritizedSampler`. Nothing is waited for
+    then, and a CUDA graph may capture writes and draws. What would raise ``NoSampleable`` is raised by ``rb.stats()``, and the last step
+    of an episode that ends by its id, without an end flag, is not drawn.
+
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``.
@@ -605,7 +609,8 @@ class NextFromFollowing(Expander):
     @property
     def reads_there(self) -> bool:
         of = self._source.traits
-        return not self._inside and (of.draws_uniformly or isinstance(self._source, PrioritizedSampler))
+        by_priority = isinstance(self._source, PrioritizedSampler) and not of.draws_windows
+        return not self._inside and (of.draws_uniformly or by_priority)
 
     @property
     def draws_on_device(self) -> bool:  # type: ignore[override]
@@ -645,7 +650,9 @@ class NextFromFollowing(Expander):
             ends = [End(number, "id") for number in episodes.boundaries.ids]
             for number, types, whole in zip(*episodes.ends(), strict=True):
                 ends.append(End(number, "step type" if types else "all flags" if whole else "any flag"))
-            finals = cast("DeviceStore", storage.store)
+            finals = storage.store
+            if not isinstance(finals, DeviceStore):  # device="auto", and the first row was elsewhere
+                raise RuntimeError(self._elsewhere(f"rows of {memory.place}"))
             found = Followed(memory, finals, following.mark, [*following.fields.values()], ends)
             self._there = self.finals.there = found
             vars(self)["computed_keys"] = dict.fromkeys(map(public, following.names), False)
