@@ -37,7 +37,7 @@ class Fault(AssertionError):
 
 def place(tensor):
     """Where a tensor is: the name of an imitated device, "pinned", or None."""
-    found = _PLACES.get(tensor.untyped_storage()._cdata)
+    found = _PLACES.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
     return found and found[1]
 
 
