@@ -57,7 +57,7 @@ help:
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
-	@echo "make gpu              the tests that need a CUDA device, and bench-gpu         TORCH=<a CUDA build>"
+	@echo "make gpu              the tests that need a CUDA device, and bench-gpu         TORCH=<a CUDA build> GPU_RESULTS=..."
 	@echo "make gpu-pack         wheels for make gpu PACK=build/gpu-pack on a machine without a network"
 	@echo "make bench-gpu        measure pinning, copies to a GPU and storages on it  ARGS='...' TORCH=<a CUDA build>"
 	@echo "make clean            remove what was built; make distclean removes .venv too"
@@ -147,17 +147,26 @@ stress: $(VENV)/.engram-dev
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+# Those marked gpu, and no other module: it may import what is not installed there.
+GPU_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.gpu\b|places\.PLACES' tests | sort)
+# Six minutes together. A test or a section that fails leaves the others their turn, and figures are saved after every section.
+GPU_TEST_S := 220
+GPU_BENCH_S := 140
+GPU_RESULTS ?= build/gpu-results
+run-gpu = status=0; \
+  timeout -s INT $(GPU_TEST_S) $(1) -m pytest -p no:cacheprovider -m gpu -o filterwarnings=default $(GPU_TESTS) $(ARGS) || status=1; \
+  timeout -s INT $(GPU_BENCH_S) $(1) -m benchmarks.bench_gpu --quick --out $(GPU_RESULTS) || status=1; \
+  exit $$status
+
 # With PACK=build/gpu-pack: on a machine without a network, with the torch and Triton of its PYTHON and the wheels of gpu-pack.
 ifeq ($(PACK),)
 gpu: $(VENV)/.engram-dev $(VENV)/.engram-bench $(VENV)/.rivals
-	@$(PYTEST) -m gpu $(ARGS)
-	@$(BIN)/python -m benchmarks.bench_gpu --quick
+	@$(call run-gpu,$(BIN)/python)
 else
 gpu:
 	@rm -rf build/gpu-site
-	@$(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu-site $(PACK)/*.whl
-	@PYTHONPATH=build/gpu-site $(PYTHON) -m pytest -p no:cacheprovider -m gpu $(ARGS)
-	@PYTHONPATH=build/gpu-site $(PYTHON) -m benchmarks.bench_gpu --quick --out build/gpu-results
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target build/gpu-site $(PACK)/*.whl
+	@export PYTHONPATH=$(abspath build/gpu-site); $(call run-gpu,$(PYTHON))
 endif
 
 # All that `make gpu PACK=build/gpu-pack` needs beside torch, Triton and NumPy: at most 64 MiB.
@@ -168,7 +177,8 @@ GPU_NEEDS := tensordict msgspec xxhash click rich cloudpickle orjson pyvers impo
 gpu-pack: $(VENV)/.torch
 	@$(MAKE) --no-print-directory wheel PYTHON=$(GPU_PYTHON)
 	@rm -rf $(GPU_PACK)
-	@$(BIN)/python -m pip --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	@$(BIN)/python -m pip --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --implementation cp \
+	  --python-version $$($(GPU_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
 	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c $(VENV)/constraints.txt \
 	  -d $(GPU_PACK) $(GPU_NEEDS)
 	@cp build/wheels/$(subst /,_,$(GPU_PYTHON))/*.whl $(GPU_PACK)
@@ -214,8 +224,8 @@ check: $(VENV)/.engram-dev
 	@echo "==> import layers"; PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	@echo "==> no code from files: no pickle, torch.load, eval (contracts copy components by pickle)"; \
 	  ! grep -rnE --include='*.py' --exclude-dir=testing '(pickle|marshal|dill|joblib)\.(loads?|Unpickler)\b|\btorch\.(load|save)\(|(^|[^.[:alnum:]_])(eval|exec)\(|allow_pickle=True' src/engram
-	@echo "==> only _native, _sizes and doctor, which loads no torch, import the extension"; \
-	  ! grep -rnE --include='*.py' '(from|import) +engram\._core|from +engram +import +.*\b_core\b' src/engram | grep -vE '^src/engram/(_native|_sizes|cli/doctor)\.py:'
+	@echo "==> only native, sizes and doctor, which loads no torch, import the extension"; \
+	  ! grep -rnE --include='*.py' '(from|import) +engram\._core|from +engram +import +.*\b_core\b' src/engram | grep -vE '^src/engram/(_support/native|format/sizes|cli/doctor)\.py:'
 	@echo "==> only the stable ABI: from Python 3.12 on the bindings are compiled without CPython's macros"; \
 	  ! grep -nE '\bPy[A-Za-z]+_(AS|GET|SET)_[A-Z]+' native/bind/*
 ifeq ($(WERROR),ON)

@@ -302,7 +302,7 @@ def _cycled(call: Callable[[Any], Any], arguments: list[Any]) -> Callable[[], An
 
 def _scaling(engram: Any, share: float) -> Iterator[Row]:
     """Sides are sizes: they take turns as libraries do."""
-    from engram.priorities import PriorityConfig, PriorityIndex
+    from engram.store.priorities import PriorityConfig, PriorityIndex
 
     generator = torch.Generator().manual_seed(1)
     sides = []

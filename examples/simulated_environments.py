@@ -41,7 +41,8 @@ def main():
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kept = 64  # steps of every environment
-    mirror = {"mirror": tempfile.mkdtemp() + "/replay"} if device == "cuda" else {}
+    folder = tempfile.TemporaryDirectory()
+    mirror = {"mirror": f"{folder.name}/replay"} if device == "cuda" else {}
     storage = LazyTensorStorage(kept * given.environments, device=device, ndim=2, **mirror)
     rb = ReplayBuffer(storage=storage, batch_size=1_024)
     envs = Points(given.environments, device)
@@ -77,6 +78,7 @@ def main():
     )
     print(f"mean reward {first:.2f}, in the end {last:.2f}")
     rb.close()
+    folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ SLOW = re.compile(
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="a case of each test, of modules that start no processes")
+    parser.addoption(
+        "--torn-rows", type=int, help="rows that the tests of torn rows read on a device: default 10^8 on a GPU"
+    )
 
 
 def pytest_configure(config):
@@ -80,10 +83,10 @@ def pytest_collection_finish():
     """Modules and thousands of tests are there to stay: the collector need not look at them each time, nor in each forked child."""
     import torch  # the process that hands out tests to workers needs none
 
-    from engram import _native
+    from engram._support import native
 
     torch.set_num_threads(1)  # there is a worker per core: threads would only wait for each other
-    _native._core.set_wait_limit(60.0)  # for processes that a busy machine lets wait while they hold something
+    native._core.set_wait_limit(60.0)  # for processes that a busy machine lets wait while they hold something
     gc.collect()
     gc.freeze()
 

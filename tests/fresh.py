@@ -203,7 +203,7 @@ def _main(folder):
     job = _serve(folder)
     if job is not None:
         code, values = job
-        sys.modules["engram._fork"]._lineage.__init__()  # the first process of its program
+        sys.modules["engram._support.fork"]._lineage.__init__()  # the first process of its program
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         main.__dict__.update(values)
         exec(compile(code, "<program>", "exec"), main.__dict__)

@@ -144,7 +144,7 @@ def _become(path, given, arguments, environment, folder, numbers):
         os.dup2(fd, number)
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.modules["engram._fork"]._lineage.__init__()  # the first process of its program
+    sys.modules["engram._support.fork"]._lineage.__init__()  # the first process of its program
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -19,9 +19,7 @@ from engram import errors
 
 SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 #: Of an extra that wheels are tested without.
-OF_RAY = {f"engram.{name}" for name in ("remote.shards", "remote.savers")} | {
-    f"engram.cluster.{name}" for name in ("lists", "shard", "placement", "saving")
-}
+OF_RAY = {"engram.remote.shards", "engram.serving.actors"}
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
 MODULES = sorted(
     module.name

@@ -6,7 +6,7 @@ from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDict, te
 from torch.testing import assert_close
 
 from engram import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from engram.collate import stack
+from engram.storages.items import stack
 
 
 @pytest.mark.parametrize(

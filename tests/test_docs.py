@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 #: tests/cluster runs it, in its cluster.
 ON_RAY = ROOT / "docs/ray.md"
 #: tests/cluster runs it, too.
-OF_RAY = "engram.cluster.replay_buffer.RayReplayBuffer"
+OF_RAY = "engram.serving.on_ray.RayReplayBuffer"
 #: tests/checkpoint/test_recipes.py runs its programs, in two processes each.
 ON_RANKS = ROOT / "docs/training-frameworks.md"
 PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {ON_RAY, ON_RANKS})

@@ -45,6 +45,14 @@ def check_ddp_dqn(said):
     assert re.search(r"^saved step 200: \d{4} rows of 1 ranks$", said, re.MULTILINE)
 
 
+def check_ddp_one_store(said):
+    device, transport = ("cuda", "direct") if torch.cuda.is_available() else ("cpu", "none")
+    assert re.search(rf"^2 ranks on {device}, transport {transport}: [\d,]+ rows in one store$", said, re.MULTILINE)
+    assert "rank 0 drew rows of 2 ranks; last batches differ: True" in said
+    a, b = map(float, re.search(r"^y = (-?[\d.]+) x0 \+ (-?[\d.]+) x1$", said, re.MULTILINE).groups())
+    assert abs(a - 3) + abs(b + 2) < 1.5
+
+
 def check_resumable_training(said):
     starts = re.findall(r"^starts at step (\d+): \1 rows are there$", said, re.MULTILINE)
     assert starts == ["0", "151", "401"]
@@ -137,6 +145,7 @@ CHECKS = {
     "actors_and_learner.py": check_actors_and_learner,
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
+    "ddp_one_store.py": check_ddp_one_store,
     "gpu_learner.py": check_gpu_learner,
     "her.py": check_her,
     "grpo_data_path.py": check_grpo_data_path,
@@ -155,6 +164,7 @@ QUICKLY = {
     **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
     **{f"{agent}.py": ["--steps", "290", "--warmup", "260"] for agent in ("sac", "td3")},  # of larger batches
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
+    "ddp_one_store.py": ["--updates", "120"],
     "gpu_learner.py": ["--steps", "300", "--warmup", "200"],
     "her.py": ["--bits", "10", "--steps", "1600"],
     "grpo_data_path.py": ["--rounds", "150"],

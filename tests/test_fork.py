@@ -9,7 +9,8 @@ def test_a_child_forked_by_a_writer_goes_on_writing():
         """
         import os, threading, torch
         from tensordict import TensorDict
-        from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer, _fork
+        from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+        from engram._support import fork as _fork
 
         class Forking(TensorDictMaxValueWriter):
             child = None
@@ -76,7 +77,7 @@ def test_what_cannot_go_on_in_a_child_keeps_no_other_thing_from_it():
     program = fresh.start(
         """
         import os
-        from engram import _fork
+        from engram._support import fork as _fork
 
         class Thing:
             def __init__(self, fails):

@@ -20,8 +20,8 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from engram._support.nested import tensors
 from engram.device import block, loader
-from engram.nested import tensors
 from tests.device.imitation import Imitation
 
 

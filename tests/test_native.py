@@ -11,16 +11,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer, _native
+from engram import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
+from engram._support import native
 from engram.format.schema import DTYPES
 
 
 @pytest.fixture
 def older_torch():
     """As before torch 2.10."""
-    assert not _native._core.use_tensor_type(object)
+    assert not native._core.use_tensor_type(object)
     yield
-    assert _native._core.use_tensor_type(torch.Tensor) == _native.HAS_EXCHANGE
+    assert native._core.use_tensor_type(torch.Tensor) == native.HAS_EXCHANGE
 
 
 def rows_of(dtype: str, n: int) -> torch.Tensor:
@@ -62,7 +63,7 @@ def test_the_same_windows(older_torch):
         return rb.sample()
 
     older = sample()
-    _native._core.use_tensor_type(torch.Tensor)
+    native._core.use_tensor_type(torch.Tensor)
     assert (older == sample()).all()
     assert older["next", "truncated"].shape == (6, 1)
 
@@ -71,7 +72,7 @@ class TestMaking:
     """Tensors made by somebody else, for a block and a thread."""
 
     def test_every_dtype_has_a_name_of_its_own(self):
-        assert {str(dtype).removeprefix("torch.") for dtype in _native._DTYPES.values()} == set(DTYPES)
+        assert {str(dtype).removeprefix("torch.") for dtype in native._DTYPES.values()} == set(DTYPES)
 
     def test_for_a_block_and_a_thread(self):
         asked = []
@@ -84,16 +85,16 @@ class TestMaking:
             asked.append("inner")
             return torch.empty(shape, dtype=dtype)
 
-        with _native.making(empty):
-            _native.empty_rows(3)
-            with _native.making(inner):
-                _native.empty_rows(3)
-            with _native.making(None):
-                _native.empty_rows(2)
-            other = threading.Thread(target=_native.empty_rows, args=(9,))
+        with native.making(empty):
+            native.empty_rows(3)
+            with native.making(inner):
+                native.empty_rows(3)
+            with native.making(None):
+                native.empty_rows(2)
+            other = threading.Thread(target=native.empty_rows, args=(9,))
             other.start()
             other.join()
-        _native.empty_rows(4)
+        native.empty_rows(4)
         assert asked == [((3,), torch.int64), "inner", ((2,), torch.int64)]
 
     def test_whatever_it_raises_comes_through_and_the_block_ends(self):
@@ -103,7 +104,7 @@ class TestMaking:
         def refuse(shape, dtype):
             raise MemoryError("none left")
 
-        with pytest.raises(MemoryError, match="none left"), _native.making(refuse):
+        with pytest.raises(MemoryError, match="none left"), native.making(refuse):
             rb.sample(4)
         assert rb.sample(4)["a"].shape == (4,)
 
@@ -114,25 +115,25 @@ class TestMaking:
 
         maker = Maker()
         gone = weakref.ref(maker)
-        with _native.making(maker):
-            held = _native.empty_rows(3)
+        with native.making(maker):
+            held = native.empty_rows(3)
         del maker
         assert gone() is None
         assert held.shape == (3,)
 
 
 def test_the_stub_names_what_the_extension_has():
-    stub = ast.parse(Path(_native._core.__file__).with_name("_core.pyi").read_text())
+    stub = ast.parse(Path(native._core.__file__).with_name("_core.pyi").read_text())
     said = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     named = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     numbers = {name for name in named if not name.startswith("_")}
-    there = {name for name in dir(_native._core) if not name.startswith("_")}
+    there = {name for name in dir(native._core) if not name.startswith("_")}
     assert set(said) | numbers == there
     for name, node in said.items():
         if isinstance(node, ast.ClassDef):
             members = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
             members |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
-            own = {member for member in vars(getattr(_native._core, name)) if not member.startswith("__")}
+            own = {member for member in vars(getattr(native._core, name)) if not member.startswith("__")}
             assert {member for member in members if not member.startswith("__")} <= own, name
             if name == "Store":
                 assert own <= members

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import nested
+from engram._support import nested
 
 Pair = namedtuple("Pair", "left right")
 

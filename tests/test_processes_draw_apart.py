@@ -25,8 +25,8 @@ from engram import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
-    _fork,
 )
+from engram._support import fork as _fork
 from tests import forkserver, interpreter
 
 ROWS = 2_000

@@ -16,8 +16,8 @@ from engram import (
     PrioritizedSampler,
     Progress,
     ReplayBuffer,
-    _progress,
 )
+from engram._support import progress as _progress
 from engram.format.verify import verify
 from tests.serving.servers import serving
 

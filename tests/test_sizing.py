@@ -14,11 +14,16 @@ from engram import (
     LazyTensorStorage,
     NextFromFollowing,
     NStep,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
-    _native,
     plan,
 )
+from engram._support import native
+from engram.store.device.columns import Layout, columns_of
+from engram.store.device.resident import ResidentRows
+from tests.device.imitation import Imitation
+from tests.store.device.there import There
 
 ROW = {"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(1), "done": torch.tensor(True)}}
 
@@ -33,7 +38,7 @@ def test_counts():
     ]
     assert found.row_bytes == 28_224 + 4 + 1
     assert found.nbytes == found.row_bytes * 1_000_000
-    assert found.overhead == 20 * 1_000_000 + _native.control_bytes(1)
+    assert found.overhead == 20 * 1_000_000 + native.control_bytes(1)
 
 
 def test_text():
@@ -184,7 +189,7 @@ def test_what_a_batch_reads_is_the_pages_that_its_rows_lie_in(sizes, share, batc
 def test_what_must_stay_in_memory():
     rows = 1_000_000
     found = plan(ROW, rows, memory=40_000_000)
-    assert found.resident == found.overhead + _native.priority_bytes(rows, True)
+    assert found.resident == found.overhead + native.priority_bytes(rows, True)
     assert str(found).splitlines()[-1] == (
         "In 40 MB of memory: 31.5 MB for tickets and priorities; a batch of 256 rows reads 10.4 MB from disk"
     )
@@ -194,3 +199,105 @@ def test_what_must_stay_in_memory():
         plan(ROW, rows, memory=0)
     with pytest.raises(TypeError, match="plan: memory: expected an int, got str"):
         plan(ROW, rows, memory="2 GB")
+
+
+# ---- on a device -----------------------------------------------------------------------------------------------------
+
+
+def bytes_of(*tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("capacity", [1, 127, 128, 1_000, 20_000])
+def test_a_device_takes_what_was_foreseen(capacity):
+    found = plan(ROW, capacity, device="cuda", batch_size=32).on_device
+    rb = ReplayBuffer(storage=There(capacity), sampler=PrioritizedSampler(capacity, alpha=0.7, beta=0.5))
+    rb.extend(
+        {"obs": torch.zeros(1, 4, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(1, 1), "done": [True]}}
+    )
+    rows = rb.storage.store.rows
+    assert bytes_of(*rows.whole, rows.numbers, rows.edited, rows.told, rows.last) == found.storage
+    rb.sample(1)
+    tree = rows.trees[0].tree
+    assert bytes_of(*tree.sums, *tree.lows) == found.priorities
+
+
+def test_the_host_takes_what_was_foreseen():
+    found = plan(ROW, 500, device="cuda", batch_size=32).on_device
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(500), sampler=PrioritizedSampler(500, alpha=0.7, beta=0.5), batch_size=32
+    )
+    rb.extend(
+        {"obs": torch.zeros(1, 4, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(1, 1), "done": [True]}}
+    )
+    store = rb.storage.store
+    index = rb.device_readable().priorities
+    pinned = bytes_of(*store.control_memory, *store.tensors, index.block.tensor)
+    assert abs(pinned - found.pinned) < 1 << 17  # a ring of commands and one of priorities come to it
+    device = Imitation()
+    resident = ResidentRows(store, device)
+    assert found.resident - 64 == resident.nbytes
+    columns = columns_of(store, lambda address: address, index)
+    assert found.batch == Layout(columns.fields, 32, weighted=True).nbytes
+
+
+def test_a_device_that_is_not_there_is_foreseen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    found = plan(ROW, 1000, device="cuda:3")
+    assert (found.on_device.device, found.on_device.free) == ("cuda:3", None)
+    assert "free memory unknown on this machine" in str(found)
+    assert "Too little" not in str(found)
+    assert plan(ROW, 1000).on_device is None
+    assert "cuda" not in str(plan(ROW, 1000))
+
+
+def test_too_little_memory_is_said(monkeypatch):
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr("engram.format.sizes.available_memory", lambda: 10_000_000)
+    said = str(plan(ROW, 1000, device="cuda")).splitlines()
+    assert [line.partition(":")[0] for line in said if line.startswith("Too little")] == [
+        "Too little memory for LazyTensorStorage(device='cuda')",
+        'Too little memory for transport="resident"',
+        'Too little memory for transport="direct"',
+    ]
+    assert "expected 28.3 MB, got 20 MB that are free. Use fewer rows or a smaller dtype." in "\n".join(said)
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("engram.format.sizes.available_memory", lambda: 0)  # unknown
+    assert plan(ROW, 1000, device="cuda").on_device.problems == ()
+
+
+def test_final_observations_are_on_the_device_too():
+    frame = torch.zeros(1, 84, 84, dtype=torch.uint8)
+    row = {"frame": frame, "next": {"frame": frame, "done": torch.tensor(False)}}
+    sampler = NextFromFollowing(RandomSampler(), FinalObservations(["frame"], LazyTensorStorage(2_000)))
+    found = plan(row, 10_000, sampler=sampler, device="cuda")
+    assert found.on_device.storage == 10_001 * (found.row_bytes + 24) + found.finals_bytes
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "said"),
+    [
+        (
+            {"device": "cpu"},
+            ValueError,
+            "plan: device: expected a device with memory of its own, such as 'cuda', got 'cpu'",
+        ),
+        ({"device": "meta"}, ValueError, "got 'meta'"),
+        ({"device": "gpu"}, RuntimeError, "plan: device: expected a device or its name, got 'gpu'"),
+        ({"device": object()}, RuntimeError, "plan: device: expected a device or its name, got "),
+        ({"device": "cuda", "batch_size": 0}, ValueError, "plan: batch_size"),
+        ({"device": "cuda", "batch_size": 2.5}, TypeError, "plan: batch_size"),
+    ],
+)
+def test_devices_that_are_none(kwargs, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        plan(ROW, 1000, **kwargs)
+
+
+def test_another_device_than_those_of_this_machine(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match=r"plan: device: no such device, .*This machine has cpu, cuda:0"):
+        plan(ROW, 1000, device="cuda:7")

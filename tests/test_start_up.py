@@ -111,7 +111,8 @@ def test_what_comes_after_dicts_may_be_tensordicts():
         rb.sample(3)
         import tensordict
         from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, is_non_tensor, is_tensorclass, tensorclass
-        from engram import TensorDictReplayBuffer, _tensordict
+        from engram import TensorDictReplayBuffer
+        from engram._support import tensordicts as _tensordict
 
         @tensorclass
         class Step:

@@ -3,7 +3,7 @@
 import pytest
 
 from engram import ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from engram._unsupported import Later, reject_unsupported
+from engram._support.unsupported import Later, reject_unsupported
 
 NOT_YET = {"checkpointer": Later("a choice of layouts"), "shared": Later("shared buffers", (True, "all"))}
 

@@ -20,7 +20,7 @@ from engram import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram._words import count, said_share, said_size
+from engram._support.words import count, said_share, said_size
 from engram.cli import main
 
 SOURCES = Path(engram.__file__).parent
@@ -65,7 +65,7 @@ def test_the_form():
 def test_no_source_has_a_form_of_its_own():
     """Of shares and sizes; widths of HTML are none."""
     stray = []
-    for path in sorted({*SOURCES.rglob("*.py")} - {SOURCES / "_words.py"}):
+    for path in sorted({*SOURCES.rglob("*.py")} - {SOURCES / "_support" / "words.py"}):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.JoinedStr):
                 continue

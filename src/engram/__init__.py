@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from engram._absent import MovedModules, said_of
+from engram._support.absent import MovedModules, said_of
 
 _STUB = Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8")
 _MODULE_OF = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", _STUB, re.MULTILINE)}

@@ -11,25 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sized
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     import numpy as np
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import TypeVar
-
-    from engram._progress import Progress
-    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-    from engram.consumption import ConsumptionIndex
-    from engram.field_paths import FieldPath
-    from engram.format.checkpoints import Checkpoint
-    from engram.groups import Groups
-    from engram.persist.parts import Snapshot
-    from engram.priorities import Priorities, PriorityConfig
-    from engram.reshard.driver import Reshard
-    from engram.store import Store
 
     #: What a buffer's batches are; anything, where a type checker cannot know.
     Batch = TypeVar("Batch", default=Any)
@@ -42,8 +30,6 @@ if TYPE_CHECKING:
     #: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.
     Device: TypeAlias = torch.device | str | None
     Wait: TypeAlias = float | None
-    #: What is passed as ``progress=``.
-    Watch: TypeAlias = Callable[[Progress], object] | None
     StrPath: TypeAlias = str | os.PathLike[str]
     Size: TypeAlias = int | None
     #: Makes a tensor of a compressed one, and of its ``"shape"``, ``"dtype"`` and ``"device"``.
@@ -62,19 +48,7 @@ else:
 
     Batch = TypeVar("Batch")
 
-__all__ = [
-    "Declared",
-    "Draw",
-    "Extent",
-    "Listener",
-    "RowStorage",
-    "SampledStorage",
-    "Sampler",
-    "Traits",
-    "Write",
-    "WritePlan",
-    "Writer",
-]
+__all__ = ["Declared", "Draw", "Extent", "Listener", "RowStorage", "Sampler", "Traits", "Write", "WritePlan", "Writer"]
 
 
 class Extent(NamedTuple):
@@ -426,189 +400,6 @@ class Listener(Protocol):
         """The rows lie in another store now, or in none until the next write."""
 
 
-class SampledStorage(Protocol):
-    """What samplers and expanders ask of a storage."""
-
-    @property
-    def traits(self) -> Traits:
-        """What it can do."""
-
-    @property
-    def memory(self) -> Store | None:
-        """The store that holds its fields; None: of a list, or before the first write."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where rows lie; None: not known before the first write."""
-
-    @property
-    def max_size(self) -> int:
-        """Rows at most."""
-
-    @property
-    def ndim(self) -> int:
-        """Dimensions of the data that make one row each."""
-
-    @property
-    def initialized(self) -> bool:
-        """Whether anything was ever written."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether its memory was given back."""
-
-    def __len__(self) -> int: ...
-
-    def extent(self) -> Extent:
-        """What is live now.
-
-        Returns:
-            A value that later writes do not change. Before the first write it is empty. Cost: O(lanes), and O(holes).
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> rb.storage.extent().size, rb.storage.extent().capacity
-        (3, 100)
-        """
-
-    def tickets_of(self, rows: Tensor) -> Tensor:
-        """int64, the shape of ``rows``: ticket numbers of rows; -1 for those that hold nothing or are just being written.
-
-        A larger number is newer, and none is used twice: a row that has another one than before was overwritten or edited.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
-        >>> _ = rb.extend(torch.arange(2))
-        >>> before = rb.storage.tickets_of(torch.tensor([0, 1]))
-        >>> _ = rb.add(torch.tensor(7))
-        >>> (rb.storage.tickets_of(torch.tensor([0, 1])) != before).tolist()
-        [True, False]
-        """
-
-    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
-        """The numbers of the writes that rows held when they had these tickets: what users get as ``"index_generation"``.
-
-        An edit gives a row a new ticket, and leaves the number of its write. Of a row that was written since it is the ticket.
-
-        Args:
-            rows: int64 ``[B]``.
-            tickets: int64 ``[B]``; -1 stays -1.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
-        >>> rows = rb.extend(torch.arange(2))
-        >>> before = rb.storage.tickets_of(rows)
-        >>> rb[0] = torch.tensor(7)
-        >>> rb.storage.writes_of(rows, rb.storage.tickets_of(rows)).equal(before)
-        True
-        """
-
-    def hold_nothing(self, rows: Tensor) -> Tensor:
-        """Whether rows hold nothing, because their writer died or the storage was emptied: bool.
-
-        Args:
-            rows: int64 ``[B]``, inside the storage. A row that is just being written holds something.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> rb.storage.hold_nothing(torch.tensor([2, 3])).tolist()
-        [False, True]
-        """
-
-    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
-        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
-
-        Raises:
-            KeyError: no such field.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
-        >>> _ = rb.extend({"obs": torch.arange(3), "reward": torch.ones(3)})
-        >>> rows = torch.tensor([0, 2])
-        >>> values, moved = rb.storage.field(("obs",), rows, rb.storage.tickets_of(rows))
-        >>> values.tolist(), moved
-        ([0, 2], [])
-        """
-
-    def settled(self) -> int | None:
-        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> seen = rb.storage.settled()
-        >>> _ = rb.extend(torch.arange(2))
-        >>> rb.storage.settled() - seen
-        2
-        """
-
-    def priorities(
-        self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
-    ) -> tuple[Priorities, bool] | None:
-        """The priorities of that name, and whether they were made by this call; None: nothing was ever written.
-
-        Args:
-            name: of the index, as :class:`PrioritizedSampler` has it in ``index``.
-            config: how priorities become probabilities. Of priorities that are there already, what was stored counts.
-            rows: the number of rows that a list without a bound has priorities for.
-            device: where the priorities of rows on an accelerator are to be: there, or on the CPU; None: as the storage has them.
-
-        Raises:
-            IncompatibleStore: they are there with another ``eps`` or ``max_priority_within_buffer``.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> from engram.priorities import PriorityConfig
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> config = PriorityConfig(alpha=0.6, beta=0.4, eps=1e-8, within_buffer=False)
-        >>> rb.storage.priorities("main", config, 100) is None
-        True
-        >>> _ = rb.extend(torch.arange(3))
-        >>> index, made = rb.storage.priorities("main", config, 100)
-        >>> made, rb.storage.priorities("main", config, 100)[1]
-        (True, False)
-        """
-
-    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        """The counts of that name, of rows that are drawn ``most`` times; None: nothing was ever written.
-
-        Raises:
-            ValueError: the storage is a list without a bound.
-            IncompatibleStore: the rows of these counts are drawn another number of times.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> rows, _ = rb.storage.consumption("main", 1).claim(key=7, n=2)
-        >>> len(rows), rb.storage.consumption("main", 1).counts(3).sum().item()
-        (2, 2)
-        """
-
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
-        """The rows that have the same content in the field ``key``, in groups; None: nothing was ever written.
-
-        Raises:
-            TypeError: the storage is a list that has none; or the content of the field is no key. KeyError: no such field.
-            ValueError: it is a list without a bound. IncompatibleStore: the index of that name has groups by another field.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9])})
-        >>> rb.storage.groups("main", ("prompt",), None).count
-        2
-        """
-
-
 class Changes(NamedTuple):
     """Rows written or edited since some ticket. Made by the store, for samplers that need the writes of other processes.
 
@@ -704,59 +495,6 @@ class RowsSource(Protocol):
         """Fill the tensors of a store."""
 
 
-class Checkpointable(Protocol):
-    """A buffer, as a Checkpointer saves and restores it."""
-
-    closed: bool
-
-    @property
-    def savers(self) -> Savers | None:
-        """What saves and restores it where its rows are; None: this process does."""
-
-    @property
-    def storage(self) -> Sized:
-        """Its rows."""
-
-    @property
-    def form(self) -> Form:
-        """How it keeps its rows."""
-
-    def empty(self) -> None:
-        """Forget all rows."""
-
-    def snapshot(self, *, prefetched: Literal["save", "drop"]) -> Snapshot:
-        """All that a checkpoint saves, as it is now."""
-
-    def prepare_load(
-        self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool, convert: bool
-    ) -> BufferLoad:
-        """Check the shard of a rank of a checkpoint, which must stay open until the load is committed."""
-
-    def prepare_placed(
-        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
-    ) -> BufferLoad:
-        """Check what a plan gives to a rank."""
-
-
-class Savers(Protocol):
-    """The processes that have the rows of a buffer: each is a rank, and saves and restores its own."""
-
-    def open(self, root: Path, options: Options) -> None:
-        """Make a Checkpointer in each. Raises what making them raises; ``RankFailed``: one is gone."""
-
-    def begin(self, step: int, user: Mapping[str, object]) -> None:
-        """Begin a save, and return when all have taken their snapshots. Raises as ``Checkpointer.save``."""
-
-    def end(self) -> SaveReport:
-        """Wait for the save. Raises as ``Checkpointer.save``."""
-
-    def restore(self, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
-        """Load a checkpoint. Raises as ``Checkpointer.restore``."""
-
-    def prune(self, keep: int | None) -> list[str]:
-        """As ``Checkpointer.prune``."""
-
-
 class Form(NamedTuple):
     """How a buffer keeps its rows, as far as a checkpoint must know."""
 
@@ -831,10 +569,10 @@ class Sampler(Protocol):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
-        >>> class Heard(RandomSampler):
+        >>> class Watching(RandomSampler):
         ...     def observe(self, write, data):
         ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Heard())
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=Watching())
         >>> _ = rb.extend(torch.arange(3))
         wrote [0, 1, 2]
         >>> rb.empty()

@@ -17,7 +17,7 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
 )
-from engram.nested import find_field
+from engram._support.nested import find_field
 
 GAMMA = 0.5
 Row = namedtuple("Row", ["obs", "next_obs", "reward", "done"])

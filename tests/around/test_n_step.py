@@ -358,7 +358,7 @@ def test_beside_a_writer():
 
 
 def test_a_row_that_moves_at_every_try(monkeypatch):
-    monkeypatch.setattr("engram._native.wait_limit", lambda: 0.05)
+    monkeypatch.setattr("engram._support.native.wait_limit", lambda: 0.05)
 
     class Stale(RandomSampler):
         def draw(self, extent, batch_size, key):

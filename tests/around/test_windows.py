@@ -199,7 +199,7 @@ def test_beside_a_writer():
 
 
 def test_a_step_that_moves_is_read_again_and_at_last_drawn_again(monkeypatch):
-    monkeypatch.setattr("engram._native.wait_limit", lambda: 0.05)
+    monkeypatch.setattr("engram._support.native.wait_limit", lambda: 0.05)
     rb = buffer(NStep(SliceSampler(slice_len=2), 3, 1.0), steps([9]))
     rb.sample(4)
     expansion = rb.sampler._expansion

@@ -15,7 +15,7 @@ from engram import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from engram.prefetch import Prefetcher
+from engram.buffer.prefetch import Prefetcher
 from tests.components import Newest
 
 ROWS, BATCH = 60, 8

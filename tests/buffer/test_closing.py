@@ -27,7 +27,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram._closing import end
+from engram._support.closing import end
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.save import SaveAttempt
 from tests.fresh import run, start

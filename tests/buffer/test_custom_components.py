@@ -19,8 +19,8 @@ from engram import (
     TensorDictReplayBuffer,
     WritePlan,
     WriterStalled,
-    _native,
 )
+from engram._support import native
 from tests.components import Backwards, Listener, Newest
 from tests.waiting import Limit
 
@@ -304,7 +304,7 @@ def test_redraws_ask_the_generator_only_once(storage):
 
 
 def test_a_row_that_always_moves(storage, monkeypatch):
-    monkeypatch.setattr(_native, "wait_limit", lambda: 0.05)
+    monkeypatch.setattr(native, "wait_limit", lambda: 0.05)
 
     def hopeless(extent, batch_size, key):
         return Draw(torch.full((batch_size,), 2), torch.full((batch_size,), 999_999))

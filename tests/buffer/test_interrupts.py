@@ -27,8 +27,8 @@ from engram import (
     ReplayBuffer,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    _native,
 )
+from engram._support import native
 from engram.format import files
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, Operation, descriptors, forked, in_this_process
@@ -265,14 +265,14 @@ def ram(monkeypatch):
     home.mkdir()
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
-    monkeypatch.setattr(engram.store.locks, "WAIT_S", 20.0)
+    monkeypatch.setattr(engram.store.lifetime, "WAIT_S", 20.0)
     monkeypatch.setattr(files.Descriptor, "__del__", __del__)
-    before = _native.wait_limit()
-    _native._core.set_wait_limit(20.0)
+    before = native.wait_limit()
+    native._core.set_wait_limit(20.0)
     gc.collect()
     gc.freeze()  # each child looks for what it has open
     yield folder
-    _native._core.set_wait_limit(before)
+    native._core.set_wait_limit(before)
     shutil.rmtree(folder)
 
 
@@ -340,7 +340,7 @@ def test_what_is_held_is_given_back(how, ram):
     """At every bytecode, of which the first is before it is taken and the last behind."""
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=ram / "store"))
     rb.extend(rows(2))
-    store, alone = rb.storage.store, engram.store.locks.exclusive
+    store, alone = rb.storage.store, engram.store.lifetime.exclusive
     names = {"store": store, "alone": alone, "folder": store.directory}
     code = compile(f"with {how}: pass", "<a program>", "exec")
 

@@ -20,8 +20,8 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    prefetch,
 )
+from engram.buffer import prefetch
 from engram.device import pinning
 from engram.device.pinning import HostMemory
 from tests import fresh
@@ -412,7 +412,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("engram.prefetch.perf_counter", clock)
+    monkeypatch.setattr("engram.buffer.prefetch.perf_counter", clock)
     monkeypatch.setattr("engram.buffer.prefetching.perf_counter", clock)
     return clock
 

@@ -11,7 +11,8 @@ import traceback
 import pytest
 import torch
 
-from engram import NoSampleable, PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Traits, prefetch
+from engram import NoSampleable, PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Traits
+from engram.buffer import prefetch
 from engram.buffer.prefetching import Prefetching
 from tests import fresh
 from tests.buffer.prefetched import BATCH, ROWS, SAMPLERS, buffer, data, rows_of

@@ -17,7 +17,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from engram.state import mapped
+from engram._support.state import mapped
 from tests.buffer.dumped import Through
 from tests.buffer.states import STORAGES, L, best, buffer, items, kinds, twins
 from tests.components import Newest

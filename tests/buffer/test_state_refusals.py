@@ -31,8 +31,8 @@ from engram import (
     TensorDictReplayBuffer,
     VecNorm,
 )
-from engram.priorities import PriorityIndex
-from engram.state import copied, mapped
+from engram._support.state import copied, mapped
+from engram.store.priorities import PriorityIndex
 from tests.buffer.states import STORAGES, Counting, L, buffer
 from tests.components import Backwards, Newest
 from tests.twins import bits, contents, rows, through_a_file

@@ -8,7 +8,8 @@ import tensordict
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from engram import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, _tensordict
+from engram import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram._support import tensordicts
 
 
 def entries():
@@ -147,42 +148,42 @@ def unlocked(td):
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
 def test_unchecked_is_as_public(action, device):
-    assert outcome(action, made(_tensordict.wrap, device)) == outcome(action, made(public, device))
+    assert outcome(action, made(tensordicts.wrap, device)) == outcome(action, made(public, device))
 
 
 def test_unchecked_has_the_same_insides():
-    ours, theirs = (vars(made(how)) for how in (_tensordict.wrap, public))
+    ours, theirs = (vars(made(how)) for how in (tensordicts.wrap, public))
     assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
 
 
 def test_unchecked_takes_the_tensors_as_they_are():
     source = entries()
-    td = _tensordict.wrap(source, torch.Size([2]), None)
+    td = tensordicts.wrap(source, torch.Size([2]), None)
     assert all(td.get(key) is value for key, value in source.items())
 
 
 def test_the_shortcuts_are_in_use_with_this_tensordict():
-    assert _tensordict.transparent_type() is TensorDict
+    assert tensordicts.transparent_type() is TensorDict
 
 
 def test_children_are_the_entries():
     td = made(public)
-    assert list(_tensordict.children(td)) == ["a", "b", "next"]
-    assert _tensordict.children(td)["a"] is td.get("a")
+    assert list(tensordicts.children(td)) == ["a", "b", "next"]
+    assert tensordicts.children(td)["a"] is td.get("a")
     stack = LazyStackedTensorDict.lazy_stack([td, td.clone()])
-    assert {key: tuple(value.shape) for key, value in _tensordict.children(stack).items()} == {
+    assert {key: tuple(value.shape) for key, value in tensordicts.children(stack).items()} == {
         "a": (2, 2, 3),
         "b": (2, 2, 1),
         "next": (2, 2),
     }
     td.set("text", NonTensorData("x", batch_size=[2]))
-    assert list(_tensordict.children(td)) == ["a", "b", "next", "text"]
+    assert list(tensordicts.children(td)) == ["a", "b", "next", "text"]
 
 
 def test_put_adds_entries():
-    td = made(_tensordict.wrap)
+    td = made(tensordicts.wrap)
     index = torch.tensor([5, 6])
-    _tensordict.put(td, {"index": index, "a": index})
+    tensordicts.put(td, {"index": index, "a": index})
     assert td.get("index") is index
     assert td.get("a") is index
     assert list(td.keys()) == ["a", "b", "next", "index"]
@@ -209,21 +210,21 @@ class Sealed(TensorDict):
 @pytest.fixture(params=[Renamed, Sealed])
 def fallback(request, monkeypatch):
     """What the module finds out beside such a TensorDict."""
-    monkeypatch.setattr(_tensordict, "_transparent", None)
+    monkeypatch.setattr(tensordicts, "_transparent", None)
     with monkeypatch.context() as beside:
-        beside.setattr(_tensordict, "tensordict_type", lambda: request.param)
-        found = _tensordict.transparent_type.__wrapped__()
-    monkeypatch.setattr(_tensordict, "transparent_type", lambda: found)
+        beside.setattr(tensordicts, "tensordict_type", lambda: request.param)
+        found = tensordicts.transparent_type.__wrapped__()
+    monkeypatch.setattr(tensordicts, "transparent_type", lambda: found)
     return found
 
 
 def test_the_public_way_is_taken_where_the_insides_changed(fallback):
     assert fallback is None
-    td = _tensordict.wrap(entries(), torch.Size([2]), None)
+    td = tensordicts.wrap(entries(), torch.Size([2]), None)
     assert type(td) is TensorDict
-    assert list(_tensordict.children(td)) == ["a", "b"]
-    assert _tensordict.children(td)["a"] is td.get("a")
-    _tensordict.put(td, {"index": torch.tensor([5, 6])})
+    assert list(tensordicts.children(td)) == ["a", "b"]
+    assert tensordicts.children(td)["a"] is td.get("a")
+    tensordicts.put(td, {"index": torch.tensor([5, 6])})
     assert td["index"].tolist() == [5, 6]
 
 
@@ -253,7 +254,7 @@ def test_detached_is_what_detach_makes():
     """Of every kind of TensorDict: nested, locked, with names, with objects, of a class, and lazily stacked."""
     from tensordict import LazyStackedTensorDict, NonTensorData, tensorclass
 
-    from engram._tensordict import detached
+    from engram._support.tensordicts import detached
 
     leaf = torch.ones(2, requires_grad=True)
     nested = TensorDict(

@@ -22,8 +22,8 @@ from engram import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
-    _native,
 )
+from engram._support import native
 from tests import fresh
 
 WIDTH = 97
@@ -482,8 +482,8 @@ class RaisesWhenTold:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_short_call_that_has_to_wait_lets_others_go_on(shared, request):
     """It keeps Python's lock only as long as it finds rows. Here the one row is being written, by the thread that looks on."""
-    request.addfinalizer(functools.partial(_native._core.set_wait_limit, _native.wait_limit()))
-    _native._core.set_wait_limit(60.0)
+    request.addfinalizer(functools.partial(native._core.set_wait_limit, native.wait_limit()))
+    native._core.set_wait_limit(60.0)
     rb = ReplayBuffer(storage=LazyTensorStorage(1), batch_size=4, shared=shared)
     rb.extend(torch.arange(1))
     word = rb.storage.store._ticket_words()

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engram import Ranks, _http
+from engram import Ranks
+from engram._support import http
 from engram.checkpoint import endpoint as endpoints
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
@@ -65,8 +66,8 @@ def said(endpoint, *args, **more):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """No thread is too slow to read, or to give a place back."""
-    monkeypatch.setattr(_http, "READ_S", 60.0)
-    monkeypatch.setattr(_http, "SEND_S", 60.0)
+    monkeypatch.setattr(http, "READ_S", 60.0)
+    monkeypatch.setattr(http, "SEND_S", 60.0)
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -243,7 +244,7 @@ def test_rule_19_limits(served, monkeypatch):
     assert call(endpoint, body=b" " * 4097)[0] == 413
     assert call(endpoint, X="a" * 9000)[0] == 431
     with monkeypatch.context() as patch:
-        patch.setattr(_http, "READ_S", 0.2)
+        patch.setattr(http, "READ_S", 0.2)
         limit = Limit(50)
         assert send(endpoint, b"POST /checkpoint HTTP/1.1\r\n")[0] == 408
         assert call(endpoint, Content_Length="10")[0] == 408
@@ -288,7 +289,7 @@ def test_rule_19_connections(tmp_path, monkeypatch):
         idle = [socket.create_connection((host, int(port))) for _ in range(16)]
         wait_for(lambda: len(endpoint._server._idle) == 16)
         with monkeypatch.context() as patch:
-            patch.setattr(_http, "READ_S", 0.5)
+            patch.setattr(http, "READ_S", 0.5)
             assert send(endpoint, b"")[0] == 503
         for connection in idle:
             connection.close()
@@ -304,7 +305,7 @@ def test_rule_19_a_head_is_read_in_linear_time(served):
 
 
 def test_rule_19_the_time_to_read_is_for_the_whole_request(served, monkeypatch):
-    monkeypatch.setattr(_http, "READ_S", 0.3)
+    monkeypatch.setattr(http, "READ_S", 0.3)
     _, endpoint = served
     with connected(endpoint) as slow:
         slow.settimeout(0.02)
@@ -334,7 +335,7 @@ def test_slow_connections_do_not_hold_up_a_caller(served, first, now_and_then, m
 
     Each may take ten minutes: a caller who had to wait for one of them would be seen. The others are answered in milliseconds.
     """
-    monkeypatch.setattr(_http, "READ_S", 600.0)
+    monkeypatch.setattr(http, "READ_S", 600.0)
     _, endpoint = served
     first = SLOW[first].replace(TOKEN, endpoint.token_file.read_bytes().strip())
     with contextlib.ExitStack() as stack:
@@ -362,7 +363,7 @@ def test_slow_connections_do_not_hold_up_a_caller(served, first, now_and_then, m
 
 def test_the_oldest_idle_connection_loses_its_place(served, monkeypatch):
     """One at a time, and it hears of it; the others go on."""
-    monkeypatch.setattr(_http, "READ_S", 600.0)
+    monkeypatch.setattr(http, "READ_S", 600.0)
     _, endpoint = served
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connected(endpoint)) for _ in range(16)]
@@ -487,12 +488,12 @@ def test_many_requests_at_once_are_one_save_and_leave_nothing_behind(tmp_path):
 
 
 def test_a_mutant_that_remembers_every_request_is_found(tmp_path, monkeypatch):
-    kept, real = [], _http.read
+    kept, real = [], http.read
 
     def read(connection):
         kept.append(real(connection))
         return kept[-1]
 
-    monkeypatch.setattr(_http, "read", read)
+    monkeypatch.setattr(http, "read", read)
     with pytest.raises(AssertionError):
         many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, 60)

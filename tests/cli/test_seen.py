@@ -209,9 +209,25 @@ def test_a_plan_is_that_of_the_library(tmp_path, run):
     assert "LazyMemmapStorage" in call("plan", *words, "--capacity", 100_000, "--memory", "1GB").output
 
 
+def test_a_plan_of_a_device():
+    row = {"obs": torch.zeros(4, 84, 84, dtype=torch.uint8)}
+    words = ("plan", "--field", "obs=uint8[4,84,84]", "--capacity", 1_000, "--device", "cuda:0", "--batch-size", 32)
+    expected = engram.plan(row, 1_000, device="cuda:0", batch_size=32).on_device
+    told = found(*words)["device"]
+    assert set(told) == set(expected.__struct_fields__)
+    for name in ("device", "storage", "priorities", "mirror", "resident", "batch", "batches", "pinned", "block"):
+        assert told[name] == getattr(expected, name)
+    said = call(*words).output
+    assert "rows there" in said
+    assert "transport=" in said
+    assert found(*words[:5])["device"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--field", "obs=uint8", "--device", "cpu"], "--device: expected a device with memory of its own"),
+        (["--field", "obs=uint8", "--device", "gpu"], "--device: expected a device or its name, got 'gpu'"),
         ([], "expected a SAMPLE or --field"),
         (["--field", "obs"], "expected NAME=DTYPE[SHAPE]"),
         (["--field", "obs=float31"], "expected a dtype of bool"),

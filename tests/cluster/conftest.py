@@ -10,10 +10,10 @@ def nodes():
     import ray
     from ray.cluster_utils import Cluster
 
-    from engram.cluster import replay_buffer
-    from engram.fleet import members
+    from engram.remote.fleet import members
+    from engram.serving import on_ray
 
-    replay_buffer._PATIENCE_S = members.SKIP_S = 240.0  # machines that run tests are busy
+    on_ray._PATIENCE_S = members.SKIP_S = 240.0  # machines that run tests are busy
     each = {"num_cpus": 4, "object_store_memory": 80_000_000}
     ray.shutdown()  # examples of a page may have begun one in this process
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from engram import (
+    Checkpointer,
     CompressedListStorage,
     LazyStackStorage,
     ListStorage,
@@ -152,6 +153,8 @@ def test_errors_are_those_of_the_buffer():
         for name in ("storage", "sampler", "writer", "transform", "snapshot"):
             with pytest.raises(AttributeError, match=f"RayReplayBuffer: {name} stays in the actor"):
                 getattr(rb, name)
+        with pytest.raises(TypeError, match=r"Checkpointer: .* got a list in an actor of Ray.*rb\.dumps"):
+            Checkpointer("series", rb)
         assert len(rb) == 1
     with pytest.raises(RuntimeError, match="the buffer was closed"):
         len(rb)

@@ -270,7 +270,7 @@ def test_the_page_shows_what_works(nodes, tmp_path, monkeypatch):
 
 
 def test_the_docstring_shows_what_works(nodes):
-    (shown,) = (test for test in examples_of("engram.cluster.replay_buffer") if test.name == OF_RAY)
+    (shown,) = (test for test in examples_of("engram.serving.on_ray") if test.name == OF_RAY)
     run(shown)
 
 

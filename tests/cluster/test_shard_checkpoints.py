@@ -13,7 +13,7 @@ from tests.cluster.on_nodes import AWAY, HERE, made, rows
 from tests.ranks.jobs import episode, steps_of, whos
 
 ray = pytest.importorskip("ray", reason="engram-replay[ray] is not installed")
-shard = pytest.importorskip("engram.cluster.shard", reason="engram-replay[ray] is not installed")
+shard = pytest.importorskip("engram.serving.actors", reason="engram-replay[ray] is not installed")
 SAVED, RESTORED = stress.size((3, 2), (8, 6))
 LANES, LENGTH = 2, 64
 
@@ -180,7 +180,7 @@ def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monke
             raise error
         return [RestoreReport("name", 1, None, 5, {}, [], 0.0, (), None, 0, "")]
 
-    kind, dropped = pytest.importorskip("engram.remote.savers").ShardSavers, []
+    kind, dropped = pytest.importorskip("engram.remote.shards").ShardSavers, []
     monkeypatch.setattr(kind, "_ready", lambda self: None)
     monkeypatch.setattr(kind, "_timeout", 1.0)
     monkeypatch.setattr(kind, "_answers", answers)

@@ -54,7 +54,7 @@ class Writer:
 @pytest.mark.stress
 @pytest.mark.timeout(stress.LIMIT_S)
 def test_acknowledged_rows_are_there_once_though_shards_are_killed(nodes, tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
+    monkeypatch.setattr("engram.remote.fleet.members._RECONNECT_INTERVAL_S", 0.02)
     chance, names = stress.chance("shards"), itertools.count()
     storage = partial(LazyMemmapStorage, scratch_dir=tmp_path)
     sampler = partial(PrioritizedSampler, alpha=0.6, beta=0.4)

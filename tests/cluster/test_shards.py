@@ -174,7 +174,7 @@ def test_an_epoch_has_every_row_of_all_shards_once(nodes):
 
 @pytest.mark.parametrize("missing", ["skip", "wait"])
 def test_a_shard_that_died_serves_its_rows_again(nodes, tmp_path, missing, monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
+    monkeypatch.setattr("engram.remote.fleet.members._RECONNECT_INTERVAL_S", 0.02)
     storage = partial(LazyMemmapStorage, scratch_dir=tmp_path / "store")
     with made(AWAY, storage, shards=2, missing=missing) as rb, rb.client() as other, warnings.catch_warnings():
         warnings.simplefilter("ignore")

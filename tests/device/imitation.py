@@ -12,8 +12,9 @@ import threading
 
 import torch
 
-from engram import _fork
-from engram._mappings import shared_pieces
+from engram._support import fork
+from engram._support.mappings import shared_pieces
+from engram.device import loader, replay
 from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, HostMemory
 
 #: By storage: the storage, which is kept so that no other gets its number, and the device that it is on, or "pinned".
@@ -146,7 +147,7 @@ class Imitation(Accelerator):
         self._here = threading.local()
         self._streams = {}
         self.up, self.down = self._named("up"), self._named("down")
-        _fork.registered(self)
+        fork.registered(self)
 
     # ---- streams and events ----------------------------------------------------------------------------------------------
 
@@ -413,6 +414,34 @@ class Imitation(Accelerator):
 
     def after_fork(self):
         self.is_child = True
+
+
+class Interpreter(Imitation):
+    """Runs kernels in Triton's interpreter, which finds memory of the host where the host does.
+
+    Args:
+        strict: tensors are on the device only if they were sent there, and else wherever they are asked for.
+    """
+
+    def __init__(self, *, strict=False):
+        super().__init__()
+        self.shift, self.strict = 0, strict
+
+    @classmethod
+    def installed(cls, monkeypatch, **kwargs):
+        """The device of each DeviceLoader and DeviceReplay that is made from now on."""
+        made = cls(**kwargs)
+        for module in (loader, replay):
+            monkeypatch.setattr(module, "Accelerator", lambda device: made)
+            monkeypatch.setattr(module, "existing_device", lambda device, name: torch.device("cuda", 0))
+        return made
+
+    def holds(self, tensor):
+        return not self.strict or super().holds(tensor)
+
+    def launch(self, kernel, *arguments, **constants):
+        self.counts["launch"] += 1
+        self.queue(lambda: kernel(*arguments, **constants))
 
 
 def _bytes_at(address, nbytes):

@@ -17,7 +17,7 @@ SAMPLERS = {"uniform": lambda: None, "priority": by_priority, "epoch": SamplerWi
 @pytest.fixture(autouse=True)
 def large(monkeypatch):
     """Every batch is."""
-    monkeypatch.setattr(direct._native, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr(direct.native, "PARALLEL_BYTES", 1)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -24,12 +24,12 @@ from engram import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    _native,
 )
+from engram._support import native as _native
+from engram._support.nested import tensors
 from engram.device import block, loader, pinning
 from engram.device.block import Block, Blocks
 from engram.device.pinning import HostMemory
-from engram.nested import tensors
 from tests.device.imitation import Imitation
 
 
@@ -58,7 +58,7 @@ def described(batch):
         return {key: described(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         return type(batch).__name__, [described(value) for value in batch]
-    if engram.nested.is_tensordict(batch) and not isinstance(batch, NonTensorData):
+    if engram._support.nested.is_tensordict(batch) and not isinstance(batch, NonTensorData):
         entries = batch.to_tensordict() if type(batch) is not TensorDict else batch
         return type(batch), batch.batch_size, {key: described(value) for key, value in entries.items()}
     return batch.data if isinstance(batch, NonTensorData) else batch

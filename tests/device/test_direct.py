@@ -24,33 +24,14 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.device import direct, loader, replay
-from tests.device.imitation import Imitation
+from engram.device import direct
+from tests.device.imitation import Interpreter
 from tests.device.test_registry_forks import fork
-
-
-class Interpreter(Imitation):
-    """Runs kernels in Triton's interpreter, which finds memory of the host where the host does."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = 0
-
-    def holds(self, tensor):
-        return True  # its tensors are the host's
-
-    def launch(self, kernel, *arguments, **constants):
-        self.counts["launch"] += 1
-        self.queue(lambda: kernel(*arguments, **constants))
 
 
 @pytest.fixture
 def device(monkeypatch):
-    made = Interpreter()
-    for module in (loader, replay):
-        monkeypatch.setattr(module, "Accelerator", lambda device: made)
-        monkeypatch.setattr(module, "existing_device", lambda device, name: torch.device("cuda", 0))
-    return made
+    return Interpreter.installed(monkeypatch)
 
 
 def steps(n):

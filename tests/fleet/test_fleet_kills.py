@@ -19,7 +19,7 @@ STORES = 3
 @pytest.mark.stress
 @pytest.mark.timeout(stress.LIMIT_S)
 def test_batches_are_whole_and_acknowledged_rows_there_though_servers_are_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
+    monkeypatch.setattr("engram.remote.fleet.members._RECONNECT_INTERVAL_S", 0.02)
     chance = stress.chance("fleet")
     folders = [tmp_path / str(number) for number in range(STORES)]
     for number, folder in enumerate(folders):

@@ -258,7 +258,7 @@ def test_a_client_that_is_killed_holds_nothing(connect, fleets):
 
 
 def test_servers_that_die_take_no_count_along(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.fleet.ledger._KNOWN_S", 1e9)  # on however slow a machine
+    monkeypatch.setattr("engram.remote.fleet.members._MAX_COUNTS_AGE_S", 1e9)  # on however slow a machine
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         made(folder, RandomSampler).close()

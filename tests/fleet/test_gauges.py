@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engram import LazyMemmapStorage, PrioritizedSampler, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
-from engram.fleet.storage import combined
-from engram.remote.commands import Mass, State
+from engram.remote.fleet.storage import combined
+from engram.remote.protocol import Mass, State
 from tests.fleet.test_fleets import rows_of
 from tests.fresh import start
 from tests.serving.servers import serving, serving_each
@@ -20,11 +20,11 @@ SIZES = (70, 5, 130)
 ALPHA, EPS = 0.6, 1e-8
 #: Serves as an engram did that knew no such command.
 OLD = """
-from engram.remote import commands
-del commands.ACTIONS["gauges"]
+from engram.remote import protocol
+del protocol.ACTIONS["gauges"]
 from pathlib import Path
-from engram.serving.run import listening
-from engram.serving.run import run
+from engram.serving.server import listening
+from engram.serving.server import run
 run(Path(folder), listening(listen, None, None, None, insecure=False), lambda address: print("ready", address, flush=True))
 """
 COMMAND = """

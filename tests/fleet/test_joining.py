@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engram.fleet import finding
-from engram.fleet.members import Members
-from engram.remote.commands import State
+from engram.remote.fleet import finding
+from engram.remote.fleet.members import Members
+from engram.remote.protocol import State
 
 
 class Store:
@@ -15,7 +15,7 @@ class Store:
     def __init__(self, name, *, refuses=0):
         self.name, self.refuses, self.version, self.closed = name, refuses, None, False
         self.served = SimpleNamespace(store=name)
-        self.connection = SimpleNamespace(look=self.asked)
+        self.connection = SimpleNamespace(reconnect=self.asked)
 
     def asked(self):
         if self.refuses:
@@ -54,7 +54,9 @@ class Joining:
 
 @pytest.fixture(autouse=True)
 def _no_thread(monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._Looker", lambda members: SimpleNamespace(end=lambda: None))
+    monkeypatch.setattr(
+        "engram.remote.fleet.members.ReconnectPoller", lambda members: SimpleNamespace(end=lambda: None)
+    )
 
 
 def test_a_store_that_is_gone_while_it_joins_is_looked_for():
@@ -72,7 +74,7 @@ def test_an_address_whose_server_is_gone_again_is_asked_again(monkeypatch, recwa
     answers = SimpleNamespace(store="late")
     made = [Store("late", refuses=1), Store("late")]
     given = iter(made)
-    monkeypatch.setattr(finding, "_said", lambda access, address: answers)
+    monkeypatch.setattr(finding, "_served_at", lambda access, address: answers)
     monkeypatch.setattr(finding, "check_stores", lambda served, full: None)
     monkeypatch.setattr(finding, "Connection", lambda access: None)
     monkeypatch.setattr(finding, "RemoteStorage", lambda connection: next(given))

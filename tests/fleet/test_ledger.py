@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engram.fleet.ledger import Counts, Ledger, room
-from engram.fleet.members import Members
-from engram.limits import Rules
-from engram.remote.commands import State
+from engram.remote.fleet.members import Counts, Ledger, Members, room
+from engram.remote.protocol import State
+from engram.store.limits import Rules
 
 
 class Store:
@@ -52,7 +51,7 @@ class Shards:
     """Stores, as a client knows them."""
 
     missing = "skip"
-    reaching, check_all_present = Members.reaching, Members.check_all_present
+    answers, reaching, check_all_present = Members.answers, Members.reaching, Members.check_all_present
 
     def __init__(self, stores):
         self.shards = [Shard(k, store) for k, store in enumerate(stores)]
@@ -71,7 +70,7 @@ def clock(monkeypatch):
     now = SimpleNamespace(s=0.0)
     ticks = itertools.count(1_000_000)
     fake = SimpleNamespace(monotonic=lambda: now.s, sleep=lambda _: None, time_ns=lambda: next(ticks) * 1000)
-    monkeypatch.setattr("engram.fleet.ledger.time", fake)
+    monkeypatch.setattr("engram.remote.fleet.members.time", fake)
     return now
 
 

@@ -16,7 +16,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from engram.limits import MinSize
+from engram.store.limits import MinSize
 from tests.fleet.test_fleets import made, rows_of, seeded
 from tests.serving.servers import serving, serving_each
 from tests.waiting import until
@@ -27,7 +27,7 @@ SKIP_S = 0.2
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
+    monkeypatch.setattr("engram.remote.fleet.members._RECONNECT_INTERVAL_S", 0.02)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engram.fleet import plans
+from engram.remote.fleet import plans
 
 KEYS = st.integers(0, (1 << 63) - 1)
 LEFT = st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any)
@@ -13,7 +13,7 @@ LEFT = st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any)
 
 @given(KEYS, st.lists(st.sampled_from([0.0, 1e-9, 1.0, 7.5]), min_size=1, max_size=6).filter(any), st.integers(1, 40))
 def test_stores_without_mass_are_never_chosen(key, masses, n):
-    found = plans.chosen(key, 0, np.array(masses), n)
+    found = plans.chosen(np.array(masses), plans.random_of(key, 0).random(n))
     assert len(found) == n
     assert all(masses[store] > 0 for store in found)
 

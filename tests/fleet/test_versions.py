@@ -89,7 +89,7 @@ def test_stores_that_are_too_stale_are_not_asked(tmp_path):
 
 
 def test_a_store_that_is_back_learns_the_version(tmp_path, monkeypatch):
-    monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
+    monkeypatch.setattr("engram.remote.fleet.members._RECONNECT_INTERVAL_S", 0.02)
     folders = [tmp_path / name for name in "ab"]
     for k, folder in enumerate(folders):
         made(folder, SIZES[k], int(STARTS[k])).close()
@@ -108,7 +108,7 @@ def test_a_store_that_is_back_learns_the_version(tmp_path, monkeypatch):
 
 
 def test_a_store_that_did_not_answer_joins_when_it_does(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("engram.fleet.members._LOOK_S", 0.02)
+    monkeypatch.setattr("engram.remote.fleet.members._RECONNECT_INTERVAL_S", 0.02)
     folders = [tmp_path / name for name in "abc"]
     for k, folder in enumerate(folders):
         made(folder, SIZES[k], int(STARTS[k])).close()

@@ -24,8 +24,8 @@ from engram import (
     SamplesPerInsert,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    prefetch,
 )
+from engram.buffer import prefetch
 from tests.limits.test_rules import UsingUp
 from tests.ranks.processes import wait_for
 

@@ -21,6 +21,8 @@ from engram import (
     RewardScaling,
     SamplerEnsemble,
     SamplerWithoutReplacement,
+    SampleUnit,
+    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
@@ -293,3 +295,37 @@ def test_weights_count_relative_to_each_other_however_large(largest):
     torch.testing.assert_close(sampler.p, torch.tensor([2 / 3, 1 / 3, 0], dtype=torch.float64), rtol=1e-2, atol=0)
     rb = ReplayBufferEnsemble(*members(5, 5, 5), p=[largest, largest, 0], num_buffer_sampled=64)
     assert set(rb.sample(64)["index", "buffer_ids"].flatten().tolist()) == {0, 1}
+
+
+class Pairs(SampleUnit):
+    """Two rows for each that is drawn."""
+
+    def expand(self, index, info, storage):
+        return torch.stack([index, (index + 1) % len(storage)], -1).flatten(), info
+
+
+class CountedPairs(Pairs):
+    total = 2
+
+
+@pytest.mark.parametrize("unit", [Sequence(length=4), Sequence(length=3, burn_in=1), CountedPairs()])
+def test_members_whose_rows_stand_for_several(unit):
+    """Each part is what its member draws by itself, ids of windows and all."""
+    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(50), sample_unit=unit) for _ in range(2)]
+    for number, one in enumerate(members):
+        step = torch.arange(40)
+        one.extend(TensorDict({"step": step + 100 * number, "next": {"done": step % 10 == 9}}, [40]))
+    batch = ReplayBufferEnsemble(*members, batch_size=12, num_buffer_sampled=3).sample()
+    assert batch.shape == (3, 4 * unit.total)
+    steps = batch["step"].view(3, 4, unit.total)
+    assert ((steps >= 100) == (batch["index", "buffer_ids"].view(steps.shape) == 1)).all()
+    assert torch.equal(batch["index", "index"].view(steps.shape), steps % 100)
+    if isinstance(unit, Sequence):
+        assert torch.equal(batch["sequence_id"], torch.arange(4).repeat_interleave(unit.total).expand(3, -1))
+
+
+def test_a_unit_that_does_not_say_how_many_rows_is_refused_by_name():
+    one = TensorDictReplayBuffer(storage=LazyTensorStorage(50), sample_unit=Pairs())
+    one.extend(TensorDict({"step": torch.arange(40)}, [40]))
+    with pytest.raises(RuntimeError, match=r"expected 4 rows of .*Pairs.*got 8.* The unit's total says"):
+        ReplayBufferEnsemble(one).sample(4)

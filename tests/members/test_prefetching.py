@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SamplerWithoutReplacement
-from engram.prefetch import Prefetcher
+from engram.buffer.prefetch import Prefetcher
 
 ROWS, BATCH = 100, 10
 #: Batches that give all rows of two members.

@@ -24,7 +24,7 @@ from engram import (
     VecNorm,
     WriterEnsemble,
 )
-from engram.state import Change
+from engram._support.state import Change
 from tests.fresh import run
 from tests.members.buffers import member, members, rows, storages
 

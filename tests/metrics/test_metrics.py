@@ -9,13 +9,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import engram.metrics
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tensordict import TensorDict
 
-import engram.metrics
 from engram import (
     ConsumingSampler,
     LazyMemmapStorage,
@@ -29,10 +29,10 @@ from engram import (
     SamplesPerInsert,
     StalenessAwareSampler,
     TensorDictPrioritizedReplayBuffer,
-    _http,
 )
-from engram.metrics import server as http_server
-from engram.metrics.catalog import METRICS
+from engram._support import http as _http
+from engram.inspect import metrics as http_server
+from engram.inspect.catalog import METRICS
 from tests.fresh import start
 from tests.ranks.processes import wait_for
 

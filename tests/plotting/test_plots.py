@@ -24,7 +24,7 @@ from engram import (
     ReplayBuffer,
     SamplesPerInsert,
 )
-from engram.plotting import plots
+from engram.inspect import plots
 from tests.fresh import run
 
 mpl.use("Agg")

@@ -8,8 +8,8 @@ from tensordict import TensorDict
 
 from engram import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.checkpoint.ranks import Ranks
 from engram.format import series
-from engram.ranks import Ranks
 from tests.ranks.processes import wait_for
 
 

@@ -94,10 +94,10 @@ def heard(act):
 
 def cut_off(ranks, rank, folder, root):
     """A cable is pulled before a restore has planned; then a save and an agreement are tried."""
-    import engram.ranks
+    import engram.checkpoint.ranks
     from engram.checkpoint import restore
 
-    engram.ranks._ROLL_CALL_S = 0.5
+    engram.checkpoint.ranks._ROLL_CALL_S = 0.5
     rb = filled(rank)
     before = whos(steps_of(rb))
     ck = checkpointer(root, rb, ranks)

@@ -117,10 +117,10 @@ def test_messages(tmp_path):
 
 
 def dies_or_stops(ranks, rank, folder, how):
-    import engram.ranks
+    import engram.checkpoint.ranks
     from engram import RankFailed
 
-    engram.ranks._ROLL_CALL_S = 1.0
+    engram.checkpoint.ranks._ROLL_CALL_S = 1.0
     only_for_the_dead(ranks, lambda: {0, 2}, 0.5)
     if rank == 1:
         if how == "dies":

@@ -24,8 +24,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from engram.remote.addresses import address_of
-from engram.remote.commands import MAX_BATCHES
+from engram.remote.protocol import MAX_BATCHES, address_of
 from engram.serving.server import Server
 from engram.serving.service import Service
 from tests.buffer.test_remove import REFUSED
@@ -43,11 +42,11 @@ SAMPLERS = {
 }
 #: Serves as an engram did that knew neither the command nor the stream.
 OLD = """
-from engram.remote import commands
-del commands.ACTIONS["can_remove"]
+from engram.remote import protocol
+del protocol.ACTIONS["can_remove"]
 from pathlib import Path
-from engram.serving.run import listening
-from engram.serving.run import run
+from engram.serving.server import listening
+from engram.serving.server import run
 run(Path(folder), listening(listen, None, None, None, insecure=False), lambda address: print("ready", address, flush=True))
 """
 
@@ -194,7 +193,7 @@ def test_bad_arguments_change_nothing(served, arguments, error, text):
 
 def test_more_rows_than_a_message_takes_are_refused(served, monkeypatch):
     rb, address = served
-    monkeypatch.setattr("engram.remote.storage.MAX_MESSAGE", 100)
+    monkeypatch.setattr("engram.remote.protocol.MAX_MESSAGE", 100)
     with ReplayBuffer.connect(address) as remote, pytest.raises(ValueError, match="Remove fewer"):
         remote.remove([0, 1, 2])
     assert len(rb) == ROWS

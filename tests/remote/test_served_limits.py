@@ -18,7 +18,7 @@ from engram import (
     ReplayBuffer,
     SamplesPerInsert,
 )
-from engram._native import NotAdmitted
+from engram._support.native import NotAdmitted
 from engram.buffer.connected import RequestsUnderWay
 from tests.serving.servers import serving_each
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram import RateLimited
-from engram._native import NotAdmitted
+from engram._support.native import NotAdmitted
 from engram.remote import wire
-from engram.remote.streaming import CREDIT_BYTES, CREDIT_MESSAGES, WritesUnderWay
+from engram.remote.storage import CREDIT_BYTES, CREDIT_MESSAGES, WritesUnderWay
 
 COLUMNS = [wire.Column("a", "int64", ())]
 SCHEMA = wire.arrow_schema(COLUMNS)
@@ -133,7 +133,7 @@ def test_rows_that_are_refused_for_now_are_written_before_the_end():
 
 
 def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):
-    monkeypatch.setattr("engram.remote.streaming._LEAVE_S", 0.1)
+    monkeypatch.setattr("engram.remote.storage._CLOSE_TIMEOUT_S", 0.1)
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()
     writes = WritesUnderWay("block", server.send)

@@ -16,8 +16,8 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from engram.checkpoint.ranks import Ranks
 from engram.cli import main
-from engram.ranks import Ranks
 from engram.reshard.driver import plan_by_rank
 from engram.reshard.plan import DROPPED, Source, Target
 from tests.ranks.jobs import checkpointer, columns_of, done, job

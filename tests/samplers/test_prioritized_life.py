@@ -23,8 +23,8 @@ from engram import (
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    _progress,
 )
+from engram._support import progress
 from tests import fresh
 from tests.samplers.prioritized import ALPHA, BETA, EPS, leaves, made
 
@@ -45,8 +45,8 @@ def test_rows_that_are_there_already():
 
 
 def test_a_long_scan_shows_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr(_progress, "CHUNK", 3)
-    monkeypatch.setattr(_progress, "_SILENT_S", 0)
+    monkeypatch.setattr(progress, "CHUNK", 3)
+    monkeypatch.setattr(progress, "_SILENT_S", 0)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=64)
     rb.extend(torch.arange(8))
@@ -56,7 +56,7 @@ def test_a_long_scan_shows_a_bar(monkeypatch, capsys):
 
 
 def test_rows_written_during_a_scan(monkeypatch):
-    monkeypatch.setattr(_progress, "CHUNK", 1)
+    monkeypatch.setattr(progress, "CHUNK", 1)
     rb = ReplayBuffer(storage=LazyTensorStorage(3_000), batch_size=64)
     rb.extend(torch.arange(1_000))
     stop = threading.Event()
@@ -84,8 +84,8 @@ def test_an_interrupted_scan_hides_no_row(monkeypatch, tmp_path):
     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), batch_size=64)
     rb.extend(torch.arange(8))
     with monkeypatch.context() as patch:
-        patch.setattr(_progress, "CHUNK", 3)
-        patch.setattr(_progress, "watch", interrupt)
+        patch.setattr(progress, "CHUNK", 3)
+        patch.setattr(progress, "watch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rb.set_sampler(PrioritizedSampler(10, 1.0, 1.0, 0.0))
     assert scanned == [7]

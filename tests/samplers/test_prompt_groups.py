@@ -23,8 +23,8 @@ from engram import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.groups import KIND
 from engram.store import INDEX_KINDS
+from engram.store.row_indexes import GroupIndex
 from tests import stress
 from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_uniform
@@ -297,7 +297,7 @@ def draws(rb, n=5):
 def test_groups_go_with_a_store_through_reopening(tmp_path):
     rb = buffer([i % 9 for i in range(60)], 6, storage=LazyMemmapStorage(60, scratch_dir=tmp_path / "s"), num_groups=3)
     rb.sample()
-    assert (tmp_path / "s" / ".engram" / "indexes" / "main" / KIND).exists()
+    assert (tmp_path / "s" / ".engram" / "indexes" / "main" / GroupIndex.kind).exists()
     rb.close()
     rb = ReplayBuffer.open(tmp_path / "s", batch_size=6, sampler=None)
     assert repr(rb.sampler) == "PromptGroupSampler(num_groups=3)"
@@ -378,7 +378,7 @@ def test_an_older_engram_refuses_the_index_by_name(tmp_path, monkeypatch):
     rb = buffer([1, 2], 2, storage=LazyMemmapStorage(6, scratch_dir=tmp_path / "s"))
     rb.sample()
     rb.close()
-    monkeypatch.delitem(INDEX_KINDS, KIND)
+    monkeypatch.delitem(INDEX_KINDS, GroupIndex.kind)
     with pytest.raises(IncompatibleStore, match=r"indexes/main/groups.*newer engram"):
         ReplayBuffer.open(tmp_path / "s")
 
@@ -576,9 +576,9 @@ def test_an_index_whose_maker_died_before_it_had_scanned_the_rows_scans_them(tmp
     other = ReplayBuffer.open(tmp_path / "s", batch_size=2)
     assert rb.sampler.groups == 3
     folder = tmp_path / "s" / ".engram" / "indexes" / "main"
-    (folder / f".unscanned-{KIND}").touch()
+    (folder / f".unscanned-{GroupIndex.kind}").touch()
     other.extend(rows([4], 3))
     assert other.sampler.groups == 4
-    assert not (folder / f".unscanned-{KIND}").exists()
+    assert not (folder / f".unscanned-{GroupIndex.kind}").exists()
     other.close()
     rb.close()

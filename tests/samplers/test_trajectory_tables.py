@@ -23,9 +23,8 @@ from engram import (
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-    _native,
-    _progress,
 )
+from engram._support import native, progress
 from engram.store import Store
 from tests.samplers.machine import SETTINGS, Rings, TrajectoryMachine, stressed
 from tests.samplers.slicing import buffer, runs_of, steps, windows
@@ -123,8 +122,8 @@ def test_a_store_does_not_guess_boundaries_that_were_given(tmp_path):
 
 
 def test_a_long_scan_shows_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr(_progress, "CHUNK", 3)
-    monkeypatch.setattr(_progress, "_SILENT_S", 0)
+    monkeypatch.setattr(progress, "CHUNK", 3)
+    monkeypatch.setattr(progress, "_SILENT_S", 0)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     rb = buffer(RandomSampler(), steps([10, 10]))
     rb.set_sampler(SliceSampler(slice_len=3))
@@ -212,7 +211,8 @@ def test_a_child_forked_during_the_first_look_at_the_rows_looks_itself():
         """
         import os, threading, torch
         from tensordict import TensorDict
-        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, _progress
+        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+        from engram._support import progress as _progress
 
         watch, parent, looks, forked = _progress.watch, os.getpid(), threading.Event(), threading.Event()
 
@@ -370,7 +370,7 @@ class TrajectoryPasses(TrajectoryMachine):
         if there is not None:
             order = torch.arange(len(there))
             if self.shuffle:
-                _native.permute(key, len(there), 0, order)
+                native.permute(key, len(there), 0, order)
             self.left, self.key = [there[k] for k in order.tolist()], key
         assert key == self.key
         alive = self.alive()

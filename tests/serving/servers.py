@@ -8,15 +8,15 @@ from tests import fresh
 
 SERVER = """
 from pathlib import Path
-from engram.serving.run import listening
-from engram.serving.run import run
+from engram.serving.server import listening
+from engram.serving.server import run
 run(Path(folder), listening(listen, token, cert, key, insecure=insecure), lambda address: print("ready", address, flush=True))
 """
 _SERVERS = """
 import os
 from pathlib import Path
 from engram import ReplayBuffer
-from engram.remote.addresses import address_of
+from engram.remote.protocol import address_of
 from engram.serving.server import Server
 from engram.serving.service import Service
 servers = [Server(Service(ReplayBuffer.open(folder)), address_of("unix:" + folder + ".sock", "test")) for folder in folders]

@@ -12,7 +12,7 @@ from pyarrow import flight
 
 from engram import FrameStack, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from engram.remote import wire
-from engram.remote.commands import MAX_MESSAGE
+from engram.remote.protocol import MAX_MESSAGE
 from engram.serving import service
 from engram.serving.service import Answers, Dumps, TooMany, drawn_bytes
 from tests import fresh
@@ -23,7 +23,7 @@ from tests.waiting import until
 SMALL = """
 import contextlib
 from engram.serving import service
-service.ANSWER_BYTES, service._WAIT_S, service.MAX_DUMPS = 17 << 20, 0.0, 1
+service.ANSWER_BYTES, service._ROOM_TIMEOUT_S, service.MAX_DUMPS = 17 << 20, 0.0, 1
 counted, numbers = service.Answers.counted, iter(range(1000))
 
 @contextlib.contextmanager
@@ -156,7 +156,7 @@ def test_answers_wait_for_those_before_them(monkeypatch):
     assert entered.wait(60)
     waiting.join(60)
     with answers.counted(11 << 20):  # alone, anything goes
-        monkeypatch.setattr(service, "_WAIT_S", 0.0)
+        monkeypatch.setattr(service, "_ROOM_TIMEOUT_S", 0.0)
         with pytest.raises(RuntimeError, match="got 11534336 before these 1048576"), answers.counted(1 << 20):
             pass
     with pytest.raises(KeyError), answers.counted(1 << 20):
@@ -183,7 +183,7 @@ def test_dumps_are_few_and_one_that_nobody_reads_makes_room(tmp_path, monkeypatc
     assert len(list(tmp_path.iterdir())) == service.MAX_DUMPS
     with pytest.raises(TooMany):
         next(dumps.files(write, SCHEMA))
-    monkeypatch.setattr(service, "_UNREAD_S", 0.0)
+    monkeypatch.setattr(service, "_MAX_UNREAD_S", 0.0)
     assert [it["name"][0].as_py() for it in dumps.files(write, SCHEMA)] == ["one", "two"]
     assert len(list(tmp_path.iterdir())) == service.MAX_DUMPS - 1
     with pytest.raises(RuntimeError, match="read nothing"):

@@ -22,7 +22,7 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.remote import wire
-from engram.remote.streaming import CREDIT_MESSAGES
+from engram.remote.storage import CREDIT_MESSAGES
 from tests.serving.servers import serving_each
 from tests.waiting import until
 

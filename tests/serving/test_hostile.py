@@ -10,11 +10,11 @@ from pyarrow import flight
 
 from engram import LazyMemmapStorage, ReplayBuffer
 from engram.remote import wire
-from engram.remote.commands import ACTIONS, MAX_COMMAND
+from engram.remote.protocol import ACTIONS, MAX_COMMAND
 from tests import fresh
 from tests.serving.servers import SERVER, Served, serving
 
-BRIEF = "from engram.serving import server; server._LEAVE_S = 0.1"
+BRIEF = "from engram.serving import server; server._DRAIN_TIMEOUT_S = 0.1"
 NO_SECRETS = {"token": None, "cert": None, "key": None, "insecure": False}
 
 

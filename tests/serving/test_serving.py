@@ -14,10 +14,9 @@ from pyarrow import flight
 
 import engram
 from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.remote import commands
-from engram.remote.addresses import address_of, addresses_of, token_in
-from engram.serving.run import Listening, listening, run
-from engram.serving.server import Server
+from engram.remote import protocol
+from engram.remote.protocol import address_of, addresses_of, token_in
+from engram.serving.server import Listening, Server, listening, run
 from engram.serving.service import Service
 from tests import fresh
 from tests.serving.servers import serving, token_file
@@ -140,8 +139,9 @@ def test_tls(store, tmp_path):
 
 def test_another_protocol_is_refused_with_both_versions(store, monkeypatch):
     with serving(store) as server:
-        monkeypatch.setattr("engram.remote.connection.PROTOCOL", commands.PROTOCOL + 1)
-        with pytest.raises(IncompatibleStore, match=f"expected protocol {commands.PROTOCOL}, of engram .*, got 2"):
+        known = protocol.PROTOCOL
+        monkeypatch.setattr(protocol, "PROTOCOL", known + 1)
+        with pytest.raises(IncompatibleStore, match=f"expected protocol {known}, of engram .*, got {known + 1}"):
             ReplayBuffer.connect(server.address)
 
 
@@ -243,20 +243,21 @@ def test_serving_that_fails_leaves_the_process_as_it_was(store, tmp_path, monkey
 
 
 def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, monkeypatch):
-    monkeypatch.setattr("engram.serving.server._LEAVE_S", 60.0)
+    monkeypatch.setattr("engram.serving.server._DRAIN_TIMEOUT_S", 60.0)
     begun, go, ended = (threading.Event() for _ in range(3))
     rb = ReplayBuffer.open(store)
     service = Service(rb)
     server = Server(service, address_of(f"unix:{store}.sock", "test"))
-    stats = service._actions["stats"]
+    do = service.do
 
     def slow(command):
-        begun.set()
-        assert go.wait(60)
-        assert not ended.is_set()
-        return stats(command)
+        if isinstance(command, protocol.Stats):
+            begun.set()
+            assert go.wait(60)
+            assert not ended.is_set()
+        return do(command)
 
-    monkeypatch.setattr(service, "_actions", {**service._actions, "stats": slow})
+    monkeypatch.setattr(service, "do", slow)
     remote = ReplayBuffer.connect(f"unix:{store}.sock", patience=0)
     with ThreadPoolExecutor(2) as threads:
         size = threads.submit(len, remote)

@@ -21,8 +21,8 @@ from engram import (
     ReplayBuffer,
     RowError,
     TensorDictReplayBuffer,
-    _streams,
 )
+from engram._support import streams
 from engram.testing import StorageContract
 
 
@@ -189,9 +189,9 @@ def without_zstd(monkeypatch):
     """As on an interpreter that has no Zstandard."""
     for name in ("compression", "compression.zstd", "backports", "backports.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    _streams.zstd.cache_clear()
+    streams.zstd.cache_clear()
     yield
-    _streams.zstd.cache_clear()
+    streams.zstd.cache_clear()
 
 
 @pytest.mark.parametrize("level", [-7, 0, 3, 22])
@@ -214,7 +214,7 @@ def test_what_zlib_has_compressed_is_read_with_zstandard(monkeypatch, without_zs
     rb = ReplayBuffer(storage=CompressedListStorage(10))
     rb.add({"a": torch.arange(5)})
     monkeypatch.undo()
-    _streams.zstd.cache_clear()
+    streams.zstd.cache_clear()
     other = with_zstd(10)
     other.load_state_dict(rb.storage.state_dict())
     assert other[0]["a"].tolist() == [0, 1, 2, 3, 4]
@@ -223,7 +223,7 @@ def test_what_zlib_has_compressed_is_read_with_zstandard(monkeypatch, without_zs
 def test_reading_needs_what_has_compressed(monkeypatch):
     rb = ReplayBuffer(storage=with_zstd(10))
     rb.add({"a": torch.arange(5)})
-    monkeypatch.setattr(_streams, "zstd", lambda: None)
+    monkeypatch.setattr(streams, "zstd", lambda: None)
     with pytest.raises(ModuleNotFoundError, match=r"CompressedListStorage: expected Zstandard.*engram-replay\[zstd\]"):
         rb[0]
 

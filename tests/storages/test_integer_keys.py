@@ -32,7 +32,7 @@ from engram import (
     SliceSampler,
 )
 from engram.format.schema import decode, encode
-from engram.packing import pack, unpack
+from engram.storages.items import pack, unpack
 from tests.ranks.jobs import done, job
 
 N = 5

@@ -477,6 +477,6 @@ def test_random_programs(program):
 
 def test_the_model_notices_a_removal_that_forgets_no_priority(monkeypatch):
     """The negative control."""
-    monkeypatch.setattr("engram.priorities.PriorityIndex.lost", lambda index, rows: None)
+    monkeypatch.setattr("engram.store.priorities.PriorityIndex.lost", lambda index, rows: None)
     with pytest.raises(AssertionError):
         run_program([("write", 3), ("remove", [1])])

@@ -389,7 +389,7 @@ def test_tensorclasses_come_back_in_a_program_that_defines_them(tmp_path):
         "open: the rows are of the tensorclass 'Step', which this program has not defined. Import it first ("
     )
     assert told[0].endswith("it was defined in module 'steps'). False")
-    assert told[1:] == ["Batch engram.nested Batch"]
+    assert told[1:] == ["Batch engram._support.nested Batch"]
     out = run(read.format(first="import steps"), folder=str(tmp_path)).split("\n")
     assert out == ["Step steps Step", "Outer.Pair steps Outer.Pair"]
 

@@ -13,15 +13,8 @@ import pytest
 import torch
 
 import engram.store
-from engram import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-    StoreInUse,
-    WriterStalled,
-    _native,
-)
+from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer, StoreInUse, WriterStalled
+from engram._support import native
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, buffer, forked, listing
 from tests.processes import running
@@ -122,7 +115,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
 
 def test_stopped_while_it_makes_a_store(ram, monkeypatch):
     """Others are told in bounded time; when it goes on, all is well."""
-    monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.3)
+    monkeypatch.setattr(engram.store.lifetime, "WAIT_S", 0.3)
     for n in stress.size((300, 600), range(200, 800, 5)):
         folder = ram / f"{n}"
         folder.mkdir()
@@ -185,14 +178,14 @@ def test_the_holder_of_a_row_is_stopped_and_killed():
             finally:
                 os._exit(1)
         caught_writing(rb, pid)
-        before = _native.wait_limit()
-        _native._core.set_wait_limit(stress.size(1.0, before))  # it looks all the time
+        before = native.wait_limit()
+        native._core.set_wait_limit(stress.size(1.0, before))  # it looks all the time
         limit = Limit(50)
         try:
             with pytest.raises(WriterStalled):
                 rb.extend(row.expand(4, -1), lane=torch.zeros(4, dtype=torch.int64))  # over both rows
         finally:
-            _native._core.set_wait_limit(before)
+            native._core.set_wait_limit(before)
         limit.check("going on")
         rb.extend(row.expand(2, -1), lane=1)
         batch, info = rb.sample(2, return_info=True)

@@ -438,7 +438,7 @@ def test_windows_beside_writers():
 
 
 def test_windows_that_move_at_every_try(monkeypatch):
-    monkeypatch.setattr("engram._native.wait_limit", lambda: 0.05)
+    monkeypatch.setattr("engram._support.native.wait_limit", lambda: 0.05)
     _, rb = Pair(9).both
     rb.extend(steps_of(torch.Generator(), 9, 0))
     rb.set_sampler(SliceSampler(slice_len=2, strict_length=False))

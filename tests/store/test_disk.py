@@ -31,7 +31,7 @@ from engram import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from engram._memory import available_memory
+from engram._support.memory import available_memory
 from engram.format import disk as format_disk
 from engram.format import part_writer
 from engram.persist import rows as persist_rows

@@ -24,8 +24,8 @@ from engram import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
-    _fork,
 )
+from engram._support import fork
 from tests.store.processes import METHODS, Child, context, leaves, steps, whole
 from tests.waiting import ended
 
@@ -58,7 +58,7 @@ def test_the_documented_example(method, child_first):
 
 
 def draw_as_they_would(*drawn):
-    _fork.stream = lambda *_: 0  # as in the first process
+    fork.stream = lambda *_: 0  # as in the first process
     for rb, expected in drawn:
         assert torch.equal(rb.sample(8), expected)
 

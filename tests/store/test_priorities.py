@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engram import NoSampleable, PriorityError, RowError
-from engram.priorities import PriorityConfig, PriorityIndex
+from engram.store.priorities import PriorityConfig, PriorityIndex
 from tests.samplers.machine import SETTINGS, stressed
 
 

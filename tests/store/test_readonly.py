@@ -30,8 +30,8 @@ from engram import (
     TensorDictReplayBuffer,
     TensorStorage,
     UncleanStore,
-    _fork,
 )
+from engram._support import fork
 from tests import stress
 from tests.statistics_of import assert_proportional, assert_uniform
 from tests.store.processes import Child, context
@@ -399,7 +399,7 @@ def test_an_epoch_of_its_own(folder):
 
 
 def test_slices_are_those_of_the_writer(folder, monkeypatch):
-    monkeypatch.setattr(_fork, "stream", lambda *_: 0)  # of one process: of two, each draws its own
+    monkeypatch.setattr(fork, "stream", lambda *_: 0)  # of one process: of two, each draws its own
     writer = prioritized(folder)
     writer.set_sampler(SliceSampler(slice_len=4))
     reader = ReplayBuffer.open(folder, readonly=True)

@@ -26,11 +26,11 @@ from engram import (
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    _native,
 )
+from engram._support import native
 from engram.store import shared_memory, sweep_shared_memory
 from engram.store.indexes import Indexes
-from engram.store.locks import exclusive
+from engram.store.lifetime import exclusive
 from tests import fresh
 from tests.ranks.processes import wait_for
 from tests.store.processes import Child, leaves, steps, whole
@@ -428,7 +428,7 @@ def test_all_dead_then_somebody_opens(tmp_path):
     time.sleep(0.3)
     program.kill()
     os.kill(other, signal.SIGKILL)
-    until(lambda: not _native.start_time_of(other), 60)
+    until(lambda: not native.start_time_of(other), 60)
     rb = ReplayBuffer.open(tmp_path / "x")
     store = rb.storage.store
     assert store.repair is not None

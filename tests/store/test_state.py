@@ -10,17 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from engram import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-    SliceSampler,
-    WriterStalled,
-    _native,
-)
-from engram.priorities import PriorityIndex
+from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler, WriterStalled
+from engram._support import native
 from engram.store.indexes import Indexes
+from engram.store.priorities import PriorityIndex
 from tests.waiting import Limit
 
 
@@ -186,8 +179,8 @@ def test_writers_wait_and_readers_do_not(kind):
 def test_who_waits_in_vain_is_told_so():
     rb = buffer("private")
     rb.extend(torch.arange(12.0))
-    before = _native.wait_limit()
-    _native._core.set_wait_limit(0.02)
+    before = native.wait_limit()
+    native._core.set_wait_limit(0.02)
     try:
         with (
             rb.storage.store.paused(),
@@ -197,7 +190,7 @@ def test_who_waits_in_vain_is_told_so():
         ):
             rb.add(torch.tensor(1.0))
     finally:
-        _native._core.set_wait_limit(before)
+        native._core.set_wait_limit(before)
     rb.add(torch.tensor(1.0))
 
 
@@ -213,15 +206,15 @@ def test_a_writer_is_told_which_process_saves():
             os.read(go_on, 1)
         os._exit(0)
     assert os.read(said, 1) == b"x"
-    before = _native.wait_limit()
-    _native._core.set_wait_limit(0.02)
+    before = native.wait_limit()
+    native._core.set_wait_limit(0.02)
     try:
         with pytest.raises(WriterStalled, match=f"process {pid} has paused the store"):
             rb.add(torch.tensor(1.0))
         with pytest.raises(WriterStalled, match=f"process {pid} has paused the store"), rb.storage.store.paused():
             pass
     finally:
-        _native._core.set_wait_limit(before)
+        native._core.set_wait_limit(before)
         os.close(going)
         assert os.waitpid(pid, 0)[1] == 0
     rb.add(torch.tensor(1.0))

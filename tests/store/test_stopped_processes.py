@@ -17,18 +17,18 @@ from engram import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     WriterStalled,
-    _native,
 )
+from engram._support import native
 
 ROWS = 1 << 18
 
 
 @pytest.fixture(autouse=True)
 def impatient():
-    before = _native.wait_limit()
-    _native._core.set_wait_limit(0.02)
+    before = native.wait_limit()
+    native._core.set_wait_limit(0.02)
     yield
-    _native._core.set_wait_limit(before)
+    native._core.set_wait_limit(before)
 
 
 def lock_of(rb, kind, at):

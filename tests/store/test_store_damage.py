@@ -363,7 +363,7 @@ LIVE_DAMAGE = """
     import torch
     from tensordict import TensorDict
     from engram import *
-    from engram import _native
+    from engram._support import native as _native
     _native._core.set_wait_limit(0.005)
     chance = random.Random(seed)
     engram, nan, inf = Path(".engram"), float("nan"), float("inf")

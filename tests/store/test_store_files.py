@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import engram.store
-from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, _native
+from engram import IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from engram._support import native
 from engram.format import files
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
@@ -398,7 +399,7 @@ def test_sizes(tmp_path):
     assert (
         tmp_path / "store" / ".engram" / "tickets"
     ).stat().st_size == 48 + 24 + 48  # six tickets, laps and numbers of writes
-    assert (tmp_path / "store" / ".engram" / "control").stat().st_size == _native.control_bytes(2)
+    assert (tmp_path / "store" / ".engram" / "control").stat().st_size == native.control_bytes(2)
     assert (tmp_path / "store" / ".engram" / "store.json").read_bytes() == schemas.encode_store(SCHEMA)
     store.close()
 

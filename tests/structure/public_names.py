@@ -12,6 +12,8 @@ import sys
 import typing
 from pathlib import Path
 
+from engram._support import absent
+
 FILE = Path(__file__).with_name("public_names.json")
 #: What programs import from.
 MODULES = (
@@ -49,8 +51,12 @@ def _public(module):
     """Its ``__all__``, or all that it defines itself."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
-        return listed
-    return [name for name, value in vars(module).items() if name[0] != "_" and _home(value) == module.__name__]
+        return [
+            *listed,
+            *(name for names in absent._MOVED_NAMES.get(module.__name__, {}).values() for name in names.split()),
+        ]
+    home = absent.moved_to(module.__name__) or module.__name__
+    return [name for name, value in vars(module).items() if name[0] != "_" and _home(value) == home]
 
 
 def _described(value):

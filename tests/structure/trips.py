@@ -26,7 +26,7 @@ from engram.persist import rows
 
 logging.getLogger("engram").setLevel(logging.ERROR)
 disk.THREADS = rows.READERS = 1  # no profile sees the bare threads that help, so this one makes their calls
-POLLING = ("/engram/ranks.py", "/engram/ranks/")
+POLLING = ("/engram/checkpoint/ranks.py",)
 trips = []
 counting = threading.Event()
 
@@ -64,6 +64,10 @@ def buffer(sampler=None, cls=TensorDictReplayBuffer):
     return cls(storage=LazyTensorStorage(1024), sampler=sampler, batch_size=32)
 
 
+def buffer_of(storage, sampler):
+    return TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=32)
+
+
 def prioritized():
     return PrioritizedSampler(1024, 0.7, 0.5)
 
@@ -79,6 +83,10 @@ sys.setprofile(profile)
 
 flat = TensorDict({"obs": torch.arange(32.0), "action": torch.arange(32)}, [32])
 found = {}
+storages, samplers = ([make() for _ in range(4)] for make in (lambda: LazyTensorStorage(1024), prioritized))
+found["construction, uniform"] = steady(lambda: ReplayBuffer(storage=storages.pop(), batch_size=32))
+storages += [LazyTensorStorage(1024) for _ in range(4)]
+found["construction, prioritized TensorDict"] = steady(lambda: buffer_of(storages.pop(), samplers.pop()))
 rb = buffer()
 rb.extend(flat)
 found["sample, uniform"] = steady(rb.sample)

@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import engram
-from engram import _absent
+from engram._support import absent
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -234,7 +234,7 @@ ARGUMENTS = {
     "UnsqueezeTransform": {"dim": -1, "in_keys": ["observation"]},
     "VecNormV2": {"in_keys": ["observation"]},
 }
-ELSEWHERE = sorted(name for name, (_, taken) in _absent._MODULES.items() if taken and hasattr(transforms, name))
+ELSEWHERE = sorted(name for name, (_, taken) in absent._MODULES.items() if taken and hasattr(transforms, name))
 
 
 def transform_of(name):

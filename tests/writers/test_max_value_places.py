@@ -21,8 +21,8 @@ from engram import (
     TensorDictReplayBuffer,
     Write,
     WritePlan,
-    _native,
 )
+from engram._support import native
 from tests.components import Listener
 from tests.writers.best import STORAGES, best, row, rows, scores
 
@@ -309,7 +309,7 @@ def test_rows_set_aside_are_filled_first():
     ],
 )
 def test_the_native_ranking_takes_only_what_it_can_hold(ranks, free, error):
-    ranking = _native.Ranking(3)
+    ranking = native.Ranking(3)
     with pytest.raises(error):
         ranking.place(ranks, free)
     assert [part.tolist() for part in ranking.place(np.zeros(1), np.array([2]))] == [[2], [0]]
@@ -317,7 +317,7 @@ def test_the_native_ranking_takes_only_what_it_can_hold(ranks, free, error):
 
 def test_the_native_ranking_wants_one_rank_per_row():
     with pytest.raises(ValueError, match="one rank per row"):
-        _native.Ranking(3).set(np.array([0, 1]), np.zeros(1))
+        native.Ranking(3).set(np.array([0, 1]), np.zeros(1))
 
 
 @pytest.mark.parametrize("method", ["place", "written"])

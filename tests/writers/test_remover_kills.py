@@ -17,8 +17,8 @@ import torch
 from tensordict import TensorDict
 
 import engram.buffer.write_path
-import engram.removers.ranked
 import engram.writers.max_value
+import engram.writers.removers
 from engram import (
     FifoRemover,
     LazyMemmapStorage,
@@ -247,9 +247,9 @@ def ended(pid):
 TRACED = {
     module.__file__
     for module in (
-        engram.removers.ranked,
-        engram.removers.ranked,
-        engram.removers.ranked,
+        engram.writers.removers,
+        engram.writers.removers,
+        engram.writers.removers,
         engram.writers.max_value,
         engram.buffer.write_path,
     )

@@ -18,8 +18,8 @@ from engram import (
     StalestFirst,
     TensorDictReplayBuffer,
 )
-from engram.removers.ranked import ChangesIndex
 from engram.store import INDEX_KINDS
+from engram.writers.removers import ChangesIndex
 from tests.store.processes import context
 from tests.waiting import ended
 

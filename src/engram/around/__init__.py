@@ -1,13 +1,13 @@
 """The steps around a row: what ends a trajectory, windows, returns, stacks, goals in hindsight, sequences."""
 
 from engram import samplers
+from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.around.episodes import find_start_stop_traj
 from engram.around.expander import Expander
 from engram.around.following import FinalObservations, NextFromFollowing, finals_of
-from engram.around.frames import CatFrames, FrameStack
 from engram.around.hindsight import Hindsight, HindsightStrategy
-from engram.around.returns import NStep, RewardToGo
-from engram.around.sequence import AnchorPriorities, Sequence, r2d2_priority
+from engram.around.reductions import CatFrames, FrameStack, NStep, RewardToGo
+from engram.around.sequence import AnchorPriorities, SampleUnit, Sequence, Transition, r2d2_priority
 from engram.around.settings import WindowSpec
 from engram.around.slices import (
     PrioritizedSliceSampler,
@@ -15,8 +15,6 @@ from engram.around.slices import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
 )
-from engram.around.units import SampleUnit, Transition
-from engram.field_paths import DEFAULT_DONE_KEYS
 
 # As in TorchRL it is of both kinds; it shares no code with either.
 SliceSampler.register(SliceSamplerWithoutReplacement)

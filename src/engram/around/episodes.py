@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _fork, _native, _progress
-from engram.field_paths import as_path, as_paths, plain, public
+from engram._support import fork, native, progress
+from engram._support.field_paths import as_path, as_paths, plain, public
 from engram.format.schema import DTYPES
 from engram.persist.roles import of_the_step
 from engram.store import check_index_name
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
     from engram.around.settings import WindowSettings
-    from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.store import Store
     from engram.types import Extent
@@ -189,7 +189,7 @@ class Episodes(NamedTuple):
         whole = [whole_flag_bytes(field, self.boundaries.all_flags) for field in fields]
         return self.boundaries.ends, [*map(step_type_bytes, fields)], whole
 
-    def table(self, window: int = 1) -> _native.Trajectories:
+    def table(self, window: int = 1) -> native.Trajectories:
         """The store's table of that name. Where there is none, one is made by a scan of the rows, which counts windows of so many steps.
 
         Raises:
@@ -198,7 +198,7 @@ class Episodes(NamedTuple):
         memory, name, ids = self.memory, self.name, len(self.boundaries.ids)
         check_order(memory)
 
-        def make() -> _native.Trajectories:
+        def make() -> native.Trajectories:
             which, fields = memory.on_host(self.boundaries.which)
             counted = memory.indexes.windows.setdefault(name, window)
             memory.indexes.made_with[name] = len(memory.schema.fields)
@@ -208,7 +208,7 @@ class Episodes(NamedTuple):
             _scan(table, memory)
             return table
 
-        table: _native.Trajectories = memory.indexes.table(name, "trajectories", self.boundaries, make)
+        table: native.Trajectories = memory.indexes.table(name, "trajectories", self.boundaries, make)
         return table
 
 
@@ -220,7 +220,7 @@ def _new_table(
     window: int,
     step_types: Sequence[int] = (),
     whole: Sequence[int] = (),
-) -> _native.Trajectories:
+) -> native.Trajectories:
     """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
 
     ``ids``: how many of them, the first ones, hold ids. ``which``: their numbers in the core; empty for fields that no write changes.
@@ -228,10 +228,10 @@ def _new_table(
     :func:`whole_flag_bytes` of each; empty if one flag is enough.
     """
     width = math.prod(memory.schema.columns)
-    nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
+    nbytes = native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
     block = memory.zeroed(nbytes)
-    table: _native.Trajectories = _fork.registered(
-        _native.Trajectories(
+    table: native.Trajectories = fork.registered(
+        native.Trajectories(
             memory.core,
             ids,
             list(which),
@@ -248,10 +248,10 @@ def _new_table(
     return table
 
 
-def _scan(table: _native.Trajectories, memory: Store) -> None:
+def _scan(table: native.Trajectories, memory: Store) -> None:
     """Let a table look at all rows."""
-    steps = max(1, _progress.CHUNK // memory.lanes)
-    _progress.watch(iter(lambda: table.catch_up(steps), 0), "looking for trajectories")
+    steps = max(1, progress.CHUNK // memory.lanes)
+    progress.watch(iter(lambda: table.catch_up(steps), 0), "looking for trajectories")
 
 
 class StaticTable:
@@ -381,7 +381,7 @@ class _Fields(NamedTuple):
 
 def fragments_table(
     memory: Store, settings: WindowSettings, rules: TrajectoryKeys, window: int
-) -> tuple[_native.Fragments, FieldPath]:
+) -> tuple[native.Fragments, FieldPath]:
     """The store's table of interleaved trajectories under the settings' name, and the field that tells trajectories apart.
 
     Where there is none, one is made by a scan of the rows.
@@ -411,20 +411,20 @@ def fragments_table(
     for number, argument in ((which.trajectory, "traj_key"), (which.step, "step_key")):
         _check_integer(fields[number], argument)
 
-    def make() -> _native.Fragments:
+    def make() -> native.Fragments:
         counted = memory.indexes.windows.setdefault(settings.index, window)
         memory.indexes.made_with[settings.index] = len(fields)
         _, (trajectory, step, *ends) = memory.on_host((which.trajectory, which.step, *boundaries.ends))
         owner = (*memory.control_memory, trajectory, step, *ends)
         described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
-        table: _native.Fragments = _fork.registered(
-            _native.Fragments(memory.core, *described, *placed(ends), *episodes.ends()[1:], counted, owner)
+        table: native.Fragments = fork.registered(
+            native.Fragments(memory.core, *described, *placed(ends), *episodes.ends()[1:], counted, owner)
         )
         memory.core.attach(table)
         table.catch_up()
         return table
 
-    found: _native.Fragments = memory.indexes.table(settings.index, "fragments", which, make)
+    found: native.Fragments = memory.indexes.table(settings.index, "fragments", which, make)
     return found, id_key
 
 

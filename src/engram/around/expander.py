@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from engram import _fork, samplers
-from engram._checks import check_count, check_number
+from engram import samplers
+from engram._support import fork
+from engram._support.checks import check_count, check_number
+from engram._support.field_paths import public
 from engram.around.episodes import TrajectoryKeys
 from engram.around.reading import MARK, Expansion, Reading
 from engram.errors import NoSampleable
-from engram.field_paths import public
 from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler
 from engram.store import Key as DrawKey
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
     from engram.around.windows import WindowSampler
-    from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -126,7 +128,7 @@ class Expander(DeclaredSampler):
         #: The expanders inside, the innermost first, and the sampler that they are around.
         self._inside: tuple[Expander, ...] = (*inner.inside, inner) if isinstance(inner, Expander) else ()
         self._innermost: DeclaredSampler = inner.innermost if isinstance(inner, Expander) else self._source
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
         #: The innermost sampler, if it is one of windows that are read natively.
         self._windows = cast("WindowSampler", self._innermost) if self._innermost.traits.reads_windows else None
         self._expansion: Expansion | None = None

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from engram._checks import check_path
-from engram._tensordict import is_tensor_collection, tensordict_type
-from engram._words import warn
+from engram._support.checks import check_path
+from engram._support.field_paths import as_paths, plain, public
+from engram._support.nested import find
+from engram._support.state import Stateful, check_keys, integer, typed
+from engram._support.tensordicts import is_tensor_collection, tensordict_type
+from engram._support.words import warn
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import Expander
 from engram.around.reading import MARK, Column, Expansion
 from engram.errors import ReadOnlyStore
-from engram.field_paths import as_paths, plain, public
 from engram.format.layout import is_store
-from engram.nested import find
 from engram.samplers import PrioritizedSampler
-from engram.state import Stateful, check_keys, integer, typed
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.store import DeviceStore
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
     from engram.around.reading import Reading
-    from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.store import Key, Store
-    from engram.types import Commit, Info, NativeBatch, SampledStorage, Sampler, Traits, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write
 
 
 #: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.

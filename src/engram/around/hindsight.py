@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._checks import check_number
-from engram._tensordict import add_fields
-from engram._words import warn
+from engram._support import native as _native
+from engram._support.checks import check_number
+from engram._support.field_paths import as_path, checked_path, public
+from engram._support.tensordicts import add_fields
+from engram._support.words import warn
 from engram.around.expander import Expander
-from engram.field_paths import as_path, checked_path, public
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from engram._support.field_paths import FieldPath
     from engram.around.reading import Reading
-    from engram.field_paths import FieldPath
     from engram.storages import TensorStorage
     from engram.store import Store
-    from engram.types import Entry, Info, SampledStorage, Sampler
+    from engram.store.sampled import SampledStorage
+    from engram.types import Entry, Info, Sampler
 
 
 class HindsightStrategy(StrEnum):

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from engram import _native
-from engram._dtypes import DTYPE_OF
-from engram._words import warn_of_mixed
+from engram._support import native as _native
+from engram._support.field_paths import FieldPath, public
+from engram._support.retries import TRIES_WITHOUT_PAUSE
+from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, NAMED, step_type_bytes
 from engram.around.windows import LAST_STEPS
 from engram.errors import NoSampleable, RowError
-from engram.field_paths import FieldPath, public
-from engram.retries import IN_A_ROW
 from engram.samplers.redraw import Redraw
-from engram.store import as_rows, dlpack_specs
+from engram.store import DTYPE_OF, as_rows, dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -26,14 +25,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram import _native
+    from engram._support import native as _native
     from engram.around.episodes import TrajectoryKeys
     from engram.around.following import Following
     from engram.around.hindsight import Goals, Relabelling
     from engram.format.schema import Field
     from engram.samplers._base import DeclaredSampler
     from engram.store import Store
-    from engram.types import Entry, Info, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Entry, Info
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
 MARK: FieldPath = ("next", "final")
@@ -257,7 +257,7 @@ class Expansion:
         tensors, moved, _ = self.read(draw)
         tickets = draw.tickets
         assert tickets is not None  # windows have them
-        for _ in range(IN_A_ROW):
+        for _ in range(TRIES_WITHOUT_PAUSE):
             if not moved:
                 break
             places = torch.tensor(moved, device="cpu")

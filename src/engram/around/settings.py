@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Generic, TypedDict, TypeVar
 
-from engram import _native
-from engram._checks import as_numbers, check_count
-from engram._unsupported import reject_unsupported
+from engram._support import native as _native
+from engram._support.checks import as_numbers, check_count
+from engram._support.field_paths import FieldPath, as_path, as_paths
+from engram._support.unsupported import reject_unsupported
 from engram.around.episodes import checked_end_when
-from engram.field_paths import FieldPath, as_path, as_paths
 from engram.store import check_index_name
 
 if TYPE_CHECKING:
@@ -240,13 +240,13 @@ class WindowSpec:
     padding: int = 0
 
     #: Steps at most of a trajectory that a window spans, and that its numbers count.
-    _MOST: ClassVar[int] = 1 << 40
+    _MAX_STEPS: ClassVar[int] = 1 << 40
 
     def __post_init__(self) -> None:
         for field in fields(self):
             least = 0 if field.name in ("burn_in", "padding") else 1
             number = check_count(
-                f"WindowSpec: {field.name}", getattr(self, field.name), "steps", least=least, most=self._MOST
+                f"WindowSpec: {field.name}", getattr(self, field.name), "steps", least=least, most=self._MAX_STEPS
             )
             object.__setattr__(self, field.name, number)
         if self.padding >= self.steps:
@@ -254,8 +254,8 @@ class WindowSpec:
                 f"WindowSpec: padding: expected less than burn_in + length = {self.steps} steps, so that one of them is real, got "
                 f"{self.padding}."
             )
-        if self.reach > self._MOST:
-            raise ValueError(f"WindowSpec: expected windows over at most {self._MOST} steps, got {self.reach}.")
+        if self.reach > self._MAX_STEPS:
+            raise ValueError(f"WindowSpec: expected windows over at most {self._MAX_STEPS} steps, got {self.reach}.")
 
     @property
     def steps(self) -> int:

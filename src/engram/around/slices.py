@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 import torch
 import xxhash
 
-from engram import _native
-from engram._unsupported import reject_unsupported
-from engram._words import warn
+from engram._support import native as _native
+from engram._support.field_paths import FieldPath, as_path, plain
+from engram._support.state import Change, check_keys, integer, tensor_in, typed
+from engram._support.unsupported import reject_unsupported
+from engram._support.words import warn
 from engram.around.settings import Setting, StreamingArguments, WindowArguments, WindowSettings
 from engram.around.windows import WindowSampler
 from engram.errors import NoSampleable
-from engram.field_paths import FieldPath, as_path, plain
-from engram.priorities import PriorityIndex
 from engram.samplers.prioritized import PrioritizedSampler
-from engram.state import Change, check_keys, integer, tensor_in, typed
 from engram.store import Masses, origin_of
+from engram.store.priorities import PriorityIndex
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from engram.around.windows import Arguments, Table, _Bound
     from engram.samplers._base import NativeSampler
     from engram.store import Masses, Store
-    from engram.types import Commit, SampledStorage, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Write
 
 
 class SliceArguments(WindowArguments, total=False):

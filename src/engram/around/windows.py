@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, 
 import torch
 from torch import Tensor
 
-from engram import _fork, _native
-from engram._words import warn_of_mixed
+from engram._support import fork
+from engram._support import native as _native
+from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, plain, public
+from engram._support.retries import Retries
+from engram._support.words import warn_of_mixed
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.field_paths import WINDOW_ENDS, FieldPath, as_path, plain, public
-from engram.retries import Retries
 from engram.samplers._base import NativeSampler, key_for
 from engram.store import Key as DrawKey
 from engram.store import Masses, dlpack_specs
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
+    from engram.store.sampled import SampledStorage
+    from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
     Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
     Table: TypeAlias = _native.Trajectories | _native.Fragments
@@ -109,7 +111,7 @@ class WindowSampler(NativeSampler):
     # ---- the store and its table -------------------------------------------------------------------------------------
 
     def _unbind(self) -> None:
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
         self._storage: SampledStorage | None = None
         self._bound: _Bound | None = None
         self._splits: dict[int, tuple[int, int, _native.WindowSpec]] = {}

@@ -6,11 +6,11 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from engram import _fork
-from engram._checks import check_path
-from engram._native import NotAdmitted
-from engram._progress import Work
-from engram._unsupported import BY_NUMBER, refused, refusing
+from engram._support import fork
+from engram._support.checks import check_path
+from engram._support.native import NotAdmitted
+from engram._support.progress import Work
+from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
 from engram.format.dumps import replacing
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
+    from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.persist.roles import Roles
     from engram.remote.served import Drawn
@@ -49,7 +49,7 @@ class RequestsUnderWay:
         #: Batches that came, with their keys. Each is copied out of its message when it is taken.
         self._ready: deque[tuple[int, Callable[[], Drawn]]] = deque()
         self._key = Key()
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
 
     def rewired(self) -> None:
         """The components are others. What was drawn stays: it is as the server sent it."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from engram._unsupported import meant
-from engram.buffer.compat import READING_ARGUMENTS
+from engram._support.unsupported import meant
+from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.on_ray import attached_by_name
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
-from engram.fleet import check_missing
+from engram.remote.fleet import check_missing
 
 if TYPE_CHECKING:
-    from engram.buffer.compat import ConnectArguments
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.fleet.members import Missing
+    from engram.buffer.configuration import ConnectArguments
+    from engram.buffer.services import Facade
+    from engram.remote.fleet.members import Missing
+    from engram.remote.protocol import Full
     from engram.remote.served import ServedStorage
-    from engram.remote.streaming import Full
 
     Path = str | os.PathLike[str] | None
 
@@ -46,7 +46,7 @@ class _Way(NamedTuple):
         check_missing(self.missing)
 
 
-def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: ConnectArguments) -> ReplayBuffer:
+def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArguments) -> Facade:
     """The buffer that a served store notes, over a connection.
 
     Args:
@@ -71,10 +71,10 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
             way.check_on_ray()
             name, patience = address.removeprefix(_ON_RAY), float(way.patience)
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
-        from engram.fleet.finding import storage_at
-        from engram.remote.addresses import addresses_of
-        from engram.remote.components import RemoteSampler, RemoteWriter
         from engram.remote.connection import Access
+        from engram.remote.fleet.finding import storage_at
+        from engram.remote.protocol import addresses_of
+        from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',
@@ -93,7 +93,7 @@ def connect_buffer(asked: type[ReplayBuffer], address: object, arguments: Connec
                 "Use ReplayBuffer.connect."
             )
         settings = {**noted_settings(noted), **{name: value for name, value in reading.items() if value is not None}}
-        rb: ReplayBuffer = kind(
+        rb: Facade = kind(
             storage=storage,
             sampler=sampler,
             writer=RemoteWriter(served),

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from engram._words import count, said_number, said_share, said_size
+from engram._support.words import count, said_number, said_share, said_size
 from engram.around import finals_of
 from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges
-from engram.limits import limit_stats
-from engram.plotting.plots import Scan
-from engram.query.buffers import Query
+from engram.inspect.plots import Scan
 from engram.remote.served import ServedStorage
+from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.tree import Tree
 
-    from engram.buffer.settings import Settings
+    from engram.buffer.configuration import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.histograms import Histogram
     from engram.storages import Storage
@@ -41,29 +40,6 @@ _LOOKED_AT = 1 << 24
 #: Bars of a histogram in a line of text.
 _BARS = " ▁▂▃▄▅▆▇█"
 _LEFT = "style='text-align:left'"
-
-
-class Shown:
-    """A buffer as text, in a terminal with rich, and in a notebook; and what is found in it."""
-
-    _wiring: Wiring
-    _settings: Settings
-    query = cast("Query", property(Query, doc=Query.__doc__))
-
-    def __repr__(self) -> str:
-        if self._settings.unmade is not None:
-            return f"{self._settings.kind}(delayed_init=True)"
-        return Display(self._wiring, self._settings).text()
-
-    def __rich__(self) -> Tree | str:
-        if self._settings.unmade is not None:
-            return repr(self)
-        return Display(self._wiring, self._settings).tree()
-
-    def _repr_html_(self) -> str:
-        if self._settings.unmade is not None:
-            return f"<table><caption>{escape(repr(self))}</caption></table>"
-        return Display(self._wiring, self._settings).html()
 
 
 class _Rows:

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native, storages
-from engram._checks import as_numbers
-from engram._tensordict import tensordict_type
+from engram import storages
+from engram._support import native
+from engram._support.checks import as_numbers
+from engram._support.field_paths import FieldPath, checked_path
+from engram._support.nested import flatten, has_entries
+from engram._support.tensordicts import tensordict_type
 from engram.errors import RowError
-from engram.field_paths import FieldPath, checked_path
-from engram.nested import flatten, has_entries
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ class FieldUpdates:
         stored, given = _comparable(columns[0]), _comparable(incoming)
         wins, floating = np.empty_like(live), stored.dtype == np.float64
         held, brought, here, won = stored.ctypes.data, given.ctypes.data, live.ctypes.data, wins.ctypes.data
-        _native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
+        native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
         return wins, live
 
 

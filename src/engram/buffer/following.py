@@ -11,11 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from engram import samplers, storages
-from engram._checks import check_count
-from engram._words import warn
+from engram._support.checks import check_count
+from engram._support.state import real
+from engram._support.words import warn
 from engram.buffer.recipe import kind_of
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, series
@@ -25,14 +26,14 @@ from engram.persist import parts
 from engram.reshard.driver import Policy, checked_incomplete, reshard
 from engram.reshard.plan import Target
 from engram.reshard.shards import open_shards as open_saved
-from engram.state import real
 from engram.types import Sampler
 from engram.writers._base import FollowingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.saving import Saving
+    from engram.buffer.services import Facade
     from engram.format.checkpoints import Checkpoint
     from engram.persist.components import SavedPart
     from engram.storages import Storage
@@ -66,7 +67,7 @@ class Followed(NamedTuple):
 class Taken(NamedTuple):
     """A checkpoint that was loaded."""
 
-    rb: ReplayBuffer
+    rb: Facade
     """A buffer of its own with the rows."""
     name: series.Name
     born: float
@@ -99,12 +100,12 @@ class Nothing:
 class Wish(NamedTuple):
     """What the user wants of the buffers that are made."""
 
-    cls: type[ReplayBuffer]
+    cls: type[Facade]
     storage: Storage | Callable[[], Storage] | None
     sampler: Sampler | Callable[[], Sampler] | None
     arguments: Mapping[str, object]
 
-    def made(self, checkpoint: Checkpoint) -> ReplayBuffer:
+    def made(self, checkpoint: Checkpoint) -> Facade:
         """An empty buffer of the kind that was saved, or is wished for."""
         with parts.open_storage(checkpoint, 0) as reader:
             found = parts.read_parts(checkpoint, 0, without=(parts.STORAGE, "prefetch"))
@@ -120,7 +121,7 @@ class Wish(NamedTuple):
             kind = kind.__mro__[1]
         if not issubclass(kind, self.cls):
             raise TypeError(f"follow: expected checkpoints of a {self.cls.__name__}, got those for a {kind.__name__}.")
-        make: Callable[..., ReplayBuffer] = kind
+        make: Callable[..., Facade] = kind
         return make(storage=storage, sampler=sampler, writer=FollowingWriter(), **self.arguments)
 
 
@@ -253,7 +254,7 @@ class Following(Nothing):
 
     # ---- looking ---------------------------------------------------------------------------------------------------------
 
-    def first(self, timeout: float) -> ReplayBuffer:
+    def first(self, timeout: float) -> Facade:
         """The buffer of the newest checkpoint, as soon as there is one. Raises as ``ReplayBuffer.follow``."""
         until = time.monotonic() + timeout
         while True:
@@ -268,14 +269,14 @@ class Following(Nothing):
                 )
             time.sleep(min(self._every, 0.2, max(0.0, until - time.monotonic())))
 
-    def begin(self, rb: ReplayBuffer) -> None:
+    def begin(self, rb: Facade) -> None:
         """Keep a buffer up to date, as long as it is used."""
         target = weakref.ref(rb)
         self._thread = threading.Thread(target=_follow, args=(self, target), name="engram-follow", daemon=True)
         weakref.finalize(rb, self.close)
         self._thread.start()
 
-    def turn(self, target: weakref.ref[ReplayBuffer]) -> bool:
+    def turn(self, target: weakref.ref[Facade]) -> bool:
         """Wait until it is time, look, and replace the rows. Whether to go on."""
         with self._changed:
             self._changed.wait_for(lambda: self._stop or self._asked > self._looked, self._every)
@@ -341,19 +342,20 @@ class Following(Nothing):
         with contextlib.nullcontext() if first else storages.announcing.temporary():
             return Taken(self._loaded(folder), name, born)
 
-    def _loaded(self, folder: Path) -> ReplayBuffer:
+    def _loaded(self, folder: Path) -> Facade:
         with open_shards(folder, self._ranks) as checkpoint, contextlib.ExitStack() as stack:
             rb = self._wish.made(checkpoint)
+            saving: Saving = vars(rb)["_saving"]
             if checkpoint.manifest.world == 1 and _fits(rb.form, checkpoint):
-                load = rb.prepare_load(
+                load = saving.prepare_load(
                     checkpoint, 0, default_rng=False, close_open=False, convert=True, prefetched=False
                 )
             else:
                 _check_takes_rows(rb.form, folder)
                 targets = [Target(rb.form.lanes, rb.form.lane_length)]
                 plan = reshard(open_saved(checkpoint, stack), targets, Policy(_KEPT))
-                load = rb.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
-            wished = self._wish.arguments.get("batch_size")
+                load = saving.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
+            wished = cast("int | None", self._wish.arguments.get("batch_size"))
             load._replace(
                 rng=load.rng._replace(own=None, default=None), iterating=False, batch_size=wished or load.batch_size
             ).commit()
@@ -375,12 +377,12 @@ def _check_takes_rows(form: Form, folder: Path) -> None:
         )
 
 
-def _follow(following: Following, target: weakref.ref[ReplayBuffer]) -> None:
+def _follow(following: Following, target: weakref.ref[Facade]) -> None:
     while following.turn(target):
         pass
 
 
-def _replace(rb: ReplayBuffer, made: ReplayBuffer) -> None:
+def _replace(rb: Facade, made: Facade) -> None:
     """Give a buffer the parts of another one, in one step: a batch that is being drawn is of the old rows, the next one of the new."""
     storage = made.storage
     storage.detach(made)
@@ -405,7 +407,7 @@ def _age(root: Path, folder: Path) -> float:
 
 
 def follow_buffer(
-    cls: type[ReplayBuffer],
+    cls: type[Facade],
     /,
     root: str | os.PathLike[str],
     *,
@@ -416,7 +418,7 @@ def follow_buffer(
     storage: Storage | Callable[[], Storage] | None = None,
     sampler: Sampler | Callable[[], Sampler] | None = None,
     **arguments: object,
-) -> ReplayBuffer:
+) -> Any:
     """A read-only buffer with the rows of the newest complete checkpoint below a folder, and then of every newer one.
 
     For evaluation, a second learner or a data set that grows, on another machine that sees the folder. A thread looks for a newer

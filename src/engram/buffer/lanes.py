@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import operator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _words, storages
-from engram._checks import as_numbers
-from engram._tensordict import is_tensor_collection
+from engram import storages
+from engram._support import words
+from engram._support.checks import as_numbers
+from engram._support.field_paths import FieldPath, checked_path, public
+from engram._support.nested import find_field, map_leaves
+from engram._support.state import integer, typed
+from engram._support.tensordicts import is_tensor_collection
 from engram.errors import RowError
-from engram.field_paths import FieldPath, checked_path, public
-from engram.nested import find_field, map_leaves
-from engram.state import integer, typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +40,6 @@ class Lanes:
 
     def __init__(self, wiring: Wiring, named: int | None = None) -> None:
         self._wiring = wiring
-        self._environments = Environments(wiring)
         #: Whether it was logged that no lane was named.
         self.told = False
         #: Rows of the first batches, as long as they may be steps of several environments; None: nothing is to be said any more.
@@ -46,6 +47,10 @@ class Lanes:
         #: Where rows go whose write names no lane; None: it must name one of several.
         self.default: int | None
         self.take(named)
+
+    @cached_property
+    def _environments(self) -> Environments:
+        return Environments(self._wiring)
 
     @property
     def named(self) -> int | None:
@@ -151,7 +156,7 @@ class Lanes:
         if rest or (len(shape) == 2 and shape[first] != len(lanes)):
             expected = f"[T, {len(lanes)}]" if first else f"[{len(lanes)}, T]"
             raise RuntimeError(
-                f"extend: layout={layout!r}: expected equally many steps of {_words.count(len(lanes), 'lane')}, k · {len(lanes)} rows or "
+                f"extend: layout={layout!r}: expected equally many steps of {words.count(len(lanes), 'lane')}, k · {len(lanes)} rows or "
                 f"a TensorDict {expected}, got {list(shape) if len(shape) == 2 else n}. Name other lanes with lane=[…]."
             )
         return data, lanes.repeat(steps) if first else lanes.repeat_interleave(steps)
@@ -337,8 +342,8 @@ class Environments:
                 else ""
             )
             raise RowError(
-                f"{call}: lane: expected lanes in [0, {lanes}){having}, got {other}, and {_words.count(len(new), 'new environment')} for "
-                f"{_words.count(len(free), 'free lane')}. Name them with lane=…"
+                f"{call}: lane: expected lanes in [0, {lanes}){having}, got {other}, and {words.count(len(new), 'new environment')} for "
+                f"{words.count(len(free), 'free lane')}. Name them with lane=…"
             )
         self._lane_of.update(of)
         self._by_number = all(number == lane for number, lane in self._lane_of.items())

@@ -8,29 +8,31 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram.field_paths import checked_path
+from engram._support.field_paths import checked_path
+from engram._support.nested import find, flatten, has_entries
 from engram.format.schema import Field
-from engram.nested import find, flatten, has_entries
 from engram.storages._columns import rows_of_selection
-from engram.storages._dtypes import cast
-from engram.storages._structure import Structure, as_tensor
+from engram.storages._structure import Structure
+from engram.storages._types import as_tensor, cast
+from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engram.buffer.write_path import WritePath
-    from engram.field_paths import FieldPath
+    from engram._support.field_paths import FieldPath
     from engram.storages import Rows, Storage
 
 _CALL = "add_field"
 
 
+class _Writes(Protocol):
+    takes_tensordicts: bool
+
+
 class _Stored(Protocol):
     @property
-    def _write_path(self) -> type[WritePath]: ...
-
+    def _writing(self) -> _Writes: ...
     @property
     def storage(self) -> Storage: ...
 
@@ -75,7 +77,7 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
     """
     storage = _checked(self.storage)
     path = checked_path(key, f"{_CALL}: key")
-    if self._write_path.takes_tensordicts and path[0] in ("index", "index_generation"):
+    if self._writing.takes_tensordicts and path[0] in ("index", "index_generation"):
         raise ValueError(
             f"{_CALL}: key: expected another key than {key!r}: a {type(self).__name__} drops {path[0]!r} of what is written, as "
             "its batches say there which rows they are. Choose another name."

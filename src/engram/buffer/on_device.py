@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engram.priorities import PriorityIndex
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.store import Key, shared_memory
-from engram.usage import UsageIndex
+from engram.store.priorities import PriorityIndex
+from engram.store.row_indexes import UsageIndex
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.buffer.configuration import Settings
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.storages import TensorStorage
     from engram.store import Store

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.fleet.members import Missing
+    from engram.buffer.services import Facade
+    from engram.remote.fleet.members import Missing
     from engram.remote.served import ServedStorage
-    from engram.remote.shards import Described, Shard
-    from engram.types import Savers
+    from engram.remote.shards import Described, Shard, ShardSavers
+
 
 Transport = Literal["auto", "flight", "shared"]
 #: Names in Ray are looked for here, so that drivers of other jobs find them.
@@ -48,21 +48,21 @@ class OnRay:
         self.shards, self.transport = shards, transport
         self._own = {name: value for name, value in own.items() if name != "generator"}
 
-    def client(self, buffer: ReplayBuffer) -> ReplayBuffer:
+    def client(self, buffer: Facade) -> Facade:
         made, arguments = self.reduced(buffer)
         return made(*arguments)
 
-    def reduced(self, buffer: ReplayBuffer) -> tuple[Callable[..., ReplayBuffer], tuple[object, ...]]:
+    def reduced(self, buffer: Facade) -> tuple[Callable[..., Facade], tuple[object, ...]]:
         own = self._own
         if buffer.initialized and len(buffer.transform):
             own = {**own, "transform": buffer.transform}
             own.pop("transform_factory", None)
         return attached, (self.shards, own)
 
-    def savers(self, buffer: ReplayBuffer) -> Savers | None:
+    def savers(self, buffer: Facade) -> ShardSavers | None:
         if self.transport == "shared":
             return None
-        from engram.remote.savers import ShardSavers
+        from engram.remote.shards import ShardSavers
 
         return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
 
@@ -70,7 +70,7 @@ class OnRay:
         """Others use the shards."""
 
 
-def _discard(known: weakref.ref[ReplayBuffer]) -> None:
+def _discard(known: weakref.ref[Facade]) -> None:
     """Drop what was drawn before rows were restored."""
     buffer = known()
     if buffer is not None and not buffer.closed:
@@ -78,7 +78,7 @@ def _discard(known: weakref.ref[ReplayBuffer]) -> None:
         cast("ServedStorage", buffer.storage).forget_asked()
 
 
-def attached(shards: Shards, own: Mapping[str, object]) -> ReplayBuffer:
+def attached(shards: Shards, own: Mapping[str, object]) -> Facade:
     """A buffer of shards: of one shard, on its node, over the same memory; else over connections.
 
     Args:
@@ -94,10 +94,10 @@ def attached(shards: Shards, own: Mapping[str, object]) -> ReplayBuffer:
     return _made(shards, first_described(shards.each), own)
 
 
-def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> ReplayBuffer:
+def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Facade:
     import ray
 
-    from engram.remote.components import RemoteSampler, RemoteWriter
+    from engram.remote.served import RemoteSampler, RemoteWriter
 
     wanted = shards.transport
     if wanted == "shared" and not shards.is_one:
@@ -120,15 +120,15 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Re
     for name, other in (("transform", "transform_factory"), ("transform_factory", "transform")):
         if name in own and other not in own:  # they exclude each other
             given.pop(other, None)
-    rb: ReplayBuffer = described.kind(storage=storage, sampler=sampler, writer=writer, **given)
+    rb: Facade = described.kind(storage=storage, sampler=sampler, writer=writer, **given)
     rb._service = OnRay(shards, "shared" if shares else "flight", own)  # noqa: SLF001 - of the facade
     return rb
 
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
-    from engram.fleet.finding import AwaitedFleet
-    from engram.fleet.members import SKIP_S
+    from engram.remote.fleet.finding import AwaitedFleet
+    from engram.remote.fleet.members import SKIP_S
     from engram.remote.shards import AwaitedStorage, OneStore, Shard
 
     if shards.is_one:
@@ -145,13 +145,8 @@ def name_of(name: str, number: int, shards: int) -> str:
 
 
 def attached_by_name(
-    asked: type[ReplayBuffer],
-    name: str,
-    patience: float,
-    missing: Missing,
-    stratum: int | None,
-    arguments: dict[str, object],
-) -> ReplayBuffer:
+    asked: type[Facade], name: str, patience: float, missing: Missing, stratum: int | None, arguments: dict[str, object]
+) -> Facade:
     """A buffer of the shards of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram import priorities
+from engram._support.state import real, saved
 from engram.errors import IncompatibleCheckpoint
 from engram.persist import parts
-from engram.state import real, saved
+from engram.store import priorities
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from engram._devices import existing_device
-from engram._tensordict import is_non_tensor, is_tensor_collection
-from engram.field_paths import public
-from engram.nested import batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
+from engram._support.devices import existing_device
+from engram._support.field_paths import public
+from engram._support.nested import batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
+from engram._support.tensordicts import is_non_tensor, is_tensor_collection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from engram.nested import Path
+    from engram._support.nested import Path
 
     Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
 
@@ -54,13 +54,6 @@ class View:
         if is_tensor_collection(leaf) and not is_non_tensor(leaf):
             return self._viewed(dict(leaf.items()), path)
         return self._leaf(leaf, path)
-
-
-def checked_form(form: object, call: str) -> str:
-    """The form of batches. Raises ``ValueError``: there is none of that name."""
-    if form not in FORMS:
-        raise ValueError(f"{call}: output: expected 'torch', 'numpy' or 'namedtuple', got {form!r}.")
-    return str(form)
 
 
 def target_of(device: torch.device | str, form: str) -> torch.device:

@@ -7,24 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from engram._closing import Closes
-from engram._native import NotAdmitted
-from engram._tensordict import children, is_plain_tensordict, tensordict_type
-from engram.buffer.wiring import checked_generator
+from engram._support.native import NotAdmitted
+from engram._support.nested import map_leaves
+from engram._support.state import Change, Loads, check_keys, copied, integer, typed
+from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
+from engram.buffer.prefetch import LEAVE_S, Prefetcher
 from engram.errors import NoSampleable
-from engram.limits import Room
-from engram.nested import map_leaves
-from engram.packing import pack, unpack
-from engram.prefetch import LEAVE_S, Prefetcher
-from engram.state import Change, Loads, check_keys, copied, integer, typed
+from engram.storages.items import pack, unpack
 from engram.store import Copied
+from engram.store.limits import Room
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
 
+    from engram.buffer.configuration import Settings
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.store import Key
     from engram.types import Commit
@@ -40,49 +37,6 @@ class SavedBatches(NamedTuple):
     state: dict[str, Any] | None
     #: The sampler's state before it drew batches that are left out; None: as it is.
     before: dict[str, Any] | None
-
-
-class Draws(Closes):
-    """What buffers and ensembles do alike with their generator and with batches ahead."""
-
-    _wiring: Wiring
-    _prefetching: Prefetching | None
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
-        >>> rb.set_rng(torch.Generator().manual_seed(0))
-        >>> first = rb.sample(return_info=True)[1]["index"]
-        >>> rb.set_rng(torch.Generator().manual_seed(0))
-        >>> torch.equal(first, rb.sample(return_info=True)[1]["index"])
-        True
-        """
-        generator = checked_generator(generator)
-        self._discard_prefetched("set_rng", keys=False)
-        self._wiring.generator = generator
-
-    def synchronize(self) -> None:
-        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises.
-
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rb.synchronize()
-        """
-        if self._prefetching is not None:
-            self._prefetching.wait()
-
-    def _materialize(self) -> None:
-        """What happens to rows now is not for batches that were asked for before."""
-        if self._prefetching is not None:
-            self._prefetching.materialize()
-
-    def _discard_prefetched(self, call: str, *, keys: bool = True) -> None:
-        if self._prefetching is not None:
-            self._prefetching.discard(call, keys=keys)
 
 
 class Prefetching:

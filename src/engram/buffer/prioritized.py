@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 import torch
 
 from engram import samplers, storages
-from engram._devices import existing_device
-from engram._unsupported import Later, meant, reject_unsupported
+from engram._support.devices import existing_device
+from engram._support.field_paths import checked_path
+from engram._support.unsupported import Later, meant, reject_unsupported
 from engram.around import Hindsight, HindsightStrategy
-from engram.buffer.compat import alias
 from engram.buffer.recipe import draws_by_priority, register
-from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer.replay_buffer import ReplayBuffer, shows
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
-from engram.field_paths import checked_path
 from engram.types import Sampler
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDictBase
 
-    from engram.buffer.compat import BufferArguments
+    from engram.buffer.configuration import BufferArguments
 
     M = TypeVar("M", bound=Callable[..., object])
 
@@ -72,7 +71,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """
 
     _prioritized = True
-    prioritized_sampler = alias("sampler", "The sampler with the priorities: :attr:`sampler`. TorchRL's name.")
+    prioritized_sampler = shows(
+        lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
+    )
 
     def __init__(
         self,
@@ -118,7 +119,9 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """
 
     _prioritized = True
-    prioritized_sampler = alias("sampler", "The sampler with the priorities: :attr:`sampler`. TorchRL's name.")
+    prioritized_sampler = shows(
+        lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
+    )
 
     def __init__(
         self,
@@ -203,10 +206,10 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     [3.0, 3.0, 3.0, 3.0]
     """
 
-    reward_fn = alias("sampler.reward_fn")
-    end_fn = alias("sampler.end_fn")
-    her_ratio = alias("sampler.her_ratio")
-    strategy = alias("sampler.strategy")
+    reward_fn = shows(lambda self: self.sampler.reward_fn, "As :attr:`reward_fn`.")
+    end_fn = shows(lambda self: self.sampler.end_fn, "As :attr:`end_fn`.")
+    her_ratio = shows(lambda self: self.sampler.her_ratio, "As :attr:`her_ratio`.")
+    strategy = shows(lambda self: self.sampler.strategy, "As :attr:`strategy`.")
 
     def __init__(
         self,

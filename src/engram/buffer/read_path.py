@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _words, collate, samplers, storages
-from engram._tensordict import add_fields, is_lazy_stack
+from engram import samplers, storages
+from engram._support import words
+from engram._support.field_paths import WINDOW_ENDS
+from engram._support.retries import Retries
+from engram._support.tensordicts import add_fields, is_lazy_stack
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
-from engram.field_paths import WINDOW_ENDS
-from engram.retries import Retries
 from engram.samplers.redraw import Redraw
+from engram.storages import items
 from engram.store import ThreadKey
 from engram.types import Draw
 
@@ -69,7 +71,7 @@ class ReadPath:
             self.looked = True
             if size < batch_size:
                 line = (
-                    f"sample: a batch of {batch_size:,} rows has some of the {_words.count(size, 'stored row')} several times. Write "
+                    f"sample: a batch of {batch_size:,} rows has some of the {words.count(size, 'stored row')} several times. Write "
                     "more before the first batch."
                 )
                 storages.announcing.announce(line, level=logging.WARNING)
@@ -203,7 +205,7 @@ class ReadPath:
         if wiring.storage.traits.has_fields:
             return data
         stack = wiring.storage.stacked
-        return collate.stack(data) if stack is None else stack(data)
+        return items.stack(data) if stack is None else stack(data)
 
     def copied(self, data: object, *, stacked: bool) -> Any:
         """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""

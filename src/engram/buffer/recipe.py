@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engram import around, samplers, storages, writers
-from engram._checks import check_path
-from engram.buffer.settings import Settings
+from engram._support.checks import check_path
+from engram.buffer.configuration import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 from engram.store import DeviceStore
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping
 
-    from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.buffer.services import Facade
     from engram.buffer.wiring import Wiring
     from engram.store import Store
 
@@ -302,9 +302,9 @@ def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:
         raise CorruptStore(f"open: the recorded {error}") from error
 
 
-def kind_of(noted: dict[str, object], call: str) -> type[ReplayBuffer]:
+def kind_of(noted: dict[str, object], call: str) -> type[Facade]:
     """The buffer class that was noted. Raises ``TypeError``: it is not known."""
-    kind: type[ReplayBuffer] | None = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
+    kind: type[Facade] | None = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
     if kind is None:
         raise TypeError(f"{call}: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
     return kind

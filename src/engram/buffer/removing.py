@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
-from engram._tensordict import is_tensor_collection
+from engram._support.checks import as_numbers
+from engram._support.tensordicts import is_tensor_collection
 
 if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring

@@ -3,73 +3,64 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
-from engram import _fork, inspect, storages, writers
-from engram._closing import end
-from engram._tensordict import is_tensor_collection
-from engram._unsupported import reject_unsupported
+from engram import inspect, storages, writers
+from engram._support import fork
+from engram._support.closing import end
+from engram._support.tensordicts import is_tensor_collection
+from engram._support.unsupported import reject_unsupported
+from engram.buffer import configuration as conf
 from engram.buffer.appender import Appender
-from engram.buffer.compat import (
-    NOT_YET,
-    OPEN_ARGUMENTS,
-    Arguments,
-    ConnectArguments,
-    OpenArguments,
-    alias,
-    returns_itself,
-)
+from engram.buffer.base import BufferBase, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
-from engram.buffer.display import Display, Shown
+from engram.buffer.display import Display
 from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
-from engram.buffer.making import Arguments as Making
-from engram.buffer.making import make_at_first_use, taken_from
 from engram.buffer.new_fields import add_field
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import View, moved, target_of
-from engram.buffer.prefetching import Draws, Prefetching
+from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess, remove
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
-from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
-from engram.buffer.tracing import leave_untraced
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
-from engram.limits import WAIT_S, checked_timeout
-from engram.plotting import Plots
+from engram.inspect.plots import Plots
 from engram.samplers._base import refuse_batch
+from engram.store.limits import WAIT_S, checked_timeout
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from engram._support.progress import OnProgress
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
     from engram.buffer.submitted_updates import Source
     from engram.env.recording import Names
-    from engram.limits import Limit
     from engram.persist.roles import Roles
+    from engram.remote.shards import ShardSavers
     from engram.samplers._base import DeclaredSampler
     from engram.storages import GivenStorage, Storage
-    from engram.transforms import Compose
-    from engram.types import Device, Savers, Size, StrPath, Told, Wait, Watch
+    from engram.store.limits import Limit
+    from engram.types import Device, Size, StrPath, Told, Wait
 
 E = TypeVar("E")
+shows: Shows[ReplayBuffer[Any]] = Shows()
 
 
-class ReplayBuffer(Shown, Draws, Generic[Batch]):
+class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -120,7 +111,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
     torch.Size([32, 4])
     """
 
-    _default_writer: Callable[[], Any] = writers.RoundRobinWriter
+    _default_writer: Callable[[], object] = writers.RoundRobinWriter
     #: Entry that brings a row's priority along, for TensorDict buffers.
     _priority_key: str | None = None
     _read_path = ReadPath
@@ -148,19 +139,23 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         output: Output = "torch",
-        **torchrl: Unpack[Arguments],
+        **torchrl: Unpack[conf.Arguments],
     ) -> None:
-        call, service, given = type(self).__name__, service_in(torchrl), taken_from(torchrl)
-        leave_untraced(self, torchrl.pop("compilable", None))
-        reject_unsupported(call, torchrl, NOT_YET, type(self))
-        kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
-        making = Making(call, *kinds, pin_memory, generator, batch_size, *given)
+        call, rest = type(self).__name__, cast("dict[str, Any]", torchrl)
+        if rest.pop("compilable", None):
+            conf.leave_untraced(self)
+        service = service_in(rest) if rest else None
+        more = {name: rest.pop(name) for name in conf.OF_COMPONENTS if name in rest}
+        if rest:
+            reject_unsupported(call, rest, conf.NOT_YET, type(self))
+        made_of = storage, size, sampler, writer, collate_fn, transform, transform_factory
+        read = batch_size, prefetch, pin_memory, generator, output
+        configuration = conf.Configuration(call, self._default_writer, self._priority_key, *made_of, *read, **more)
+        self._settings = conf.Settings(call, batch_size, prefetch, self._priority_key, output, configuration)
         if service is not None:
-            self.__setstate__(deployed(type(self), making, self._priority_key, prefetch, output, **service))
-            return
-        self._settings = Settings(call, batch_size, prefetch, self._priority_key, output, making)
-        if making.made_later():
-            make_at_first_use(self)
+            self.__setstate__(deployed(type(self), vars(configuration), **service))
+        elif configuration.is_made_later:
+            conf.make_at_first_use(self)
         else:
             self.assemble()
 
@@ -193,8 +188,13 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._saving = saving(wiring, settings, self._lanes, reading, self._prefetching, self._recipe)
         if unmade is not None:
             settings.unmade = None
-            unmade.finish(self, wiring.storage)
-        leave_untraced(self, wiring.untraced)
+            wiring.storage.attach(self)
+            if "_wiring" in vars(type(self)):
+                conf.drop_first_use(self)
+            if unmade.shared:
+                self.share()
+        if wiring.untraced:
+            conf.leave_untraced(self)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
             timeout = checked_timeout(timeout, "extend")
         return self._writing.extend(data, lane, layout, lane_key, timeout)
 
-    listens: bool = alias("_wiring.of_sampler.listens", "Whether the sampler wants to hear of writes.")
+    listens: bool = shows(lambda self: self._wiring.of_sampler.listens, "Whether the sampler wants to hear of writes.")
 
     def appender(self, lane: Lane = None) -> Appender:
         """Name lanes once, for the tightest loops: ``a = rb.appender(lane=3)``, then ``a.add(obs=…, action=…)`` for every step.
@@ -326,7 +326,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._lanes.default = self._lanes.checked(lane, "on_lane")
         return self
 
-    lanes: int = alias("_wiring.storage.lanes", "Rings of consecutive rows that the storage is divided into: an int.")
+    lanes: int = shows(
+        lambda self: self._wiring.storage.lanes, "Rings of consecutive rows that the storage is divided into: an int."
+    )
 
     def observe(self, write: Write | None, data: object) -> None:
         """Called by the storage after a write through any buffer or writer; tells the sampler if it listens.
@@ -638,9 +640,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._wiring.limit(limits)
         return self
 
-    limits: tuple[Limit, ...] = alias(
-        "_wiring.limits", "The limits of the store, as :meth:`limit` takes them: a tuple."
-    )
+    limits: tuple[Limit, ...] = shows(lambda self: self._wiring.limits, "The limits of the store: see :meth:`limit`.")
 
     # ---- rows by number ------------------------------------------------------------------------------------------------
 
@@ -881,7 +881,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._rewire()
         return self
 
-    storage: Storage = alias("_wiring.storage", "What holds the rows: a :class:`Storage`.")
+    storage: Storage = shows(lambda self: self._wiring.storage, "What holds the rows: a :class:`Storage`.")
 
     @property
     def sampler(self) -> Any:
@@ -896,13 +896,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._materialize()  # it may write now
         return self._wiring.writer
 
-    transform: Compose = alias("_wiring.transform", "The list of transforms: a :class:`Compose`.")
-
-    batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
-    prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
-
-    dim_extend: int = alias("_wiring.storage.dim_extend", "Dimension of ``extend``'s data along which time runs.")
-    shared: bool = alias("_wiring.storage.shared", "Whether several processes may use the buffer.")
+    dim_extend: int = shows(
+        lambda self: self._wiring.storage.dim_extend, "Dimension of ``extend``'s data along which time runs."
+    )
 
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the buffer from now on see the same rows: all of them may write, sample and update.
@@ -1081,7 +1077,8 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
     def _rewire(self) -> None:
         """After a change of components: choose paths."""
         self._wiring.choose_paths()
-        leave_untraced(self, self._wiring.untraced)
+        if self._wiring.untraced:
+            conf.leave_untraced(self)
         if self._prefetching is not None:
             self._prefetching.rewired()
 
@@ -1149,7 +1146,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._following.refuse("load_state_dict")
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
-    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: Watch = None) -> None:
+    def dumps(self, path: StrPath, *, prefetch: str = "save", progress: OnProgress | None = None) -> None:
         """Save the buffer as a folder, which in one step replaces one that was saved there; on NFS and the like in two.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
@@ -1182,7 +1179,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         """
         self._saving.dumps(path, prefetch, progress)
 
-    def loads(self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: Watch = None) -> None:
+    def loads(
+        self, path: StrPath, *, convert: bool = False, default_rng: bool = False, progress: OnProgress | None = None
+    ) -> None:
         """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
 
         Args:
@@ -1217,18 +1216,21 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         self._saving.loads(path, convert=convert, default_rng=default_rng, progress=progress)
 
     dump, save, load = dumps, dumps, loads
-    register_save_hook, register_load_hook = (alias(f"_wiring.storage.register_{it}_hook") for it in ("save", "load"))
-
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
 
-    form = alias("_saving.form", "How the buffer keeps its rows, as far as a checkpoint must know.")
-
-    snapshot = alias("_saving.snapshot", "All that a checkpoint saves, as it is now: as ``Checkpointable`` has it.")
-    prepare_load = alias("_saving.prepare_load", "Check a rank's shard of a checkpoint: as ``Checkpointable`` has it.")
-    prepare_placed = alias("_saving.prepare_placed", "Check what a plan gives to a rank: as ``Checkpointable`` has it.")
+    form = shows(lambda self: self._saving.form, "How the buffer keeps its rows, as far as a checkpoint must know.")
+    snapshot = shows(
+        lambda self: self._saving.snapshot, "All that a checkpoint saves, as it is now: as ``Checkpointable`` has it."
+    )
+    prepare_load = shows(
+        lambda self: self._saving.prepare_load, "Check a rank's shard of a checkpoint: as ``Checkpointable`` has it."
+    )
+    prepare_placed = shows(
+        lambda self: self._saving.prepare_placed, "Check what a plan gives to a rank: as ``Checkpointable`` has it."
+    )
 
     @property
-    def savers(self) -> Savers | None:
+    def savers(self) -> ShardSavers | None:
         """What saves it where its rows are, on Ray; None: this process does."""
         return self._service.savers(self)
 
@@ -1242,7 +1244,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         unclean: str = "refuse",
         readonly: bool = False,
         io: str = "auto",
-        **arguments: Unpack[OpenArguments],
+        **arguments: Unpack[conf.OpenArguments],
     ) -> ReplayBuffer[Batch]:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
@@ -1288,9 +1290,9 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         >>> reader[:].tolist()
         [0, 1, 2, 3]
         """
-        given = {name: value for name, value in arguments.items() if name in OPEN_ARGUMENTS}
+        given = {name: value for name, value in arguments.items() if name in conf.OPEN_ARGUMENTS}
         left = {name: value for name, value in arguments.items() if name not in given}
-        reject_unsupported("open", left, NOT_YET, [*OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"])
+        reject_unsupported("open", left, conf.NOT_YET, [*conf.OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"])
         asked = cls.__name__ if cls._prioritized else None
         rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked)
         return rb
@@ -1349,11 +1351,16 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         return open_or_create(cls, directory, store, unclean, io, arguments, tensordicts=tensordicts)
 
     follow = classmethod(follow_buffer)
-    refresh = alias("_following.refresh", "Of a buffer that :meth:`follow` made: take a newer checkpoint now.")
-    followed = alias("_following.followed", "The checkpoint that :meth:`follow` holds; None: nothing is followed.")
+
+    refresh = shows(
+        lambda self: self._following.refresh, "Of a buffer that :meth:`follow` made: take a newer checkpoint now."
+    )
+    followed = shows(
+        lambda self: self._following.followed, "The checkpoint that :meth:`follow` holds; None: nothing is followed."
+    )
 
     @classmethod
-    def connect(cls, address: str | Sequence[str], **arguments: Unpack[ConnectArguments]) -> ReplayBuffer[Batch]:
+    def connect(cls, address: str | Sequence[str], **arguments: Unpack[conf.ConnectArguments]) -> ReplayBuffer[Batch]:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
 
         Buffer class, sampler, batch size, prefetch and output are those of the store, as for :meth:`open`; transforms and
@@ -1398,7 +1405,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         ...     print(len(there), there.sample()["obs"].shape)
         15 torch.Size([4, 3])
         """
-        return connect_buffer(cls, address, arguments)
+        return cast("ReplayBuffer[Batch]", connect_buffer(cls, address, arguments))
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it
@@ -1443,13 +1450,11 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         goes_on = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         goes_on |= {"sampler": wiring.sampler, "writer": wiring.writer}  # which refuse what needs the storage
         if last:
-            goes_on |= {"storage": storage, "close": partial(_close, storage)}
+            goes_on |= {"storage": storage, "close": lambda: storage.close()}  # noqa: PLW0108 - of what it is then
         end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)
         if last:
             storage.close()
         service.close()
-
-    is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Refuse sampling from now on, and end the threads of ``prefetch``. Repeatable.
@@ -1465,7 +1470,7 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         if self._prefetching is not None:
             self._prefetching.close(timeout)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._service.reduced(self) or super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, object]:
@@ -1473,20 +1478,19 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
         if self._settings.unmade is not None:
             return dict(self.__dict__)
         storage = self._wiring.storage
-        if _fork.is_spawning():
+        if fork.is_spawning():
             self._materialize()
             storage.hand_over()
         prefetching = self._prefetching
         prefetched = None if prefetching is None or storage.shared else prefetching.copy()  # first: it reads
-        parts = ("_recipe", "_lanes", "_reading", "_prefetching", "_writing", "_rows", "_saving")
-        state = {name: value for name, value in self.__dict__.items() if name not in parts}
+        state = {name: value for name, value in self.__dict__.items() if name not in conf.AROUND_COMPONENTS}
         return state | {"_copied": (self._lanes.named, self._lanes.told, self._recipe.looked, prefetched)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         named, told, looked, prefetched = state.pop("_copied", (None,) * 4)
         self.__dict__.update(state, _settings=copy.copy(state["_settings"]))
         if self._settings.unmade is not None:
-            make_at_first_use(self)
+            conf.make_at_first_use(self)
             return
         self._wiring = wiring = copy.copy(self._wiring)
         wiring.gate = copy.copy(wiring.gate)
@@ -1501,19 +1505,16 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
 
     # ---- names that TorchRL has ------------------------------------------------------------------------------------------
 
-    initialized = property(
-        lambda self: self._settings.unmade is None, doc="Whether the components are made: see ``delayed_init``."
+    service_backend: str = shows(
+        lambda self: self._service.backend, 'Where rows are: ``"direct"``, here, or ``"ray"``: docs/ray.md.'
     )
-    service_backend: str = alias("_service.backend", 'Where rows are: ``"direct"``, here, or ``"ray"``: docs/ray.md.')
-    transport_kind: str = alias("_service.transport", 'How rows go: ``"direct"``; on Ray ``"shared"`` or ``"flight"``.')
-    start = returns_itself("Returns the buffer: it runs already.")
+    transport_kind: str = shows(
+        lambda self: self._service.transport, 'How rows go: ``"direct"``; on Ray ``"shared"`` or ``"flight"``.'
+    )
+    start = conf.returns_itself("Returns the buffer: it runs already.")
     as_remote: ClassVar[Any] = classmethod(as_remote)
     client = makes_client("Returns the buffer itself; on Ray one of its own for the same rows, which cannot end them.")
     clients = makes_clients("So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on.")
-    _storage = alias("_wiring.storage", set_by="set_storage")
-    _sampler = alias("_wiring.sampler", set_by="set_sampler")
-    _writer = alias("_wiring.writer", set_by="set_writer")
-    _transform = alias("_wiring.transform")
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -1563,7 +1564,3 @@ class ReplayBuffer(Shown, Draws, Generic[Batch]):
 
 
 register(ReplayBuffer)
-
-
-def _close(storage: Storage) -> None:
-    storage.close()

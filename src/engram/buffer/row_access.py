@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from engram import storages
-from engram._tensordict import is_tensor_collection
+from engram._support.field_paths import checked_path, public
+from engram._support.nested import entries_of, find, flatten, has_entries, name_of
+from engram._support.tensordicts import is_tensor_collection
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.new_fields import add_entries
@@ -17,8 +20,6 @@ from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
 from engram.device.replay import Replays
 from engram.errors import EMPTY
-from engram.field_paths import checked_path, public
-from engram.nested import entries_of, find, flatten, has_entries, name_of
 from engram.persist.roles import boundary_fields, roles_of
 from engram.persist.rows import Boundaries
 from engram.store import DeviceStore
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
+    from engram.buffer.configuration import Settings
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
-    from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.persist.roles import Roles
     from engram.storages import Rows
@@ -49,7 +49,11 @@ class RowAccess:
         self._settings = settings
         self._reading = reading
         self._prefetching = prefetching
-        self.replays = Replays(OnDevice(wiring, settings, reading))
+
+    @cached_property
+    def replays(self) -> Replays:
+        """What draws batches on accelerators, by their devices."""
+        return Replays(OnDevice(self._wiring, self._settings, self._reading))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class RowAccess:
         wiring = self._wiring
         memory = wiring.storage.memory
         there = isinstance(memory, DeviceStore) and memory.names(index) and wiring.storage.ndim == 1
-        where = storages.Rows(cast("Tensor", index)) if there and not wiring.is_heard() else self._where(index)
+        where = storages.Rows(cast("Tensor", index)) if there and not wiring.has_listeners() else self._where(index)
         value = self.storable(value, call)
         if wiring.transform.writes:
             value = wiring.transform.inv(new_containers(value))
@@ -244,7 +248,11 @@ class RowAccess:
             self._prefetching.materialize()
 
 
-def remove(self: ReplayBuffer, rows: object, *, generation: object = None) -> int:
+class _HasRows(Protocol):
+    _rows: RowAccess
+
+
+def remove(self: _HasRows, rows: object, *, generation: object = None) -> int:
     """Remove rows, for every process that has the store open. The next writes to their places make them live again.
 
     A removed row is void, like one whose writer died: draws, windows, slices, epochs, groups, trajectory tables, queries, expanders

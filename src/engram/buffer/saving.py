@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from engram import _fork, priorities
-from engram._checks import check_count, check_path
-from engram._progress import Work
-from engram._words import warn
+from engram._support import fork
+from engram._support.checks import check_count, check_path
+from engram._support.progress import Work
+from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
+from engram._support.words import warn
 from engram.buffer import other_sampler
 from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
@@ -28,20 +29,20 @@ from engram.persist.slots import for_torchrl, is_laid_out
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import said_counts, seed_of
 from engram.reshard.shards import open_shard
-from engram.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram.storages import announcing
+from engram.store import priorities
 from engram.types import Ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
+    from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.recipe import Recipe
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.parts import PartReader
     from engram.persist.components import SavedPart
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.types import BufferLoad, Commit, Form, StorageLoad
+    from engram.types import Commit, Form, StorageLoad
 
 State = dict[str, Any]
 
@@ -134,7 +135,7 @@ class Saving:
         return DumpPreparation(self._wiring.storage, prepare, parts)
 
     def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
-        """As :meth:`~engram.types.Checkpointable.snapshot`."""
+        """As :meth:`~engram.checkpoint.checkpointable.Checkpointable.snapshot`."""
         storage, drop = self._wiring.storage, prefetched == "drop"
         self._parts(None, drop_prefetched=drop)  # raises what cannot be saved, and reads batches, before writers wait
         prepared = storage.prepare_snapshot(whole=False)
@@ -210,7 +211,7 @@ class Saving:
     def _own_priorities(self) -> str | None:
         """The name of the priorities that are all of the sampler's state; None: it has another one."""
         own = self._own_indexes()
-        return own[0][0] if [kind for _, kind in own] == [priorities.KIND] else None
+        return own[0][0] if [kind for _, kind in own] == [priorities.PriorityIndex.kind] else None
 
     def _kinds(self) -> dict[str, str]:
         """The class of each part."""
@@ -259,7 +260,7 @@ class Saving:
         if load.converted:
             announcing.announce(f"{path}: {load.converted}.")
 
-    def prepare_state(self, state: Any, *, default_rng: bool) -> BufferLoad:
+    def prepare_state(self, state: Any, *, default_rng: bool) -> PreparedLoad:
         """Check a :meth:`state_dict`."""
         kind = self._settings.kind
         foreign = foreign_state(state, self._wiring.storage.ndim)
@@ -278,8 +279,8 @@ class Saving:
         convert: bool = False,
         resize: bool = False,
         prefetched: bool = True,
-    ) -> BufferLoad:
-        """As :meth:`~engram.types.Checkpointable.prepare_load`.
+    ) -> PreparedLoad:
+        """As :meth:`~engram.checkpoint.checkpointable.Checkpointable.prepare_load`.
 
         Args:
             checkpoint: open until the load is committed.
@@ -310,8 +311,8 @@ class Saving:
 
     def prepare_placed(
         self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
-    ) -> BufferLoad:
-        """As :meth:`~engram.types.Checkpointable.prepare_placed`.
+    ) -> PreparedLoad:
+        """As :meth:`~engram.checkpoint.checkpointable.Checkpointable.prepare_placed`.
 
         What is not of rows is that of one rank. Passes over the rows and generators begin again, and nothing is prefetched.
 
@@ -350,7 +351,7 @@ class Saving:
     def _of_the_sampler(self, states: dict[str, State]) -> list[str]:
         """Names of priorities that the sampler loads, with the parameters that it has here, and not the rows."""
         named = states["sampler"].get(saved_parts.INDEX)
-        return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.KIND)]
+        return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.PriorityIndex.kind)]
 
     def _converted(
         self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool
@@ -363,7 +364,7 @@ class Saving:
             self._prefetching.materialize()
         return other_sampler.converted(states, found, self._kinds(), self._wiring, self._settings.batch_size, where)
 
-    def prepare_foreign(self, dump: ForeignDump) -> BufferLoad:
+    def prepare_foreign(self, dump: ForeignDump) -> PreparedLoad:
         """Check a dump of another library's. What it does not say stays as it is here."""
         synthesised = ("index", "index_generation") if self._reading.shows_rows else ()
         rows = dump.prepare(self._wiring.storage, (*self._settings.ignored, *synthesised))
@@ -390,7 +391,9 @@ class Saving:
         """Check what is to be converted for the storage. Changes the states of the other parts."""
         storage, sampler = self._wiring.storage, states["sampler"]
         shard = open_shard(reader, held=True)
-        own = [name for name, kind in self._own_indexes() if kind == priorities.KIND and "leaves" in sampler]
+        own = [
+            name for name, kind in self._own_indexes() if kind == priorities.PriorityIndex.kind and "leaves" in sampler
+        ]
         for name in own:
             here: State = self._wiring.source.state_dict()
             shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
@@ -446,7 +449,7 @@ class Saving:
 
     def _prepare(
         self, state: State, rows: StorageLoad, made: other_sampler.Conversion | None = None, *, default_rng: bool
-    ) -> BufferLoad:
+    ) -> PreparedLoad:
         """Check all but the storage's state, which ``rows`` loads. ``made``: what the state of the sampler is."""
         wiring, settings, kind = self._wiring, self._settings, self._settings.kind
         batch_size = typed(state, "_batch_size", (int, type(None)), kind)
@@ -474,7 +477,7 @@ class Saving:
         writer = prepare_load(wiring.writer, state["_writer"], f"{kind}: _writer")
         transforms = prepare_load(wiring.transform, state["_transforms"], f"{kind}: _transforms")
         components = Loads([*loads, writer, transforms, batches])
-        return _BufferLoad(
+        return PreparedLoad(
             self._wiring,
             self._settings,
             self._lanes,
@@ -527,7 +530,7 @@ class Dump(NamedTuple):
         finish_dump(folder, infos, rows.shard)
 
 
-class _BufferLoad(NamedTuple):
+class PreparedLoad(NamedTuple):
     """A state that was checked, for a buffer."""
 
     wiring: Wiring
@@ -609,7 +612,7 @@ class RngLoad(NamedTuple):
             wiring.generator.set_state(self.own.get_state())
         if self.default is not None:
             torch.default_generator.set_state(self.default.get_state())
-        if not (self.own is self.default is None or _fork.is_numbered()):
+        if not (self.own is self.default is None or fork.is_numbered()):
             wiring.stream = self.stream
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
-from engram._checks import check_count
+from engram._support.checks import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.buffer.making import Arguments
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.types import Savers
+    from engram.remote.shards import ShardSavers
+    from engram.storages import Storage
+    from engram.transforms import Compose
+    from engram.types import Form, Sampler, Write
 
     #: What makes a buffer again where a pickle of it arrives, and the arguments.
     Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
@@ -22,13 +23,37 @@ if TYPE_CHECKING:
 _OF_SERVICES = ("service_backend_options", "transport", "transport_options", "shards", "placement", "name", "missing")
 
 
-class Serviced(Protocol):
-    """What runs somewhere."""
+class Facade(Protocol):
+    """A :class:`~engram.ReplayBuffer`, as its parts know it."""
 
+    closed: bool
+    _prioritized: bool
     _service: Service
 
+    def __init__(self, **arguments: object) -> None: ...
+    @property
+    def initialized(self) -> bool: ...
+    @property
+    def transport_kind(self) -> str: ...
+    @property
+    def sampler(self) -> Sampler: ...
+    @property
+    def storage(self) -> Storage: ...
+    @property
+    def transform(self) -> Compose: ...
+    @property
+    def form(self) -> Form: ...
+    @property
+    def listens(self) -> bool: ...
+    def observe(self, write: Write | None, data: object) -> None: ...
+    def moved(self) -> None: ...
+    def share(self) -> object: ...
+    @classmethod
+    def open_arguments(cls, record: dict[str, object]) -> dict[str, object]: ...
+    def _discard_prefetched(self, call: str, *, keys: bool = True) -> None: ...
 
-B = TypeVar("B", bound=Serviced)
+
+B = TypeVar("B", bound=Facade)
 
 
 class Service(Protocol):
@@ -39,13 +64,13 @@ class Service(Protocol):
     #: What rows travel by.
     transport: str
 
-    def client(self, buffer: Any) -> Any:
+    def client(self, buffer: Facade) -> Facade:
         """A buffer of its own for the same rows."""
 
-    def reduced(self, buffer: ReplayBuffer) -> Reduced | None:
+    def reduced(self, buffer: Facade) -> Reduced | None:
         """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
 
-    def savers(self, buffer: Any) -> Savers | None:
+    def savers(self, buffer: Facade) -> ShardSavers | None:
         """What saves the buffer where its rows are; None: this process does."""
 
     def close(self) -> None:
@@ -57,7 +82,7 @@ class Direct:
 
     backend = transport = "direct"
 
-    def client(self, buffer: B) -> B:
+    def client(self, buffer: Facade) -> Facade:
         return buffer
 
     def reduced(self, buffer: object) -> None:
@@ -74,8 +99,7 @@ def makes_client(doc: str) -> Callable[[B], B]:
     """A method that makes a client of the buffer."""
 
     def client(self: B) -> B:
-        made: B = self._service.client(self)
-        return made
+        return cast("B", self._service.client(self))
 
     client.__doc__ = doc
     return client
@@ -85,7 +109,7 @@ def makes_clients(doc: str) -> Callable[[B, int], list[B]]:
     """A method that makes several."""
 
     def clients(self: B, num_clients: int) -> list[B]:
-        return [self._service.client(self) for _ in range(check_count("clients", num_clients))]
+        return [cast("B", self._service.client(self)) for _ in range(check_count("clients", num_clients))]
 
     clients.__doc__ = doc
     return clients
@@ -104,7 +128,7 @@ def as_remote(cls: type[object], remote_config: Mapping[str, object] | None = No
     return imported_ray("as_remote").remote(**({"num_cpus": 1} if remote_config is None else remote_config))(cls)
 
 
-def service_in(given: Any) -> dict[str, Any] | None:
+def service_in(given: dict[str, Any]) -> dict[str, Any] | None:
     """Take the arguments out of those of a constructor that are of a service; None: the buffer is to run here."""
     service = given.pop("service_backend", None)
     if service in (None, False, "direct"):
@@ -114,10 +138,7 @@ def service_in(given: Any) -> dict[str, Any] | None:
 
 def deployed(
     kind: type,
-    making: Arguments,
-    priority_key: str | None,
-    prefetch: int | None,
-    output: str,
+    told: Mapping[str, object],
     *,
     service: object,
     service_backend_options: Mapping[str, object] | None = None,
@@ -127,7 +148,7 @@ def deployed(
 
     Raises: ``ValueError``: no such service. ``TypeError``: options that it does not have, or a list. As :class:`RayReplayBuffer`.
     """
-    call, options = making.call, dict(service_backend_options or {})
+    call, options = told["call"], dict(service_backend_options or {})
     if service != "ray":
         raise ValueError(f"{call}: service_backend: expected 'direct' or 'ray', got {service!r}.")
     unknown = sorted(options.keys() - {"ray_init_config", "remote_config"})
@@ -135,11 +156,8 @@ def deployed(
         raise TypeError(f"{call}: service_backend_options: expected ray_init_config and remote_config, got {unknown}.")
     from engram import RayReplayBuffer  # by the table of public names: it stands above
 
-    ours = {"call", "default_writer", "draws_of_a_row", "shared", "delayed_init"}
-    made = {name: value for name, value in making._asdict().items() if name not in ours}
-    made |= {"priority_key": priority_key, "prefetch": prefetch, "output": output}
-    made["consume_after_n_samples"] = making.draws_of_a_row
-    made = {name: value for name, value in made.items() if value is not None}
+    ours = {"call", "default_writer", "shared", "delayed_init"}
+    made = {name: value for name, value in told.items() if name not in ours and value is not None}
     rb = RayReplayBuffer(**made, **options, **given, replay_buffer_cls=kind)  # type: ignore[arg-type] # it checks
     if rb.transport_kind == "ray":
         rb.close()

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from engram import _fork
+from engram._support import fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +41,11 @@ class AfterUpdates:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.after_fork()
-        _fork.registered(self)
+        fork.registered(self)
 
     def after_fork(self) -> None:
         """In a child: the thread is its parent's, and so is what it has to do."""
-        self._lock = _fork.lock()
+        self._lock = fork.lock()
         self._submitted: deque[Future[ConditionalUpdateResult]] = deque()
         self._thread = ThreadPoolExecutor(1, "engram-updates")
 

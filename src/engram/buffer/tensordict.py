@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from torch import Tensor
 
 from engram import writers
-from engram._tensordict import children, is_lazy_stack, is_tensor_collection, is_tensorclass, put, tensordict_type
-from engram._words import warn
+from engram._support.nested import is_number
+from engram._support.tensordicts import (
+    children,
+    is_lazy_stack,
+    is_tensor_collection,
+    is_tensorclass,
+    put,
+    tensordict_type,
+)
+from engram._support.words import warn
 from engram.around import Sequence
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import register
@@ -16,8 +24,7 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.row_access import RowAccess
 from engram.buffer.window_marks import attach
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
-from engram.limits import WAIT_S, checked_timeout
-from engram.nested import is_number
+from engram.store.limits import WAIT_S, checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDictBase
 
-    from engram.buffer.compat import BufferArguments
+    from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.types import Device, Size, Told, Wait
 
@@ -150,7 +157,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     True
     """
 
-    _default_writer: Callable[[], Any] = writers.TensorDictRoundRobinWriter
+    _default_writer: Callable[[], object] = writers.TensorDictRoundRobinWriter
     _read_path = TensorDictReadPath
     _write_path = TensorDictWritePath
     _row_access = TensorDictRowAccess

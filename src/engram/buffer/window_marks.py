@@ -8,23 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
-from engram._tensordict import is_plain_tensordict, is_tensor_collection, is_tensorclass
-from engram._tensordict import put as put_fields
+from engram._support.checks import as_numbers
+from engram._support.field_paths import WINDOW_ENDS, public
+from engram._support.nested import has_entries, is_tensordict
+from engram._support.tensordicts import is_plain_tensordict, is_tensor_collection, is_tensorclass
+from engram._support.tensordicts import put as put_fields
 from engram.around import Expander
 from engram.around.episodes import END_KEYS, STEP_TYPE
 from engram.around.sequence import Sequence
 from engram.around.windows import WindowSampler
-from engram.field_paths import WINDOW_ENDS, public
-from engram.nested import has_entries, is_tensordict
 from engram.samplers.prioritized import rows_of
 from engram.transforms._base import find, path_of, put
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from engram._support.field_paths import FieldPath
     from engram.buffer.wiring import Wiring
-    from engram.field_paths import FieldPath
     from engram.types import Entry
 
 #: Entries that say which steps of windows are padding.

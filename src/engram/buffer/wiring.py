@@ -7,27 +7,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram import _fork, samplers, storages, writers
-from engram._checks import as_numbers, check_count
-from engram._overrides import overrides, refuse_others
+from engram import samplers, storages, writers
+from engram._support import fork
+from engram._support.checks import as_numbers, check_count
+from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander
-from engram.around.units import Named
+from engram.around.sequence import Named
 from engram.errors import RowError
-from engram.limits import Gate, Rules, rules_of
 from engram.store import Process
 from engram.store.device.accelerator import Accelerator
+from engram.store.limits import Gate, Rules, rules_of
 from engram.types import Declared, Sampler, Traits, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.around import SampleUnit
-    from engram.around.units import UnitReader
+    from engram.around.sequence import UnitReader
     from engram.device.pinning import Pinning
-    from engram.limits import Limit
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Key
+    from engram.store.limits import Limit
     from engram.transforms import Compose
     from engram.writers._base import NativeWriter
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 #: Attributes of a wiring that a copy makes again.
 _DERIVED = (
     " source of_sampler placer of_writer generator unit_reader own_sampler draws_uniformly draws_natively numbers "
-    "sample_natively refills places_each hooked appends appends_natively write_of collates "
+    "sample_natively refills places_each hooked appends appends_natively write_of collates untraced "
 )
 
 
@@ -77,9 +78,9 @@ class Wiring:
         self.unit_reader: UnitReader | None = None
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
-        #: What sets the draws of this process apart, as :func:`engram._fork.stream` says; None: not known yet.
+        #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
-        _fork.registered(self, uses_others=True)
+        fork.registered(self, uses_others=True)
 
     # ---- random bits -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Wiring:
         if self.stream is not None:
             return self.stream
         stores = [one.memory for one in self.storage.storages]
-        stream = _fork.stream(*(0 if store is None else store.participant for store in stores))
+        stream = fork.stream(*(0 if store is None else store.participant for store in stores))
         if None not in stores or not self.storage.traits.has_fields:
             self.stream = stream
         return stream
@@ -126,14 +127,15 @@ class Wiring:
         source = samplers.declared(sampler)
         if source.drop_last and batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
-        self._check_order(source, vars(self).get("placer"))
+        if "placer" in vars(self):
+            self._check_order(source, self.placer)
         reader = None if self.unit is None else self._reader_of(self.unit, source)
         source.bind(self.storage)
         self.sampler, self.source, self.of_sampler, self.unit_reader = sampler, source, source.traits, reader
 
-    def _check_order(self, source: DeclaredSampler | None, placer: NativeWriter | None) -> None:
+    def _check_order(self, source: DeclaredSampler, placer: NativeWriter) -> None:
         """Raise ``ValueError``: the sampler needs rows in the order of time, and the writer chooses places."""
-        if source is None or placer is None or placer.keeps_order:
+        if placer.keeps_order:
             return
         if source.traits.draws_windows or self.unit is not None or isinstance(source, Expander):
             raise ValueError(
@@ -172,7 +174,8 @@ class Wiring:
         if self.storage.traits.is_remote:
             self.storage.admit(writer, "set_writer")
         placer = writers.declared(writer)
-        self._check_order(vars(self).get("source"), placer)
+        if not placer.keeps_order:
+            self._check_order(self.source, placer)
         placer.register_storage(self.storage)
         self.writer, self.placer, self.of_writer = writer, placer, placer.traits
 
@@ -212,21 +215,18 @@ class Wiring:
         self.write_of = self.placer.write_of if natively else None
         #: Whether a batch is not yet what was gathered.
         self.collates = not fields or self.collate_fn is not None
-
-    @property
-    def untraced(self) -> bool:
-        """Whether storage or writer ask functions under ``torch.compile`` not to look into calls of the buffer."""
-        return bool(self.storage.traits.untraced) or self.of_writer.untraced
+        #: Whether storage or writer ask functions under ``torch.compile`` not to look into calls of the buffer.
+        self.untraced = self.storage.traits.untraced or self.of_writer.untraced
 
     def bound_sampler(self) -> DeclaredSampler:
         """The sampler, which may have served another storage meanwhile."""
         self.source.bind(self.storage)
         return self.source
 
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether the sampler of any buffer on the storage does something with writes."""
         storage = self.storage
-        return bool(storage.is_heard) if len(storage.listeners) > 1 else self.of_sampler.listens
+        return bool(storage.has_listeners) if len(storage.listeners) > 1 else self.of_sampler.listens
 
     # ---- limits ----------------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Wiring:
         self.is_apart = process != Process.this() and process.runs()
         if process != Process.this():
             self.stream = None
-        _fork.registered(self, uses_others=True)
+        fork.registered(self, uses_others=True)
         self.generator = None
         if generator_state is not None:
             self.generator = torch.Generator()
@@ -374,7 +374,7 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
                 f"Write {name}={given.__name__}(…)."
             ) from error
         raise
-    made = storages.adapted(made) if of_storage else made
+    made = storages.adapted(made) if of_storage and makes else made
     if not isinstance(made, kind):
         got = f"one that made a {type(made).__name__}" if makes else type(given).__name__
         raise TypeError(
@@ -438,8 +438,11 @@ def first_storage(
     """
     if size is not None:
         size = checked_size(size, call)
-    room = size or samplers.declared(sampler).max_size or 1000
-    storage: Storage = component(given, storages.Storage, "storage", lambda: kind(room))
+    if given is None:
+        rows = size or samplers.declared(sampler).max_size or 1000
+        storage: Storage = kind(rows)
+    else:
+        storage = component(given, storages.Storage, "storage", None)
     if size is not None:
         storage.bound(size)
         if size not in (storage.max_size, storage.requested_size):

@@ -11,19 +11,28 @@ from __future__ import annotations
 import math
 import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _fork, storages
-from engram._checks import as_numbers
-from engram._native import NotAdmitted
-from engram._overrides import doing, overrides
-from engram._tensordict import is_tensor_collection
+from engram import storages
+from engram._support import fork
+from engram._support.checks import as_numbers
+from engram._support.native import NotAdmitted
+from engram._support.nested import (
+    NoRows,
+    first_leaf,
+    has_dimensions,
+    is_numbers,
+    is_tensordict,
+    map_leaves,
+    map_with_paths,
+)
+from engram._support.overrides import doing, overrides
+from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.lanes import BATCHES
-from engram.nested import NoRows, first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.storages import Storage, leading_size
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
@@ -31,12 +40,11 @@ from engram.writers._base import NativeWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram._support.nested import Path
+    from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lane, Lanes, Layout
-    from engram.buffer.prefetching import Prefetching
     from engram.buffer.recipe import Recipe
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
-    from engram.nested import Path
     from engram.storages import Count
 
 #: What the write transforms leave where they hold all rows back.
@@ -52,6 +60,13 @@ class Arrived(NamedTuple):
     rows: int | None
 
 
+class Ahead(Protocol):
+    """Batches that were asked for ahead."""
+
+    def materialize(self) -> None:
+        """Draw them now: what happens to rows from here on is not for them."""
+
+
 class WritePath:
     """Writes rows, and keeps what the writes of one buffer need besides its components: its lane and its recipe."""
 
@@ -59,7 +74,7 @@ class WritePath:
     takes_tensordicts = False
 
     def __init__(
-        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Prefetching | None
+        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Ahead | None
     ) -> None:
         self._wiring = wiring
         self._settings = settings
@@ -125,7 +140,7 @@ class WritePath:
                 if placed is not None:
                     row: int
                     row, number = placed
-                    if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                    if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                         storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
                     return row
             elif wiring.write_of is not None and not lane and self._recipe.noted:
@@ -182,7 +197,7 @@ class WritePath:
                     named = "each"
                 appended: Write | None = storage.append_of(data, named)
                 if appended is not None:
-                    if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                    if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                         storage.notify(appended, data)
                     return appended.rows
             elif wiring.write_of is not None and lane is None and self._recipe.noted:
@@ -207,7 +222,7 @@ class WritePath:
         if written is None:
             return None
         storage = wiring.storage
-        if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+        if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
             storage.notify(written[0], data)
         return written[1]
 
@@ -235,7 +250,7 @@ class WritePath:
                 self._lanes.say_unnamed()
         else:
             write = self._place_and_write(data, lane, call, count, batched=batched, unnamed=unnamed)
-        if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+        if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
             storage.notify(write, data)
         return write
 
@@ -384,7 +399,7 @@ def _move_dim(x: object, at: int, to: int) -> object:
     return x.permute(*range(to), last, *range(to, last))
 
 
-_one_by_one = _fork.rlock()
+_one_by_one = fork.rlock()
 
 
 def write_overridden(

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from engram._checks import check_count
-from engram._progress import Work
-from engram._unsupported import reject_unsupported
-from engram._words import warn
+from engram._support.checks import check_count
+from engram._support.progress import Work
+from engram._support.unsupported import reject_unsupported
+from engram._support.words import warn
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.job import Job, Schedule
+from engram.checkpoint.ranks import Ranks
 from engram.checkpoint.reports import (
     Asked,
     Entry,
@@ -43,16 +44,15 @@ from engram.format import pins, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint
 from engram.format.layout import is_store
 from engram.format.workers import begin
-from engram.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
+    from engram.checkpoint.checkpointable import Checkpointable, Savers
     from engram.checkpoint.job import Requests
     from engram.format.problems import Problem
     from engram.persist.roles import Roles
-    from engram.types import Checkpointable, Savers
 
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]

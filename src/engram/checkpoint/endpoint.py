@@ -19,15 +19,17 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from engram._http import Answer, Call, Server
+from engram._support.http import Answer, Call, Server
 from engram.errors import CorruptCheckpoint
 from engram.format import series
 
 if TYPE_CHECKING:
-    from engram.checkpoint.checkpointer import Checkpointer
-    from engram.checkpoint.save import SaveHandle
+    from collections.abc import Sequence
+
+    from engram.checkpoint.job import Handle, Requests
+    from engram.checkpoint.reports import Entry
 
 _log = logging.getLogger("engram")
 
@@ -35,6 +37,17 @@ MAX_CONNECTIONS = 16
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _STATUS = re.compile(r"/checkpoint/([0-9a-f]{16})")
+
+
+class Asked(Protocol):
+    """A Checkpointer, as far as it is asked for checkpoints."""
+
+    @property
+    def requests(self) -> Requests:
+        """What was asked for."""
+
+    def list(self) -> Sequence[Entry]:
+        """The checkpoints that there are."""
 
 
 class Endpoint:
@@ -46,11 +59,7 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        checkpointer: Checkpointer,
-        address: str | None,
-        token_file: str | os.PathLike[str] | None,
-        interval: float,
+        self, checkpointer: Asked, address: str | None, token_file: str | os.PathLike[str] | None, interval: float
     ) -> None:
         self._checkpointer, self._interval = checkpointer, interval
         with contextlib.ExitStack() as stack:
@@ -103,7 +112,7 @@ class Endpoint:
         return 200, [{"name": it.name, "step": it.step, "good": it.problem is None} for it in listed]
 
 
-def _state(save: SaveHandle | None) -> dict[str, object]:
+def _state(save: Handle | None) -> dict[str, object]:
     """What became of a request that this save serves; None: no save does yet."""
     ranks: list[dict[str, object]] = []
     said: dict[str, object] = {

@@ -10,10 +10,11 @@ import secrets
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engram._progress import Work
-from engram._words import warn
+from engram._support.progress import Work
+from engram._support.words import warn
+from engram.checkpoint.ranks import looks
 from engram.checkpoint.reports import Heard
 from engram.errors import RankFailed
 from engram.format import disk, series
@@ -21,22 +22,20 @@ from engram.format.checkpoints import rank_folder
 from engram.persist import parts
 from engram.persist.roles import doubts
 from engram.persist.snapshot import RowsSnapshot
-from engram.ranks import looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import FrameType
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
+    from engram.checkpoint.checkpointable import Checkpointable
+    from engram.checkpoint.ranks import Ranks
     from engram.checkpoint.reports import Options
-    from engram.checkpoint.save import SaveHandle
     from engram.format.checkpoints import Manifest
     from engram.format.parts import PartField, PartInfo, PartReader
     from engram.persist.parts import Snapshot
     from engram.persist.rows import SavedRows
-    from engram.ranks import Ranks
-    from engram.types import Checkpointable
 
 
 #: Seconds after which a rank tries to decide without rank 0, which may be dead, or without all votes, of which one may be against.
@@ -274,12 +273,26 @@ class Job:
 _REMEMBERED = 64
 
 
+class Handle(Protocol):
+    """A save that has begun."""
+
+    path: Path | None
+    ended: float | None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait for it. Raises what it raised."""
+
+
 class Request:
     """A wish, and what became of it."""
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
-        self.save: SaveHandle | None = None
+        self.save: Handle | None = None
         """The handle of the save that serves it; None: none has begun."""
 
 
@@ -329,7 +342,7 @@ class Requests:
         """As :meth:`ask`, for signal handlers: takes no lock."""
         self._signalled = True
 
-    def serve(self, save: SaveHandle) -> None:
+    def serve(self, save: Handle) -> None:
         """This save serves all that was asked for. To be called before its moment, so that nothing is lost."""
         with self._lock:
             self._signalled = False

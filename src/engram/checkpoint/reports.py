@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from engram._checks import check_count
-from engram._words import count, said_size, warn
+from engram._support.checks import check_count
+from engram._support.words import count, said_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.format import disk, series, strict
 from engram.format.checkpoints import Checkpoint, added
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
     from engram.format.checkpoints import Totals
     from engram.persist.roles import Roles
     from engram.types import Ranking

@@ -9,7 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engram._words import warn
+from engram._support.words import warn
 from engram.checkpoint.job import Parent
 from engram.checkpoint.reports import Heard, RestoreReport, lost_with
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
@@ -25,7 +25,7 @@ from engram.reshard.shards import open_shards
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engram._progress import Work
+    from engram._support.progress import Work
     from engram.checkpoint.job import Job
     from engram.checkpoint.reports import RestoreOptions, Wanted
     from engram.reshard.driver import Reshard

@@ -9,7 +9,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engram._words import count
+from engram._support.words import count
 from engram.checkpoint.reports import Asked, SaveReport, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
@@ -20,7 +20,7 @@ from engram.reshard.shards import has_ends, saved_fields
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
     from engram.checkpoint.job import Job, Parent
     from engram.format.checkpoints import Shard
     from engram.persist.parts import Snapshot

@@ -15,9 +15,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from engram.checkpoint.ranks import looks
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
-from engram.ranks import looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 
 import click
 
-from engram._version import __version__
-from engram._words import said_number
+from engram._support.version import __version__
+from engram._support.words import said_number
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from engram.metrics.catalog import HasStats
+    from engram.inspect.catalog import HasStats
 
 __all__ = ["main"]
 
@@ -56,7 +56,9 @@ def main() -> None:
 
 @main.command()
 @click.argument("directory", required=False, type=_PATH)
-@click.option("--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and its devices.")
+@click.option(
+    "--load", is_flag=True, help="Also load torch, which takes seconds: whether it works, and what a GPU can do."
+)
 @_JSON
 def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """Judge what engram finds on this machine: Python, torch, the native core, memory, limits, extras.
@@ -264,9 +266,20 @@ def reshard(
 @click.option(
     "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
 )
+@click.option(
+    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins here. Loads torch."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
-    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, as_json: bool
+    sample: Path | None,
+    capacity: int,
+    given: tuple[str, ...],
+    batch: bool,
+    memory: str | None,
+    device: str | None,
+    batch_size: int,
+    as_json: bool,
 ) -> None:
     """Say how much memory or disk a buffer will take, before it is made.
 
@@ -278,7 +291,7 @@ def plan(
     with refusing():
         from engram.cli.plan import planned, show_plan
 
-        found = planned(sample, given, capacity, batch=batch, memory=memory)
+        found = planned(sample, given, capacity, batch=batch, memory=memory, device=device, batch_size=batch_size)
     _show(found, show_plan, as_json=as_json)
 
 
@@ -316,7 +329,7 @@ def serve(
     """
     _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
-        from engram.serving.run import listening, run
+        from engram.serving.server import listening, run
 
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
@@ -334,8 +347,8 @@ def health(address: str, token: str | None, tls_root: str | None, as_json: bool)
     Exit code: 0 if it does, 1 if not.
     """
     with refusing("serve", oserror=Refusal):
-        from engram.remote.addresses import addresses_of
         from engram.remote.connection import Access, Connection
+        from engram.remote.protocol import addresses_of
 
         Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
     if as_json:
@@ -398,9 +411,8 @@ def _show(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:
-    """Lets metrics be asked for, as soon as there is a buffer; says where. Raises as ``engram.metrics.serve``."""
-    from engram.metrics import serve
-    from engram.metrics.server import metrics_address
+    """Lets metrics be asked for, as soon as there is a buffer; says where. Raises as ``engram.inspect.metrics.serve``."""
+    from engram.inspect.metrics import metrics_address, serve
 
     metrics_address(address, insecure=insecure)  # before the store is opened
 

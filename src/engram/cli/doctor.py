@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from engram._memory import available_memory
-from engram._version import __version__
-from engram._words import said_size
+from engram._support.memory import available_memory
+from engram._support.version import __version__
+from engram._support.words import said_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +40,8 @@ _EXTRAS = {
 _LEAST_TORCH = (2, 11)
 _LEAST_SHARED = 1 << 30
 _LEAST_FILES = 1024
-_SHARED = "/dev/shm"  # noqa: S108 - only looked at
+SHARED = Path("/dev/shm")  # noqa: S108 - where rows that processes share are
+_NVIDIA = Path("/dev/nvidiactl")
 _RDMA = Path("/sys/class/infiniband")
 _HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 
@@ -79,11 +80,12 @@ def findings(directory: Path | None = None, *, load: bool = False) -> list[Findi
         _loaded_core() if load else _core(),
         Finding("cores", _cores()),
         Finding("memory", f"{said_size(available_memory())} available to this process"),
-        _shared_memory(Path(_SHARED)),
+        _shared_memory(SHARED),
         _huge_pages(Path(_HUGE)),
         _memory_locks(*resource.getrlimit(resource.RLIMIT_MEMLOCK)),
         _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         Finding("temporary folder", f"{tempfile.gettempdir()}, {_free(tempfile.gettempdir())}"),
+        *(_loaded_gpu() if load else [_gpu()]),
     ]
     if directory is not None:
         found.append(file_system(directory, _lines("/proc/self/mountinfo")))
@@ -139,6 +141,40 @@ def _loaded_torch() -> Finding:
     return Finding("torch", f"{torch.__version__}{devices}")
 
 
+def _gpu() -> Finding:
+    """As the system sees it: torch takes seconds to load."""
+    if not _NVIDIA.exists():
+        return Finding("GPU", "no CUDA device")
+    return Finding(
+        "GPU", "seen, not tried", "note", "engram doctor --load says whether it reads rows by itself, and how fast."
+    )
+
+
+def _loaded_gpu() -> list[Finding]:
+    """As it works with engram."""
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            from engram.cli.gpu import gpu_findings
+            from engram.store.device.accelerator import Accelerator
+
+            device = torch.device("cuda", torch.cuda.current_device())
+            return [*gpu_findings(Accelerator(device), torch.cuda.get_device_name(device))]
+    except (ImportError, OSError, RuntimeError) as error:
+        return [Finding("GPU", f"fails: {error}", "note", "The lines on torch and on the native core may say why.")]
+    if not _NVIDIA.exists():
+        return [Finding("GPU", "no CUDA device")]
+    return [
+        Finding(
+            "GPU",
+            "seen, and torch cannot use it",
+            "note",
+            "Install a torch for CUDA that this driver is new enough for.",
+        )
+    ]
+
+
 def _package(name: str) -> Finding:
     try:
         return Finding(name, version(name))
@@ -160,7 +196,7 @@ def _core() -> Finding:
 def _loaded_core() -> Finding:
     """As it works with torch."""
     try:
-        from engram._native import HAS_EXCHANGE
+        from engram._support.native import HAS_EXCHANGE
     except (ImportError, OSError) as error:
         return Finding("native core", f"does not load: {error}", "BAD", "The line on torch, or the next one, says why.")
     found = _core()

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
-from engram._memory import available_memory, missing_share
-from engram._sizes import priority_bytes, resident_bytes
-from engram._words import count, said_share, said_size
+from engram._support.memory import available_memory, missing_share
+from engram._support.words import count, said_share, said_size
 from engram.cli.doctor import Finding
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
 from engram.format import control, files, layout, schema
 from engram.format.describe import describe
 from engram.format.schema import DTYPES, Field
+from engram.format.sizes import DevicePlan, priority_bytes, resident_bytes
 from engram.format.verify import read_store
 
 if TYPE_CHECKING:
@@ -149,9 +149,20 @@ class Plan(msgspec.Struct):
     """The share of rows that does not fit into that memory."""
     advice: list[str]
     problems: list[dict[str, str | int | None]] = []
+    device: DevicePlan | None = None
+    """On a device that was given, and on the host for it."""
 
 
-def planned(sample: Path | None, given: Sequence[str], capacity: int, *, batch: bool, memory: str | None) -> Plan:
+def planned(
+    sample: Path | None,
+    given: Sequence[str],
+    capacity: int,
+    *,
+    batch: bool,
+    memory: str | None,
+    device: str | None = None,
+    batch_size: int = 256,
+) -> Plan:
     """The plan of a buffer.
 
     Raises:
@@ -179,6 +190,14 @@ def planned(sample: Path | None, given: Sequence[str], capacity: int, *, batch: 
     available = available_memory()
     have = available if memory is None else _size(memory)
     missing = missing_share(max(1, row_bytes * capacity), have, overhead + priorities)
+    there = None
+    if device is not None:
+        from engram._support.devices import foreseen
+
+        try:
+            there = DevicePlan.of(*foreseen(device), capacity, [it.row_bytes for it in fields], overhead, batch_size)
+        except (RuntimeError, ValueError) as error:
+            raise Misuse(f"--{str(error).removeprefix('plan: ')}") from error
     return Plan(
         capacity=capacity,
         fields=[PlannedField([*it.key], it.dtype, [*it.shape], it.row_bytes, it.row_bytes * capacity) for it in fields],
@@ -190,7 +209,8 @@ def planned(sample: Path | None, given: Sequence[str], capacity: int, *, batch: 
         disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
         memory=have,
         from_disk=missing,
-        advice=[*_advice(fields, row_bytes * capacity, have, missing)],
+        advice=[*_advice(fields, row_bytes * capacity, have, missing), *(there.problems if there else ())],
+        device=there,
     )
 
 
@@ -209,6 +229,8 @@ def show_plan(plan: Plan) -> None:
         ("memory", said_size(plan.memory), "given" if plan.memory != plan.available else "available to a process here"),
         ("disk", said_size(plan.disk_free), f"free in {tempfile.gettempdir()}"),
     ]
+    if plan.device is not None:
+        facts += [("", "", ""), *plan.device.facts()]
     echo([*table(facts, right=[1]), *plan.advice])
 
 

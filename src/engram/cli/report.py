@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from engram._words import count, said_number, said_share, said_size
+from engram._support.words import count, said_number, said_share, said_size
 from engram.cli.show import told
 from engram.errors import EngramError
 from engram.format.describe import describe

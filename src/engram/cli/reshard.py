@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from engram._progress import Work
-from engram._words import count, said_number
+from engram._support.progress import Work
+from engram._support.words import count, said_number
 from engram.cli.show import echo, print_json, problem, table
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder

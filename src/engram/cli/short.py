@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engram._words import count, said_share, said_size
+from engram._support.words import count, said_share, said_size
 from engram.cli import show
 from engram.cli.show import checkpoint_lines, plain, said_age, show_description, show_problems, table
 from engram.format.histograms import Histogram

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import click
 import msgspec
 
-from engram._words import count, said_number, said_size
+from engram._support.words import count, said_number, said_size
 from engram.errors import EngramError
 from engram.format.problems import Problem
 

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from engram._words import said_share, said_size
+from engram._support.words import said_share, said_size
 from engram.buffer.prioritized import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
 from engram.inspect import effective_size
 from engram.samplers import RandomSampler
-from engram.store.readonly import ReaderStore
+from engram.store.opening import ReaderStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +52,7 @@ def _exposed(rb: ReplayBuffer, name: str) -> str:
     """As a server shows them to Prometheus."""
     from prometheus_client import CollectorRegistry, generate_latest
 
-    from engram.metrics import Collector
+    from engram.inspect.metrics import Collector
 
     registry = CollectorRegistry()
     registry.register(Collector({name: rb}))

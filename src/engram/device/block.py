@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from engram import _native
+from engram._support import native as _native
+from engram._support.nested import map_tensors, tensors
 from engram.device.pinning import Pinning, is_dense
-from engram.nested import map_tensors, tensors
 from engram.store.blocks import ALIGNMENT
 
 if TYPE_CHECKING:

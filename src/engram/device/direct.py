@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from engram import _fork, _native
+from engram._support import fork, native
 from engram.device.sender import Sender
 from engram.errors import PriorityError, WriterStalled
 from engram.store.device.chain import Chain, signed
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.priorities import PriorityIndex
     from engram.store import Store
     from engram.store.device.accelerator import Accelerator
     from engram.store.device.chain import Kind
     from engram.store.device.columns import Batch
     from engram.store.device.registry import Registry
     from engram.store.device.resident import ResidentRows
+    from engram.store.priorities import PriorityIndex
 
 #: Commands of a ring, and the words of one.
 _SLOTS, _WORDS = 64, 8
@@ -199,7 +199,7 @@ class DirectReader:
             raise NotDirect(reason or "nothing was ever written")
         self.rows, self.batch_size, self.accelerator, self.state = rows, batch_size, accelerator, rows.state()
         self._store, self._stream, self.resident = store, accelerator.current(), resident
-        large = batch_size * store.schema.row_bytes >= _native.PARALLEL_BYTES
+        large = batch_size * store.schema.row_bytes >= native.PARALLEL_BYTES
         self._side = accelerator.stream() if ahead and large else None
         self.transport = "direct" if resident is None else "resident"
         """How rows get to the device: as ``DeviceLoader(transport=)``."""
@@ -231,7 +231,7 @@ class DirectReader:
         self.nbytes = self._chain.layout.nbytes
         """Of a batch."""
         #: Work is queued by one thread at a time: it uses the chain's own memory, in order.
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
         self._refused, self._pid, self._moved = 0, os.getpid(), False
 
     def _chain_over(self, seen: dict[int, int], index: PriorityIndex | None, seed: int | None) -> Chain:

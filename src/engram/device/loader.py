@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._checks import check_count
-from engram._closing import Closes
-from engram._devices import existing_device
-from engram._words import warn
+from engram._support import native
+from engram._support.checks import check_count
+from engram._support.closing import Closes
+from engram._support.devices import existing_device
+from engram._support.nested import map_tensors, tensors
+from engram._support.words import warn
 from engram.device.block import Blocks, Drawn
 from engram.device.direct import Changed, DirectReader, NotDirect, Queued, Readable
-from engram.nested import map_tensors, tensors
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
     from engram.store import Store
 
-__all__ = ["DeviceLoader"]
+__all__ = ["DeviceLoader", "Streams"]
+
+#: The name that programs of engram 0.1 import.
+Streams = Accelerator
 
 
 class _Ready(NamedTuple):
@@ -494,7 +497,7 @@ class _ThreadRule:
 
     #: A batch that takes less is drawn before a thread would be awake, and Python's lock taken over twice.
     SECONDS = 1e-3
-    BYTES = _native.PARALLEL_BYTES
+    BYTES = native.PARALLEL_BYTES
 
     def __init__(self, depth: int) -> None:
         self.depth = depth

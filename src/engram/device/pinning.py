@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._tensordict import children, is_plain_tensordict, tensordict_type
-from engram._words import warn
-from engram.nested import is_tensordict, map_with_paths, tensors
+from engram._support import native
+from engram._support.nested import is_tensordict, map_with_paths, tensors
+from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
+from engram._support.words import warn
 from engram.store.device.accelerator import HostMemory
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Pinning:
 
     def gathering(self) -> AbstractContextManager[None]:
         """A context in which the native core allocates its tensors on this thread in pinned memory."""
-        return _native.making(None if self.memory is None else self.memory.empty)
+        return native.making(None if self.memory is None else self.memory.empty)
 
     def __call__(self, data: object, device: torch.device | None = None) -> Any:
         """Data of the same structure whose CPU leaves are pinned. Parts that need no change are returned as they are.

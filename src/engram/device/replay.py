@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from engram._checks import check_count
-from engram._closing import Closes
-from engram._devices import existing_device
-from engram._words import warn
+from engram._support.checks import check_count
+from engram._support.closing import Closes
+from engram._support.devices import existing_device
+from engram._support.nested import is_tensordict
+from engram._support.words import warn
 from engram.device.direct import Changed, DirectReader, NotDirect, Readable
 from engram.errors import NoSampleable, PriorityError, WriterStalled
-from engram.nested import is_tensordict
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._tensordict import wrap
-from engram.field_paths import checked_path, public
+from engram._support.field_paths import checked_path, public
+from engram._support.tensordicts import wrap
 from engram.storages import DefaultStorage
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tensordict import TensorDict
 
-    from engram.field_paths import FieldPath
+    from engram._support.field_paths import FieldPath
     from engram.persist.roles import Roles
     from engram.storages import Storage
 

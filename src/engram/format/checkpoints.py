@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from engram._closing import Closes
+from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import beside, disk, strict
 from engram.format.description import NO_SCHEMA

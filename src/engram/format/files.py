@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engram._words import no_space
+from engram._support.words import no_space
 from engram.errors import CorruptStore
 
 if TYPE_CHECKING:

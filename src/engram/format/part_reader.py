@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from engram._closing import Closes
+from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import beside, description, disk, files, layout, sums, tables
 from engram.format.description import PART, Geometry

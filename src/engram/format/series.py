@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from engram._words import count
+from engram._support.words import count
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, files, leases, pins, strict
 from engram.format.checkpoints import (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 import xxhash
 
-from engram import _fork
+from engram._support import fork
 from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
 
@@ -46,7 +46,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 #: What readers and writers raise of a text or a value that is not as it must be.
 _REFUSALS = (ValueError, TypeError, RecursionError)
 
-_describing = _fork.lock()
+_describing = fork.lock()
 _described: set[object] = set()
 
 

@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from engram._progress import Work
+from engram._support.progress import Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, leases, pins, schema, series
 from engram.format.checkpoints import ATTEMPT, MANIFEST, REFUSAL, SHARD, Checkpoint, rank_folder
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from engram._progress import OnProgress
+    from engram._support.progress import OnProgress
     from engram.format.checkpoints import Manifest
 
 __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]

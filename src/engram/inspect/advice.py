@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from engram._words import count, said_share
+from engram._support.field_paths import public
+from engram._support.words import count, said_share
 from engram.around import Expander, SliceSampler
 from engram.errors import RowError
-from engram.field_paths import public
 from engram.format import layout
-from engram.plotting.plots import Ends, Scan, looked_at
-from engram.priorities import KIND as PRIORITIES
-from engram.priorities import Priorities, PriorityIndex
+from engram.inspect.plots import Ends, Scan, looked_at
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import read_block, shared_memory
-from engram.usage import UsageIndex
+from engram.store.priorities import Priorities, PriorityIndex
+from engram.store.row_indexes import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Field
-    from engram.plotting.plots import Watched
-    from engram.priorities import PriorityConfig
+    from engram.inspect.plots import Watched
     from engram.storages import Storage
     from engram.store import Store
+    from engram.store.priorities import PriorityConfig
     from engram.types import Extent
 
 
@@ -78,7 +77,7 @@ def effective_size(storage: Storage) -> float | None:
     folder = None if store is None else store.folder
     if store is None or folder is None:
         return None
-    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{PRIORITIES}")]
+    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{PriorityIndex.kind}")]
     extent = storage.extent()
     rows, _ = looked_at(storage, extent, MOST) if extent.size else (torch.empty(0),) * 2
     if len(paths) != 1 or not len(rows):
@@ -90,11 +89,11 @@ def effective_size(storage: Storage) -> float | None:
 def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
     """The priorities that a sampler draws by, if there are any."""
     names = sampler.own_indexes if isinstance(sampler, DeclaredSampler) else ()
-    name = next((name for name, kind in names if kind == PRIORITIES), None)
+    name = next((name for name, kind in names if kind == PriorityIndex.kind), None)
     if name is None:
         return None
     if storage.memory is not None:
-        index: Priorities | None = storage.memory.indexes.get((name, PRIORITIES))
+        index: Priorities | None = storage.memory.indexes.get((name, PriorityIndex.kind))
         return index
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
 

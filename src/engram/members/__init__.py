@@ -1,7 +1,5 @@
 """Ensembles: several buffers that are drawn from, and written to, as one."""
 
-from engram.members.routing import WriterEnsemble
-from engram.members.samplers import SamplerEnsemble
-from engram.members.storages import StorageEnsemble
+from engram.members.components import SamplerEnsemble, StorageEnsemble, WriterEnsemble
 
 __all__ = ["SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from engram._checks import check_count, check_number
-from engram._tensordict import is_tensor_collection
+from engram._support.checks import check_count, check_number
+from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
-from engram.collate import join
 from engram.storages import LazyTensorStorage
+from engram.storages.items import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ _OF_ONE_BUFFER = ("index", "index_generation")
 
 
 class Dataset(Protocol[Batch_co]):
-    """What rows are drawn from: a buffer, or an object of another library's with these two methods."""
+    """A source of rows: a buffer, or an object of another library with these two methods."""
 
     def __len__(self) -> int: ...
 
@@ -258,11 +258,11 @@ def _check_dataset(what: str, dataset: object) -> None:
     """Raise ``TypeError`` for what nothing can be drawn from."""
     if not {"sample", "__len__"} <= set(dir(dataset)):
         raise TypeError(
-            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {_said(dataset)}. Load a dataset first, and pass it."
+            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {_name_of(dataset)}. Load a dataset first, and pass it."
         )
 
 
-def _said(value: object) -> str:
+def _name_of(value: object) -> str:
     return repr(value) if isinstance(value, str) else type(value).__name__
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engram import collate, storages
-from engram._tensordict import add_fields, is_tensor_collection, put, wrap
-from engram.around.episodes import END_KEYS
-from engram.around.windows import WindowSampler
+from engram._support.field_paths import WINDOW_ENDS
+from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.errors import NoSampleable
-from engram.field_paths import WINDOW_ENDS, FieldPath, checked_path, public
-from engram.fleet import plans
-from engram.limits import WAIT_S, Room
-from engram.members.storages import naming
+from engram.members.components import naming
+from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
-from engram.types import Extent
+from engram.storages import items
+from engram.store.limits import WAIT_S, Room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +29,15 @@ if TYPE_CHECKING:
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Schema
-    from engram.members.samplers import SamplerEnsemble
+    from engram.members.components import SamplerEnsemble
     from engram.store import Key, Store
     from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.
 MISSING = {"priority_weight": 1.0, "index_generation": -1}
+
+
+_TOTAL = "The unit's total says how many rows stand for each drawn one: parts of a batch have one size."
 
 
 class Drawn(NamedTuple):
@@ -62,9 +63,11 @@ class _MemberReadPath(ReadPath):
                 info: dict[Entry, Tensor] = {"index_generation": columns.pop()} if tracks else {}
                 return Drawn(columns, columns.pop(), info)
         drawn: Drawn = self.sample_with(own, rows, True, timeout)  # type: ignore[assignment] # what finish returns
-        if drawn.rows.ndim == 1 and not 0 < drawn.rows.shape[0] <= rows:
+        most = rows * (1 if wiring.unit is None else wiring.unit.total)
+        if drawn.rows.ndim == 1 and not 0 < drawn.rows.shape[0] <= most:
+            who, advice = (wiring.sampler, "") if wiring.unit is None else (wiring.unit, f" {_TOTAL}")
             raise RuntimeError(
-                f"sample: expected {rows} rows of {self._wiring.sampler!r}, or fewer, and one at least, got {len(drawn.rows)}."
+                f"sample: expected {most} rows of {who!r}, or fewer, and one at least, got {len(drawn.rows)}.{advice}"
             )
         return drawn
 
@@ -123,7 +126,7 @@ class Member:
     def draws_rows(self) -> bool:
         """Whether each row is drawn by itself, so that several parts of a batch can be drawn together."""
         traits = self.wiring.of_sampler
-        return not (traits.has_epochs or traits.consumes or traits.draws_windows)
+        return not (traits.has_epochs or traits.consumes or traits.draws_windows or self.wiring.unit is not None)
 
     def check_left(self, rows: int) -> None:
         """Raise ``NoSampleable``, before any row is drawn, where those that are left cannot be so many rows of a batch.
@@ -173,7 +176,7 @@ class Member:
     def _rows_of(self, drawn: Drawn) -> int:
         """How many rows of a batch size a draw is."""
         if drawn.rows.ndim == 1:
-            return drawn.rows.shape[0]
+            return drawn.rows.shape[0] // (1 if self.wiring.unit is None else self.wiring.unit.total)
         return drawn.rows.shape[0] * (self.wiring.source.rows_together()[1] or 1)
 
     def _refuse(self, rows: int, got: int) -> NoReturn:
@@ -237,19 +240,19 @@ def check_alike(members: Sequence[Member]) -> None:
     own = first.memory.schema
     for other in members[1:]:
         assert other.memory is not None
-        theirs = other.memory.schema
-        shared = max(min(len(own.fields), len(theirs.fields)), own.first_fields, theirs.first_fields)
-        before, then = own.until(shared), theirs.until(shared)
+        other_schema = other.memory.schema
+        shared = max(min(len(own.fields), len(other_schema.fields)), own.first_fields, other_schema.first_fields)
+        before, then = own.until(shared), other_schema.until(shared)
         if (before.fields, before.structure) == (then.fields, then.structure):
             continue
         names = f"of member {first.number}", f"of member {other.number}"
         some = [one.finished(_none_of(one)) for one in (first, other)]
-        collate.join(some, names, lambda batches: batches[0])
+        items.join(some, names, lambda batches: batches[0])
         shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
-        others = [f"{field.name} {list(field.shape)}" for field in theirs.fields]
+        others = [f"{field.name} {list(field.shape)}" for field in other_schema.fields]
         raise RuntimeError(
             f"sample: expected members with the same rows, got {shapes} in a {own.structure.kind} {names[0]} and {others} in a "
-            f"{theirs.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
+            f"{other_schema.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
         )
 
 
@@ -263,7 +266,7 @@ _INDEX, _IDS = ("index", "index"), ("index", "buffer_ids")
 
 
 class _Part(NamedTuple):
-    """What a member has drawn, and of which parts of the batch it is, in order."""
+    """The rows that a member has drawn, and the parts of the batch that they are."""
 
     member: Member
     places: list[int]
@@ -281,23 +284,20 @@ class _Parts(NamedTuple):
     """Which of them, one behind the other, comes at each place; None: they are in order."""
 
     @classmethod
-    def of(cls, parts: list[_Part], places: list[int]) -> _Parts:
-        """``places``: of each, one behind the other. Raises ``RuntimeError``: they have several shapes."""
+    def of(cls, parts: list[_Part]) -> _Parts:
+        """Raises ``RuntimeError``: they have several shapes."""
         shapes = [(part.drawn.rows.shape[0] // len(part.places), *part.drawn.rows.shape[1:]) for part in parts]
         if any(shape != shapes[0] for shape in shapes):
             got = [f"{list(shape)} of member {part.member.number}" for part, shape in zip(parts, shapes, strict=True)]
             raise RuntimeError(
                 f"sample: expected parts of one shape, got {', '.join(dict.fromkeys(got))}. Give the members samplers that draw the same."
             )
-        order = sorted(range(len(places)), key=places.__getitem__)
-        in_order = places == sorted(places)
-        return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
+        places = [np.array(part.places) for part in parts]
+        return cls(parts, sum(map(len, places)), shapes[0], plans.order_of(places))
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Tensors of each part, ``[parts, rows, ...]``."""
-        joined = values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type] # any sequence
-        joined = joined.view(self.total, joined.shape[0] // self.total, *joined.shape[1:])
-        return joined if self.order is None else joined.index_select(0, self.order)
+        return plans.joined(values, self.order, self.total)
 
 
 #: Parts of a batch, their members ``[parts]``, and what the batch is said to be.
@@ -336,10 +336,9 @@ class EnsembleReadPath(ReadPath):
         )
         for number in dict.fromkeys(ids):
             self._members[number].check_left(rows * ids.count(number))
-        parts, order = [], []
+        parts = []
         for number in sorted(set(ids)):
             member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]
-            order += places
             if len(places) == 1 or member.draws_rows:
                 drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
                 parts.append(_Part(member, places, drawn))
@@ -347,10 +346,10 @@ class EnsembleReadPath(ReadPath):
                 parts += [
                     _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
                 ]
-        batch = _Parts.of(parts, order)
-        return batch, torch.tensor(ids, device="cpu"), self._said(batch)
+        batch = _Parts.of(parts)
+        return batch, torch.tensor(ids, device="cpu"), self._info_of(batch)
 
-    def _said(self, batch: _Parts) -> dict[Entry, Tensor]:
+    def _info_of(self, batch: _Parts) -> dict[Entry, Tensor]:
         """The entries of a batch's info, ``[parts, rows, ...]``: those that all members have, and :data:`MISSING` ones."""
         parts = batch.parts
         index = [part.member.wiring.user_index(part.drawn.rows) for part in parts]
@@ -358,7 +357,7 @@ class EnsembleReadPath(ReadPath):
             raise RuntimeError(
                 "sample: expected members with the same ndim, got several. Sample from each of them by itself."
             )
-        said: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
+        info: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
         for key in dict.fromkeys([key for part in parts for key in part.drawn.info]):
             found = [(part, part.drawn.info.get(key)) for part in parts]
             values = [value for _, value in found if value is not None]
@@ -371,8 +370,8 @@ class EnsembleReadPath(ReadPath):
                     for part, value in found
                 ]
             if len(values) == len(found):
-                said[key] = batch.joined(values)
-        return said
+                info[key] = batch.joined(values)
+        return info
 
     # ---- putting together ----------------------------------------------------------------------------------------------
 
@@ -429,13 +428,16 @@ class EnsembleReadPath(ReadPath):
         return collated(chunks, ids.tolist()) if how is None else how(chunks)
 
     def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
-        index = info.pop(_INDEX)
-        lead = _lead(index, self._members)
-        named = ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
+        lead, named = self._named(info, ids)
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
-        attach(data, tuple(lead), {_INDEX: index, _IDS: named, **info})
+        attach(data, tuple(lead), {_INDEX: info.pop(_INDEX), _IDS: named, **info})
         return data
+
+    def _named(self, info: dict[Entry, Tensor], ids: Tensor) -> tuple[torch.Size, Tensor]:
+        """The batch dimensions, and the member of each row."""
+        lead = _lead(info[_INDEX], self._members)
+        return lead, ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
     def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:
         """A TensorDict ``[parts, rows]``."""
@@ -443,11 +445,9 @@ class EnsembleReadPath(ReadPath):
         return cast("dict[object, object]", made)
 
     def _info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:
-        index = info[_INDEX]
-        lead = _lead(index, self._members)
-        named = rows.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
-        both = wrap({"index": index, "buffer_ids": named}, torch.Size(lead), None)
-        made = wrap({"index": both}, torch.Size(lead), None)
+        lead, named = self._named(info, rows)
+        both = wrap({"index": info[_INDEX], "buffer_ids": named}, lead, None)
+        made = wrap({"index": both}, lead, None)
         put(made, {key: value for key, value in info.items() if key != _INDEX})
         return made
 
@@ -460,9 +460,9 @@ def collated(chunks: Sequence[object], ids: Sequence[int]) -> object:
     """
     owners = [f"of member {member}" for member in ids]
     if all(map(is_tensor_collection, chunks)):
-        collate.join(chunks, owners, lambda leaves: leaves[0])  # checks them
-        return collate.stack(list(chunks))
-    return collate.join(chunks, owners, _stack)
+        items.join(chunks, owners, lambda leaves: leaves[0])  # checks them
+        return items.stack(list(chunks))
+    return items.join(chunks, owners, _stack)
 
 
 def _stack(leaves: list[Tensor]) -> Tensor:
@@ -476,99 +476,3 @@ def _stack(leaves: list[Tensor]) -> Tensor:
 def _lead(index: Tensor, members: Sequence[Member]) -> torch.Size:
     """The batch dimensions of an index: with ``ndim > 1`` it has coordinates behind them."""
     return index.shape[:-1] if members[0].wiring.storage.ndim > 1 else index.shape
-
-
-CALL = "end_streams"
-
-
-class Keys(NamedTuple):
-    """The fields that say how a trajectory ends."""
-
-    end: FieldPath
-    terminated: FieldPath | None
-    truncated: FieldPath | None
-
-    @classmethod
-    def checked(cls, end: object, terminated: object, truncated: object) -> Keys:
-        """Raises ``TypeError``: one is no key. ``ValueError``: two are the same."""
-        named = {"end_key": end, "terminated_key": terminated, "truncated_key": truncated}
-        paths = {
-            name: None if key is None and name != "end_key" else checked_path(key, f"{CALL}: {name}")
-            for name, key in named.items()
-        }
-        known = [path for path in paths.values() if path is not None]
-        if len(set(known)) < len(known):
-            raise ValueError(f"{CALL}: expected keys that differ, got {', '.join(map(str, known))}.")
-        return cls(paths["end_key"] or (), paths["terminated_key"], paths["truncated_key"])
-
-
-class _Patch(NamedTuple):
-    member: Member
-    row: Tensor
-    number: Tensor
-    entries: dict[FieldPath, object]
-
-
-def end_streams(members: Sequence[Member], keys: Keys) -> None:
-    """Make the newest row of each member an end: what ``ReplayBufferEnsemble.end_streams`` does."""
-    patches = [patch for member in members if (patch := _patch_of(member, keys)) is not None]
-    for member, row, number, entries in patches:
-        member.buffer.update_if_present(index=row, generation=number, patch=entries)
-
-
-def _patch_of(member: Member, keys: Keys) -> _Patch | None:
-    """What is to be written to a member's newest row; None: nothing was ever written, or it is an end already."""
-    wiring = member.wiring
-    storage, sampler = wiring.storage, wiring.sampler
-    who = f"{CALL}: member {member.number}"
-    if not isinstance(storage, storages.TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
-        raise RuntimeError(f"{who}: expected a tensor storage with ndim=1 and one lane, got {storage!r}.")
-    if not (wiring.of_writer.appends and wiring.of_writer.tracks_tickets):
-        raise RuntimeError(f"{who}: expected a round-robin writer with track_generations=True, got {wiring.writer!r}.")
-    if not isinstance(sampler, WindowSampler):
-        raise RuntimeError(f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}.")
-    if keys.end not in _ends_of(sampler):
-        raise RuntimeError(
-            f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}. Give it end_key={public(keys.end)!r}."
-        )
-    newest = _newest(storage.extent(), storage)
-    if newest is None:
-        return None
-    structure = storage.written()
-    row = torch.tensor([newest], device="cpu")
-    number = storage.writes_of(row, storage.tickets_of(row))
-    fields = {field.key: at for at, field in enumerate(structure.fields)}
-    if keys.end not in fields:
-        raise RuntimeError(
-            f"{who}: expected the stored field {public(keys.end)!r}, got {sorted(map(public, fields), key=str)}."
-        )
-    columns = dict(zip(fields, storage.read(row)[0], strict=True))
-    done = columns[keys.end]
-    if done.dtype is not torch.bool:
-        raise TypeError(f"{who}: {public(keys.end)!r}: expected a field of bools, got {done.dtype}.")
-    entries: dict[FieldPath, object] = {keys.end: torch.ones_like(done)}
-    truncated = columns.get(keys.truncated) if keys.truncated is not None else None
-    if truncated is not None and keys.truncated is not None:
-        over = done.any()
-        terminated = columns.get(keys.terminated) if keys.terminated is not None else None
-        if terminated is not None:
-            over = over | (terminated != 0).any()
-        entries[keys.truncated] = truncated | ~over
-    return _Patch(member, row, number, entries)
-
-
-def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
-    """The end flags that a sampler was told to read, or reads by default."""
-    rules = sampler.rules
-    if rules is None:  # boundaries that are no fields
-        return ()
-    return (*END_KEYS, *(key[1:] for key in END_KEYS)) if rules.end_keys is None else rules.end_keys
-
-
-def _newest(extent: Extent, storage: storages.TensorStorage) -> int | None:
-    """The newest row that holds something; None: there is none."""
-    for back in range(1, extent.filled[0] + 1):
-        row = (extent.seam[0] - back) % extent.capacity
-        if int(storage.tickets_of(torch.tensor([row], device="cpu"))[0]) >= 0:
-            return row
-    return None

@@ -8,25 +8,33 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDi
 
 import torch
 
-from engram._closing import end
-from engram._overrides import refuse_others
-from engram._tensordict import is_tensor_collection
-from engram._unsupported import reject_unsupported
-from engram.buffer.compat import NOT_YET, alias, returns_itself
+from engram._support.closing import end
+from engram._support.overrides import refuse_others
+from engram._support.tensordicts import is_tensor_collection
+from engram._support.unsupported import reject_unsupported
+from engram.buffer.base import BufferBase, Shows
+from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.output import View, moved, target_of
-from engram.buffer.prefetching import Draws, Prefetching, go_back, place_of
+from engram.buffer.prefetching import Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
-from engram.buffer.settings import Settings
 from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
-from engram.limits import WAIT_S, checked_timeout
-from engram.members.reading import EnsembleReadPath, Keys, Member, collated, end_streams
-from engram.members.routing import RoutedWrites, Routing, WriterEnsemble
-from engram.members.samplers import SamplerEnsemble
+from engram.members.components import (
+    OfMembers,
+    SamplerEnsemble,
+    StorageEnsemble,
+    WriterEnsemble,
+    asks_a_member,
+    members_named,
+    naming,
+    split_index,
+)
+from engram.members.reading import EnsembleReadPath, Member, collated
+from engram.members.routing import Keys, RoutedWrites, Routing, end_streams
 from engram.members.saving import EnsembleSaving
-from engram.members.storages import StorageEnsemble, asks_a_member, members_named, naming, split_index
+from engram.store.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
 
 if TYPE_CHECKING:
@@ -71,22 +79,6 @@ def check_components(call: str, given: object, kind: type[Components], members: 
     return given
 
 
-def swap(members: Sequence[ReplayBuffer], components: Sequence[T], put: Callable[[ReplayBuffer, T], T]) -> None:
-    """Give each member one of the components, by ``put``, which returns the one before.
-
-    Raises what one of them raises, whose number it says. The others have theirs back then.
-    """
-    before: list[T] = []
-    try:
-        for member, component in zip(members, components, strict=True):
-            before.append(put(member, component))
-    except BaseException as error:  # an interrupt, too
-        error.add_note(f"Raised by member {len(before)} of the ensemble. Nothing was changed.")
-        for member, component in zip(members, before, strict=False):
-            put(member, component)
-        raise
-
-
 class EnsemblePrefetching(Prefetching):
     """Draws batches ahead. Where it drops some, their rows go back to the epochs of members."""
 
@@ -105,8 +97,8 @@ class EnsemblePrefetching(Prefetching):
             go_back(self._members[int(number)].wiring, cast("dict[str, object]", place))
 
 
-class _Others(TypedDict, total=False):
-    """Keywords of the constructor that mean what they mean for a buffer, and those of each member."""
+class _EnsembleOptions(TypedDict, total=False):
+    """Keywords of the constructor that a buffer has, too, and ``collate_fns``."""
 
     collate_fns: Sequence[Callable[..., object] | None] | None
     generator: torch.Generator | None
@@ -116,7 +108,10 @@ class _Others(TypedDict, total=False):
     output: Output
 
 
-class ReplayBufferEnsemble(Draws, Generic[Batch]):
+_shows: Shows[ReplayBufferEnsemble[Any]] = Shows()
+
+
+class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     """Draws batches from several buffers, the members, and divides rows among them.
 
     A batch has ``num_buffer_sampled`` parts of ``batch_size / num_buffer_sampled`` rows: ``[parts, rows, ...]``. Each part is of one
@@ -182,10 +177,10 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         num_buffer_sampled: int | None = None,
         routing_key: str | tuple[str, ...] | None = None,
         routing_dim: int | None = None,
-        **others: Unpack[_Others],
+        **others: Unpack[_EnsembleOptions],
     ) -> None:
         who = type(self).__name__
-        unknown = {name: value for name, value in others.items() if name not in _Others.__annotations__}
+        unknown = {name: value for name, value in others.items() if name not in _EnsembleOptions.__annotations__}
         reject_unsupported(who, unknown, NOT_YET, type(self))
         components = storages, samplers, writers
         if rbs:
@@ -208,21 +203,21 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         self._rbs: tuple[ReplayBuffer[Batch], ...] = tuple(rbs)
         self._routing = Routing(routing_key, routing_dim)
         self._settings = Settings(who, batch_size, others.get("prefetch"), None, others.get("output", "torch"), None)
-        self._wiring = Wiring(
+        wiring = Wiring(
             cast("StorageEnsemble", storages),
             Compose.of(transform),
             collate_fn=collate_fn,
             pinning=pinning_for(others.get("pin_memory"), who),
             generator=others.get("generator"),
         )
-        self._wiring.connect(samplers, cast("WriterEnsemble", writers), batch_size)
-        self._assemble()
+        self._assemble(wiring, samplers, cast("WriterEnsemble", writers))
         if others.get("shared"):
             self.share()
 
-    def _assemble(self) -> None:
+    def _assemble(self, wiring: Wiring, samplers: SamplerEnsemble, writers: WriterEnsemble) -> None:
         """Make the parts around the components."""
-        wiring, settings = self._wiring, self._settings
+        settings, self._wiring = self._settings, wiring
+        wiring.connect(samplers, writers, settings.batch_size)
         self._members = [Member(number, rb) for number, rb in enumerate(self._rbs)]
         reading = EnsembleReadPath(wiring, self._members)
         self._prefetching = EnsemblePrefetching(wiring, settings, reading, self._members) if settings.prefetch else None
@@ -599,15 +594,11 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         made: ReplayBufferEnsemble[Batch] = object.__new__(type(self))
         made._rbs, made._routing = tuple(self._rbs[member] for member in named), Routing(None, None)
         made._settings = Settings(settings.kind, settings.batch_size, None, None, settings.output, None)
-        made._wiring = Wiring(
-            wiring.storage[named],
-            wiring.transform[:],
-            collate_fn=wiring.collate_fn,
-            pinning=wiring.pinning,
-            generator=wiring.generator,
+        collate_fn, pinning, generator = wiring.collate_fn, wiring.pinning, wiring.generator
+        around = Wiring(
+            wiring.storage[named], wiring.transform[:], collate_fn=collate_fn, pinning=pinning, generator=generator
         )
-        made._wiring.connect(some, wiring.writer.some(named), settings.batch_size)
-        made._assemble()
+        made._assemble(around, some, wiring.writer.some(named))
         return made
 
     def _rows(self, member: int, rows: object) -> object:
@@ -621,19 +612,13 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
 
     # ---- components ----------------------------------------------------------------------------------------------------
 
-    storage: StorageEnsemble = alias("_wiring.storage", "The storages of the members: a :class:`StorageEnsemble`.")
-    sampler: SamplerEnsemble = alias(
-        "_wiring.sampler", "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."
+    storage: StorageEnsemble = _shows(
+        lambda self: self._wiring.storage, "The storages of the members: a :class:`StorageEnsemble`."
     )
-    writer: WriterEnsemble = alias("_wiring.writer", "Their writers: a :class:`WriterEnsemble`.")
-    transform: Compose = alias("_wiring.transform", "Transforms of whole batches: a :class:`Compose`.")
-    batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
-    prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
-    shared: bool = alias("_wiring.storage.shared", "Whether several processes may use all of the members.")
-    _storage = alias("_wiring.storage", set_by="set_storage")
-    _sampler = alias("_wiring.sampler", set_by="set_sampler")
-    _writer = alias("_wiring.writer", set_by="set_writer")
-    register_save_hook, register_load_hook = (alias(f"_wiring.storage.register_{it}_hook") for it in ("save", "load"))
+    sampler: SamplerEnsemble = _shows(
+        lambda self: self._wiring.sampler, "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."
+    )
+    writer: WriterEnsemble = _shows(lambda self: self._wiring.writer, "Their writers: a :class:`WriterEnsemble`.")
 
     @property
     def routing_key(self) -> tuple[str, ...] | None:
@@ -660,10 +645,9 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         >>> rb.sample(3).tolist()
         [[0, 1, 2]]
         """
-        given, previous = check_components("set_sampler", sampler, SamplerEnsemble, len(self)), self.sampler
-        self._discard_prefetched("set_sampler")
-        swap(self._rbs, given.samplers, ReplayBuffer.set_sampler)
-        return self._rewired(previous, sampler=given)
+        previous = self.sampler
+        self._swap("set_sampler", sampler, SamplerEnsemble, ReplayBuffer.set_sampler)
+        return self._rewired(previous, sampler=sampler)
 
     def set_writer(self, writer: WriterEnsemble) -> WriterEnsemble:
         """Give each member another writer; the previous ones are returned. Raises as :meth:`set_sampler`.
@@ -675,10 +659,9 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         Traceback (most recent call last):
         RuntimeError: ...
         """
-        given, previous = check_components("set_writer", writer, WriterEnsemble, len(self)), self.writer
-        self._discard_prefetched("set_writer")
-        swap(self._rbs, given.writers, ReplayBuffer.set_writer)
-        return self._rewired(previous, writer=given)
+        previous = self.writer
+        self._swap("set_writer", writer, WriterEnsemble, ReplayBuffer.set_writer)
+        return self._rewired(previous, writer=writer)
 
     def set_storage(self, storage: StorageEnsemble, collate_fn: Callable[..., object] | None = None) -> StorageEnsemble:
         """Give each member another storage (and the ensemble another collate function, if one is given); the previous ones are returned.
@@ -693,13 +676,31 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
         >>> len(before[0]), len(rb[0])
         (3, 0)
         """
-        given, previous = check_components("set_storage", storage, StorageEnsemble, len(self)), self.storage
-        if given.transforms is not None:
+        previous = self.storage
+        if check_components("set_storage", storage, StorageEnsemble, len(self)).transforms is not None:
             raise ValueError("set_storage: expected storages without transforms, got some: members keep their own.")
-        self._discard_prefetched("set_storage")
-        swap(self._rbs, given.storages, ReplayBuffer.set_storage)
-        self._wiring.storage, self._wiring.collate_fn = given, collate_fn or self._wiring.collate_fn
+        self._swap("set_storage", storage, StorageEnsemble, ReplayBuffer.set_storage)
+        self._wiring.storage, self._wiring.collate_fn = storage, collate_fn or self._wiring.collate_fn
         return self._rewired(previous)
+
+    def _swap(
+        self, call: str, given: OfMembers[T], kind: type[OfMembers[T]], put: Callable[[ReplayBuffer[Batch], T], T]
+    ) -> None:
+        """Give each member one of the components, by ``put``, which returns the one before.
+
+        Raises as :func:`check_components`, and what one of the members raises, whose number it says. Nothing is changed.
+        """
+        components = check_components(call, given, kind, len(self))
+        self._discard_prefetched(call)
+        before: list[T] = []
+        try:
+            for member, component in zip(self._rbs, components, strict=True):
+                before.append(put(member, component))
+        except BaseException as error:  # an interrupt, too
+            error.add_note(f"Raised by member {len(before)} of the ensemble. Nothing was changed.")
+            for member, one in zip(self._rbs, before, strict=False):
+                put(member, one)
+            raise
 
     def _rewired(self, previous: T, sampler: SamplerEnsemble | None = None, writer: WriterEnsemble | None = None) -> T:
         """``previous``, once others have its place."""
@@ -861,11 +862,9 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
             "num_buffers": len(storages),
         }
 
-    initialized = True
     service_backend = "direct"
     dim_extend = 0
     as_remote: ClassVar[object] = classmethod(as_remote)
-    is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
     start = returns_itself("Returns the ensemble: it runs already.")
     client = returns_itself("Returns the ensemble itself.")
 
@@ -906,7 +905,7 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
             "_choice": {
                 "p": sampler.p,
                 "sample_from_all": sampler.sample_from_all,
-                "num_buffer_sampled": sampler.choice.asked,
+                "num_buffer_sampled": sampler.choice.num_buffer_sampled,
             },
             "_around": (wiring.transform, wiring.collate_fn, wiring.pinning, generator, wiring.gate),
             "_prefetched": None if self._prefetching is None or self.shared else self._prefetching.copy(),
@@ -921,11 +920,10 @@ class ReplayBufferEnsemble(Draws, Generic[Batch]):
             generator.set_state(torch.from_numpy(generator_state.copy()))
         rbs = self._rbs
         storages = StorageEnsemble(*(rb.storage for rb in rbs))
-        self._wiring = Wiring(storages, transform, collate_fn=collate_fn, pinning=pinning, generator=generator)
-        self._wiring.gate = copy.copy(gate)
+        wiring = Wiring(storages, transform, collate_fn=collate_fn, pinning=pinning, generator=generator)
+        wiring.gate = copy.copy(gate)
         samplers = SamplerEnsemble(*(rb.sampler for rb in rbs), **choice)
-        self._wiring.connect(samplers, WriterEnsemble(*(rb.writer for rb in rbs)), self._settings.batch_size)
-        self._assemble()
+        self._assemble(wiring, samplers, WriterEnsemble(*(rb.writer for rb in rbs)))
         apart = any(member.wiring.is_apart for member in self._members)
         if self._prefetching is not None and prefetched is not None and not apart:
             self._prefetching.restore(prefetched)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers, check_count
-from engram._tensordict import is_tensor_collection, is_tensorclass, tensordict_type
+from engram import storages
+from engram._support.checks import as_numbers, check_count
+from engram._support.field_paths import FieldPath, as_path, checked_path, public
+from engram._support.nested import find, has_entries, map_leaves
+from engram._support.tensordicts import is_tensor_collection, is_tensorclass, tensordict_type
+from engram.around.episodes import END_KEYS
+from engram.around.windows import WindowSampler
 from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_marks import by_window
 from engram.errors import RowError
-from engram.field_paths import FieldPath, as_path, public
-from engram.fleet.plans import places_of
-from engram.members.samplers import OnePerMember
-from engram.members.storages import StorageEnsemble, check_ids, naming, routed
-from engram.nested import find, has_entries, map_leaves
+from engram.members.components import WriterEnsemble, check_ids, naming, routed
+from engram.remote.fleet import plans
 from engram.samplers._base import refuse_batch
 from engram.samplers.prioritized import rows_of
-from engram.types import Traits, Writer
-from engram.writers._base import NativeWriter, declared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.types import Entry, Extent, WritePlan
-
-Rows = TypeVar("Rows", bound="Tensor | TensorDict")
+    from engram.types import Entry, Extent
 
 
 class Routing:
@@ -121,8 +119,8 @@ class RoutedWrites:
             return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
         ids = self._routing.members_of(data, len(self._members))
         flat = data.reshape(-1)
-        parts = places_of(ids)
-        rows = {number: _at(flat, at) for number, at in parts.items()}
+        parts = plans.places_of(ids)
+        rows = {number: plans.rows_at(flat, at) for number, at in parts.items()}
         for number, some in rows.items():
             with naming(number, "Nothing was written."):
                 self._check(self._members[number], some, call, alone=len(parts) == 1)
@@ -211,7 +209,7 @@ class RoutedWrites:
     def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
-        info = cast("dict[Entry, Any]", index)
+        info = cast("dict[Entry, Tensor]", index)
         if priority is None:
             refuse_batch(index, priority)
         if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:
@@ -274,12 +272,12 @@ class RoutedWrites:
         """The shape of an index, and what each of the members has of its rows. Raises as :func:`routed`."""
         ids, rows = routed(index, len(self._members), call)
         rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
-        places = places_of(ids.reshape(-1))
-        return ids.shape, [_Share(self._members[number], at, _at(rows, at)) for number, at in places.items()]
+        places = plans.places_of(ids.reshape(-1))
+        return ids.shape, [_Share(self._members[number], at, plans.rows_at(rows, at)) for number, at in places.items()]
 
 
 class _Share(NamedTuple):
-    """What a member has of the rows of a call."""
+    """A member's share of the rows of a call."""
 
     member: Member
     at: Tensor
@@ -289,7 +287,7 @@ class _Share(NamedTuple):
 
     def of(self, values: Tensor | None) -> Tensor | None:
         """Its part of values, one for each row of the call; None stays."""
-        return None if values is None else _at(values, self.at)
+        return None if values is None else plans.rows_at(values, self.at)
 
     def check(self, call: str) -> None:
         """Raise what new priorities of these rows would. Nothing is changed."""
@@ -303,11 +301,6 @@ class _Share(NamedTuple):
                 raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
 
 
-def _at(values: Rows, at: Tensor) -> Rows:
-    """Some rows, wherever they lie."""
-    return cast("Rows", values[at.to(values.device or "cpu")])
-
-
 def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
     """Some rows of a leaf of a patch ``[*shape, ...]``. Raises ``ValueError``: it has another shape."""
     value = as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
@@ -315,7 +308,7 @@ def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
         raise ValueError(
             f"{CALL}: patch: expected entries that begin with shape {list(shape)}, got {list(value.shape)}."
         )
-    return _at(value.reshape(shape.numel(), *value.shape[len(shape) :]), at)
+    return plans.rows_at(value.reshape(shape.numel(), *value.shape[len(shape) :]), at)
 
 
 def _last_of_each(ids: Tensor, index: Tensor) -> Tensor:
@@ -326,113 +319,99 @@ def _last_of_each(ids: Tensor, index: Tensor) -> Tensor:
     return kept
 
 
-class _Writers(OnePerMember[Writer], NativeWriter):
-    """What a buffer asks of the writers of an ensemble."""
+END_STREAMS = "end_streams"
 
-    traits = Traits()
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
-        del extent, n, lane, data
-        raise self._refused()
+class Keys(NamedTuple):
+    """The fields that say how a trajectory ends."""
 
-    def add(self, data: object = None) -> NoReturn:
-        """Refuses: each member writes for itself."""
-        del data
-        raise self._refused()
+    end: FieldPath
+    terminated: FieldPath | None
+    truncated: FieldPath | None
 
-    def extend(self, data: object = None) -> NoReturn:
-        """Refuses: each member writes for itself."""
-        del data
-        raise self._refused()
+    @classmethod
+    def checked(cls, end: object, terminated: object, truncated: object) -> Keys:
+        """Raises ``TypeError``: one is no key. ``ValueError``: two are the same."""
+        named = {"end_key": end, "terminated_key": terminated, "truncated_key": truncated}
+        paths = {
+            name: None if key is None and name != "end_key" else checked_path(key, f"{END_STREAMS}: {name}")
+            for name, key in named.items()
+        }
+        known = [path for path in paths.values() if path is not None]
+        if len(set(known)) < len(known):
+            raise ValueError(f"{END_STREAMS}: expected keys that differ, got {', '.join(map(str, known))}.")
+        return cls(paths["end_key"] or (), paths["terminated_key"], paths["truncated_key"])
 
-    def _refused(self) -> NotImplementedError:
-        return NotImplementedError(
-            f"{type(self).__name__}: expected a member to write to: ensemble[i].extend(data), or an ensemble that was made with "
-            "routing_key or routing_dim."
+
+class _Patch(NamedTuple):
+    """The entries to write to a row of a member."""
+
+    member: Member
+    row: Tensor
+    number: Tensor
+    entries: dict[FieldPath, object]
+
+
+def end_streams(members: Sequence[Member], keys: Keys) -> None:
+    """Make the newest row of each member an end: what ``ReplayBufferEnsemble.end_streams`` does."""
+    patches = [patch for member in members if (patch := _patch_of(member, keys)) is not None]
+    for member, row, number, entries in patches:
+        member.buffer.update_if_present(index=row, generation=number, patch=entries)
+
+
+def _patch_of(member: Member, keys: Keys) -> _Patch | None:
+    """What is to be written to a member's newest row; None: nothing was ever written, or it is an end already."""
+    wiring = member.wiring
+    storage, sampler = wiring.storage, wiring.sampler
+    who = f"{END_STREAMS}: member {member.number}"
+    if not isinstance(storage, storages.TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
+        raise RuntimeError(f"{who}: expected a tensor storage with ndim=1 and one lane, got {storage!r}.")
+    if not (wiring.of_writer.appends and wiring.of_writer.tracks_tickets):
+        raise RuntimeError(f"{who}: expected a round-robin writer with track_generations=True, got {wiring.writer!r}.")
+    if not isinstance(sampler, WindowSampler):
+        raise RuntimeError(f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}.")
+    if keys.end not in _ends_of(sampler):
+        raise RuntimeError(
+            f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}. Give it end_key={public(keys.end)!r}."
         )
+    newest = _newest(storage.extent(), storage)
+    if newest is None:
+        return None
+    structure = storage.written()
+    row = torch.tensor([newest], device="cpu")
+    number = storage.writes_of(row, storage.tickets_of(row))
+    fields = {field.key: at for at, field in enumerate(structure.fields)}
+    if keys.end not in fields:
+        raise RuntimeError(
+            f"{who}: expected the stored field {public(keys.end)!r}, got {sorted(map(public, fields), key=str)}."
+        )
+    columns = dict(zip(fields, storage.read(row)[0], strict=True))
+    done = columns[keys.end]
+    if done.dtype is not torch.bool:
+        raise TypeError(f"{who}: {public(keys.end)!r}: expected a field of bools, got {done.dtype}.")
+    entries: dict[FieldPath, object] = {keys.end: torch.ones_like(done)}
+    truncated = columns.get(keys.truncated) if keys.truncated is not None else None
+    if truncated is not None and keys.truncated is not None:
+        over = done.any()
+        terminated = columns.get(keys.terminated) if keys.terminated is not None else None
+        if terminated is not None:
+            over = over | (terminated != 0).any()
+        entries[keys.truncated] = truncated | ~over
+    return _Patch(member, row, number, entries)
 
 
-class WriterEnsemble(_Writers):
-    """The writers of an ensemble, each of which writes to the storage of its member.
+def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
+    """The end flags that a sampler was told to read, or reads by default."""
+    rules = sampler.rules
+    if rules is None:  # boundaries that are no fields
+        return ()
+    return (*END_KEYS, *(key[1:] for key in END_KEYS)) if rules.end_keys is None else rules.end_keys
 
-    Args:
-        *writers: one of each member.
 
-    Raises:
-        TypeError: no writers.
-
-    >>> from engram import RoundRobinWriter, WriterEnsemble
-    >>> writer = WriterEnsemble(RoundRobinWriter(), RoundRobinWriter(track_generations=True))
-    >>> len(writer), writer.tracks_generations
-    (2, False)
-    """
-
-    def __init__(self, *writers: Writer) -> None:
-        super().__init__()
-        if not writers or not all(isinstance(one, Writer) for one in writers):
-            got = [type(one).__name__ for one in writers] or "none"
-            raise TypeError(f"{type(self).__name__}: expected writers, got {got}.")
-        self._all = writers
-        self._placers = tuple(map(declared, writers))
-
-    @property
-    def writers(self) -> tuple[Writer, ...]:
-        """One of each member."""
-        return self._all
-
-    @property
-    def tracks_generations(self) -> bool:
-        """Whether all of them do."""
-        return all(placer.traits.tracks_tickets for placer in self._placers)
-
-    @property
-    def write_count(self) -> int:
-        """Rows written to all of the storages since each was last emptied."""
-        return sum(placer.write_count for placer in self._placers)
-
-    def register_storage(self, storage: object) -> None:
-        """Set the storage of each writer that has another one.
-
-        Raises:
-            TypeError: no :class:`StorageEnsemble`. ValueError: not a storage for each writer. What a writer raises to refuse its storage.
-
-        >>> from engram import LazyTensorStorage, RoundRobinWriter, StorageEnsemble, WriterEnsemble
-        >>> writer = WriterEnsemble(RoundRobinWriter())
-        >>> writer.register_storage(StorageEnsemble(LazyTensorStorage(10)))
-        >>> writer.write_count
-        0
-        """
-        who = type(self).__name__
-        if not isinstance(storage, StorageEnsemble):
-            raise TypeError(f"{who}: expected a StorageEnsemble, got {type(storage).__name__}.")
-        if len(storage) != len(self._all):
-            raise ValueError(f"{who}: expected {len(self._all)} storages, one for each writer, got {len(storage)}.")
-        for number, (placer, one) in enumerate(zip(self._placers, storage.storages, strict=True)):
-            if placer._storage is not one:  # noqa: SLF001 - of the family
-                with naming(number):
-                    placer.register_storage(one)
-        super().register_storage(storage)
-
-    def generations_of(self, index: object) -> Tensor:
-        """Ticket numbers of rows, int64, of the shape of ``"buffer_ids"``; -1 as each writer says it.
-
-        Args:
-            index: what ``extend`` of an ensemble returned, or ``"index"`` of a batch.
-
-        Raises ``TypeError``, ``ValueError``: no such index, or no such member.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, RoundRobinWriter
-        >>> member = ReplayBuffer(storage=LazyTensorStorage(100), writer=RoundRobinWriter(track_generations=True))
-        >>> _ = member.extend(torch.zeros(3))
-        >>> rows = {"buffer_ids": torch.tensor([0, 0]), "index": torch.tensor([2, 50])}
-        >>> ReplayBufferEnsemble(member).writer.generations_of(rows).tolist()
-        [3, -1]
-        """
-        ids, rows = routed(index, len(self._all), "generations_of")
-        rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
-        numbers = torch.full((ids.numel(),), -1, dtype=torch.int64, device="cpu")
-        for member, at in places_of(ids.reshape(-1)).items():
-            found = self._placers[member].generations_of(_at(rows, at))
-            numbers[at] = found.to("cpu").reshape(len(at), -1)[:, 0]
-        return numbers.reshape(ids.shape)
+def _newest(extent: Extent, storage: storages.TensorStorage) -> int | None:
+    """The newest row that holds something; None: there is none."""
+    for back in range(1, extent.filled[0] + 1):
+        row = (extent.seam[0] - back) % extent.capacity
+        if int(storage.tickets_of(torch.tensor([row], device="cpu"))[0]) >= 0:
+            return row
+    return None

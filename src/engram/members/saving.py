@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from engram._checks import check_count, check_path
+from engram._support.checks import check_count, check_path
+from engram._support.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 from engram.buffer.prefetching import prepare_batches
 from engram.buffer.saving import RngLoad, most_bytes, saved_rng
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -15,16 +16,15 @@ from engram.format import disk
 from engram.format.checkpoints import Checkpoint
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader
-from engram.members.storages import naming
+from engram.members.components import naming
 from engram.persist.components import check_kind, read_state, write_part
 from engram.persist.foreign import foreign_format, foreign_state
-from engram.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
     from engram.persist.foreign import ForeignEnsemble
@@ -209,7 +209,7 @@ def _folder_of(folder: Path, member: int) -> Path:
 
 
 class _MemberLoad(NamedTuple):
-    """What was checked of a member's state."""
+    """The checked state of a member."""
 
     number: int
     load: Commit
@@ -226,7 +226,7 @@ class _MemberLoad(NamedTuple):
 
 
 class _OwnLoad:
-    """What was checked of an ensemble's own state."""
+    """The checked state of an ensemble itself."""
 
     batch_size: int | None = None
     iterating = False

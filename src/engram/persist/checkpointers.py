@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
@@ -15,20 +15,33 @@ from engram.format.parts import PartReader
 from engram.persist.components import Dumpable
 from engram.persist.foreign import torchrl
 from engram.persist.hooked import HookedSnapshot, LayoutHook, check_hook, is_hooked, prepare_hooked
-from engram.persist.slots import is_layout, written_store
+from engram.persist.slots import LaidOut, is_layout, written_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from engram.persist.hooked import Layout, LayoutSnapshot, LoadHook, SaveHook
-    from engram.persist.slots import LaidOut
-    from engram.storages import Storage
     from engram.types import StorageLoad
 
 
-def check_storage(storage: object, call: str) -> None:
+def check_storage(storage: object, call: str) -> Dumpable:
+    """The storage. Raises ``TypeError``: it is none of engram's."""
     if not isinstance(storage, Dumpable):
         raise TypeError(f"{call}: expected a storage of engram's, got a {type(storage).__name__}.")
+    return storage
+
+
+class Checkpointed(LaidOut, Protocol):
+    """A storage, as checkpointers save and load it."""
+
+    checkpointer: StorageCheckpointerBase
+
+    def __len__(self) -> int: ...
+    def notify(self, write: None, data: None) -> None: ...
+    def prepare_snapshot(self, *, without: Collection[tuple[str, str]], whole: bool) -> object: ...
+    def prepare_part(
+        self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+    ) -> StorageLoad: ...
 
 
 class LayoutPreparation(NamedTuple):
@@ -160,7 +173,7 @@ class StorageCheckpointerBase(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def dumps(self, storage: Any, path: str | os.PathLike[str]) -> None:
         """Save the rows of a storage in a folder.
 
         >>> import os, tempfile
@@ -182,7 +195,7 @@ class StorageCheckpointerBase(abc.ABC):
         """
 
     @abc.abstractmethod
-    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def loads(self, storage: Any, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a folder.
 
         >>> import tempfile
@@ -257,7 +270,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         """
         return LayoutPreparation(self, storage, without) if self._save_hooks else None
 
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def dumps(self, storage: Checkpointed, path: str | os.PathLike[str]) -> None:
         """Save the rows of a storage as a folder, which in one step replaces one that was saved there.
 
         With a layout or hooks writers wait until all is written. TorchRL's checkpointer of the same name reads the folder.
@@ -283,15 +296,15 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         >>> len(rb)
         3
         """
-        check_storage(storage, f"{type(self).__name__}: dumps")
+        checked = check_storage(storage, f"{type(self).__name__}: dumps")
         written_store(storage, type(self).__name__)
         if not self._save_hooks:
-            Dumpable.dumps(storage, Path(path))
+            Dumpable.dumps(checked, Path(path))
             return
         with replacing(Path(path)) as folder, disk.batched_fsync(), storage.paused:
             self.snapshot(storage).save(folder)
 
-    def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def loads(self, storage: Checkpointed, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a folder, in engram's form, or flat or nested, engram's or TorchRL's.
 
         Where engram saved it, tickets and priorities are as they were. TorchRL says neither: the oldest row gets the smallest ticket.
@@ -333,13 +346,13 @@ def accepted(given: object) -> object:
     return torchrl().checkpointer(given) if theirs and not isinstance(given, StorageCheckpointerBase) else given
 
 
-def prepared_snapshot(storage: Storage, without: Collection[tuple[str, str]]) -> object:
+def prepared_snapshot(storage: Checkpointed, without: Collection[tuple[str, str]]) -> object:
     """What takes the snapshot of a storage for a dump of a buffer, in the form that its checkpointer saves."""
     return storage.checkpointer.preparation(storage, without) or storage.prepare_snapshot(without=without, whole=True)
 
 
 def prepare_dumped(
-    storage: Storage, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+    storage: Checkpointed, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
 ) -> StorageLoad:
     """Check a part of a dump for a storage, in whichever form. Raises as ``storage.loads``; nothing is changed."""
     known = storage.checkpointer.prepare_load(storage, reader, without)
@@ -356,7 +369,7 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
     >>> ListStorageCheckpointer().dumps(rb.storage, "list-checkpointer-example")
     """
 
-    def dumps(self, storage: Storage, path: str | os.PathLike[str]) -> None:
+    def dumps(self, storage: Checkpointed, path: str | os.PathLike[str]) -> None:
         """Save the items of a storage. Raises ``RuntimeError``: there are none. ``TypeError``: an item that is no tensor or TensorDict.
 
         >>> import tempfile
@@ -370,12 +383,12 @@ class ListStorageCheckpointer(TensorStorageCheckpointer):
         >>> [len(other[row]) for row in range(2)]
         [2, 3]
         """
-        check_storage(storage, f"{type(self).__name__}: dumps")
+        checked = check_storage(storage, f"{type(self).__name__}: dumps")
         if not len(storage):
             raise RuntimeError(f"{type(self).__name__}: dumps: expected items, got a storage that was never written.")
         if self._save_hooks:
             raise TypeError(f"{type(self).__name__}: dumps: expected no hooks: items of a list are saved one by one.")
-        Dumpable.dumps(storage, Path(path))
+        Dumpable.dumps(checked, Path(path))
 
 
 class CompressedListStorageCheckpointer(ListStorageCheckpointer):

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._raw import raw_bytes
+from engram._support.copies import raw_bytes
+from engram._support.state import Stateful, mapped, prepare_load, saved
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
 from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader, PartWriter
 from engram.format.problems import corrupt
 from engram.format.schema import DTYPES
-from engram.state import Stateful, mapped, prepare_load, saved
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -101,7 +101,7 @@ class ForeignFormat(Protocol):
 
 def torchrl() -> ForeignFormat:
     """What reads TorchRL's files and states."""
-    found: ForeignFormat = importlib.import_module("engram.torchrl.entry").FORMAT
+    found: ForeignFormat = importlib.import_module("engram.torchrl.dumps").FORMAT
     return found
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import msgspec
 import torch
 
-from engram._dtypes import DTYPE_NAMES
-from engram._tensordict import tensordict_type
+from engram._support.state import raised_by_the_user, typed
+from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import beside, disk, layout
 from engram.format import schema as schemas
@@ -23,7 +23,7 @@ from engram.format.schema import Field, Node, Schema, put_leaf
 from engram.persist.components import described_state, read_state
 from engram.persist.rows import SavedRows
 from engram.persist.slots import HOOKED, METADATA, check_sums, fields_of, ring_of, rows_state, summed, written_store
-from engram.state import raised_by_the_user, typed
+from engram.store.memory import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from engram.field_paths import public
+from engram._support.field_paths import public
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

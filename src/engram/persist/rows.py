@@ -7,7 +7,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from engram.format.parts import PartInfo, PartReader, SegmentRows
     from engram.format.schema import Schema
     from engram.persist.roles import Roles
-    from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
     from engram.types import RowsTarget
 
@@ -95,6 +94,25 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[Part
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+class Moment(Protocol):
+    """What is saved of a store: its rows as they were at one moment. A :class:`~engram.persist.snapshot.RowsSnapshot`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def copies(self) -> Sequence[Tensor] | None: ...
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+    def numbers_now(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+
+
 class RowsWriter:
     """A part with the rows of a snapshot, while it is written.
 
@@ -106,7 +124,7 @@ class RowsWriter:
     """
 
     def __init__(
-        self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None, progress: Callable[[int], None] | None = None
+        self, folder: Path, snapshot: Moment, roles: Roles | None, progress: Callable[[int], None] | None = None
     ) -> None:
         schema = snapshot.store.schema
         self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger, progress=progress)
@@ -151,7 +169,7 @@ class RowsWriter:
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
 
 
-def save_flat(folder: Path, snapshot: RowsSnapshot, progress: Callable[[int], None] | None = None) -> SavedRows:
+def save_flat(folder: Path, snapshot: Moment, progress: Callable[[int], None] | None = None) -> SavedRows:
     """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
 
     ``progress`` is called with how many bytes were written.

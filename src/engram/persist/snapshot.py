@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from engram._words import count
+from engram._support.words import count
 from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.description import segment_name
 from engram.format.parts import NO_SCHEMA, SegmentRows, schema_sum, segment_layout

@@ -13,18 +13,16 @@ import msgspec
 import pyarrow as pa
 from pyarrow import flight
 
-from engram import _fork
-from engram._version import __version__
-from engram._words import said_wait
-from engram.remote.addresses import Address, token_in
-from engram.remote.commands import LEAVING, PROTOCOL, Describe, Refusal, Served, raised
+from engram._support import fork
+from engram._support.version import __version__
+from engram._support.words import said_wait
+from engram.remote import protocol
 from engram.remote.wire import columns_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.remote.commands import Stream
-    from engram.remote.streaming import Full
+    from engram.remote.protocol import Full
     from engram.remote.wire import Column
 
 T = TypeVar("T")
@@ -43,14 +41,14 @@ IN_DOUBT = (
     "extend: the server was lost before it acknowledged the rows: they may be written or not. Look at write_count."
 )
 #: Streams of one client that break in a row, without an answer in between.
-_MOST_FAILURES = 20
+_MAX_STREAM_FAILURES = 20
 #: For how long a server may take to answer the first command.
-_FIRST_ANSWER_S = 10.0
+_FIRST_ANSWER_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 #: A peer that does not acknowledge what is sent, or an idle one that does not answer a ping, is gone after so long.
-_ACKNOWLEDGED_MS = 10_000
+_KEEPALIVE_TIMEOUT_MS = 10_000
 #: Between two pings. A server takes those that come more often than each 5 minutes for an attack, and ends the connection.
-_PING_MS = 310_000
+_KEEPALIVE_INTERVAL_MS = 310_000
 #: A parent's clients and streams, in a forked child: to free one would wait for threads that are not there.
 _of_parents: list[object] = []
 #: Of a file in a dump.
@@ -58,9 +56,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
 class Found(NamedTuple):
-    """Servers of one store, and what opens them. It holds a secret, so it has no text."""
+    """Addresses of the servers of one store, and their token. Its text leaves the token out."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[protocol.Address, ...]
     token: bytes
 
     def __repr__(self) -> str:
@@ -71,7 +69,7 @@ class Found(NamedTuple):
 
 
 class Servers(Protocol):
-    """Who knows where the servers of a store are."""
+    """A source of the addresses of a store's servers."""
 
     @property
     def patience_s(self) -> float:
@@ -89,7 +87,7 @@ class Servers(Protocol):
     def replaces_lost(self) -> bool:
         """Whether an empty store takes the place of one that was lost."""
 
-    def find(self, known: Served | None) -> Found:
+    def find(self, known: protocol.Served | None) -> Found:
         """Where they are now. ``known``: what they serve; None: that is not known yet.
 
         Raises ``ConnectionError``: they are nowhere now. OSError, ValueError: their token cannot be read.
@@ -97,9 +95,9 @@ class Servers(Protocol):
 
 
 class Access(NamedTuple):
-    """Where servers are and how they are reached: all that a pickled buffer takes along. It holds no secret."""
+    """Addresses of servers, and how they are reached: all that a pickled buffer takes along. It holds no secret."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[protocol.Address, ...]
     token: str | None
     """The path of the file."""
     root_certificates: str | None
@@ -113,20 +111,20 @@ class Access(NamedTuple):
     def replaces_lost(self) -> bool:
         return False
 
-    def find(self, known: Served | None) -> Found:  # noqa: ARG002 - they are where they were
+    def find(self, known: protocol.Served | None) -> Found:  # noqa: ARG002 - they are where they were
         """Where they are, and the token in the file. Raises as :func:`token_in`."""
-        return Found(self.addresses, token_in(self.token, "connect"))
+        return Found(self.addresses, protocol.token_in(self.token, "connect"))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.addresses))
 
 
 class _AnotherStore(ValueError):
-    """A server has other rows than those that answered before."""
+    """Raised for a server whose rows are not those of the servers before."""
 
 
 class Connection:
-    """Servers of one store, of which one is asked at a time.
+    """A connection to the servers of one store. One of them is used at a time.
 
     Args:
         access: where they are.
@@ -134,10 +132,10 @@ class Connection:
         opens: at once; else at the first use, for which ``known`` must be given.
     """
 
-    def __init__(self, access: Servers, known: Served | None = None, *, opens: bool = True) -> None:
+    def __init__(self, access: Servers, known: protocol.Served | None = None, *, opens: bool = True) -> None:
         self.access = access
-        self._lock = _fork.rlock()
-        _fork.registered(self)
+        self._lock = fork.rlock()
+        fork.registered(self)
         self._client: flight.FlightClient | None = None
         self._options: flight.FlightCallOptions | None = None
         self._next = 0
@@ -149,7 +147,7 @@ class Connection:
         #: What the first server said. Others must say the same.
         self.served = self._open(known) if opens or known is None else known
 
-    def _open(self, known: Served | None = None, patience_s: float | None = None) -> Served:
+    def _open(self, known: protocol.Served | None = None, patience_s: float | None = None) -> protocol.Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
         deadline = time.monotonic() + (self.access.patience_s if patience_s is None else patience_s)
         pause = _FIRST_PAUSE_S
@@ -170,7 +168,7 @@ class Connection:
                 self.check()
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _opened_one(self, found: Found, known: Served | None) -> Served:
+    def _opened_one(self, found: Found, known: protocol.Served | None) -> protocol.Served:
         """Connect to the first server that answers. Raises ``ConnectionError``: none does; ``ValueError``: all serve another store."""
         why: Exception | None = None
         another: _AnotherStore | None = None
@@ -190,7 +188,7 @@ class Connection:
             raise another
         raise ConnectionError(str(why)) from why
 
-    def _opened(self, address: Address, known: Served | None, token: bytes) -> Served:
+    def _opened(self, address: protocol.Address, known: protocol.Served | None, token: bytes) -> protocol.Served:
         access = self.access
         headers = [(b"authorization", b"Bearer " + token)] if token else []
         more = {}
@@ -199,19 +197,19 @@ class Connection:
         client = flight.connect(
             address.uri,
             generic_options=[
-                ("grpc.keepalive_time_ms", _PING_MS),
-                ("grpc.keepalive_timeout_ms", _ACKNOWLEDGED_MS),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_INTERVAL_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.use_local_subchannel_pool", 1),
             ],
             **more,
         )
         options = flight.FlightCallOptions(headers=headers)
-        first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_S)
+        first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
-            raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
+            raw = _answer(client, first, "describe", protocol.Describe(protocol.PROTOCOL, __version__), "connect")
             refuse(raw)
-            served = msgspec.json.decode(raw, type=Served)
+            served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
         except BaseException:
@@ -231,7 +229,7 @@ class Connection:
                 self._next += 1
                 self._open(self.served)
 
-    def look(self) -> None:
+    def reconnect(self) -> None:
         """Connect if a server answers at once. Raises ``ConnectionError``: none does."""
         self._open(self.served, 0.0)
         with self._lock:
@@ -269,7 +267,7 @@ class Connection:
             return msgspec.json.decode(raw, type=kind)
 
     def exchange(
-        self, client: flight.FlightClient, stream: Stream
+        self, client: flight.FlightClient, stream: protocol.Stream
     ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
         """Begin a stream of a :meth:`client`: its writer and its reader."""
         both: tuple[flight.FlightStreamWriter, flight.FlightStreamReader] = client.do_exchange(
@@ -301,7 +299,7 @@ class Connection:
             client, self._client = self._client, None
         if client is not None:
             client.close()
-        _fork.dropped(self)
+        fork.dropped(self)
 
     def after_fork(self) -> None:
         """In a child: gRPC's threads are not there."""
@@ -344,7 +342,7 @@ def _append(folder: Path, name: str, data: bytes) -> None:
 def refuse(raw: bytes) -> None:
     """Raise the error that an answer is, if it is one."""
     if raw.startswith(b'{"error":'):
-        raise raised(msgspec.json.decode(raw, type=Refusal))
+        raise protocol.raised(msgspec.json.decode(raw, type=protocol.Refusal))
 
 
 def _short(error: object) -> str:
@@ -356,7 +354,7 @@ def _short(error: object) -> str:
 
 
 class Message(NamedTuple):
-    """To a server."""
+    """A message to a server."""
 
     command: bytes
     rows: pa.RecordBatch | None = None
@@ -366,9 +364,9 @@ class Message(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of a server."""
+    """A server's answer to a message."""
 
-    said: bytes
+    metadata: bytes
     rows: pa.RecordBatch
     columns: list[Column]
     """Of the rows."""
@@ -377,10 +375,10 @@ class Answer(NamedTuple):
 class Exchange:
     """A stream of messages, answered in order. Its server may change between two of them."""
 
-    def __init__(self, connection: Connection, stream: Stream) -> None:
+    def __init__(self, connection: Connection, stream: protocol.Stream) -> None:
         self._connection, self._stream = connection, stream
         #: Held by the thread that sends, or waits for an answer.
-        self.lock = _fork.rlock()
+        self.lock = fork.rlock()
         self._client: flight.FlightClient | None = None
         self._writer: flight.FlightStreamWriter | None = None
         self._reader: flight.FlightStreamReader | None = None
@@ -393,7 +391,7 @@ class Exchange:
         self.waiting: deque[Message] = deque()
         #: Answers, in order.
         self._came: deque[Answer] = deque()
-        _fork.registered(self)
+        fork.registered(self)
 
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
@@ -423,7 +421,7 @@ class Exchange:
         if not self._came:
             self._read()
         answer = self._came.popleft()
-        refuse(answer.said)
+        refuse(answer.metadata)
         return answer
 
     def settle(self) -> None:
@@ -446,8 +444,8 @@ class Exchange:
                     self._put_all()
                 assert self._reader is not None  # it was begun, or was not ended
                 chunk = self._reader.read_chunk()
-                said = chunk.app_metadata.to_pybytes()
-                if said == LEAVING:
+                metadata = chunk.app_metadata.to_pybytes()
+                if metadata == protocol.LEAVING:
                     raise StopIteration
             except GONE as error:
                 self._resume(error)
@@ -460,7 +458,7 @@ class Exchange:
             self.waiting.popleft()
             if not self._columns and chunk.data is not None:  # a stream has one schema
                 self._columns = columns_in(chunk.data.schema)
-            self._came.append(Answer(said, chunk.data, self._columns))
+            self._came.append(Answer(metadata, chunk.data, self._columns))
             return
 
     def _put(self, message: Message) -> None:
@@ -487,10 +485,10 @@ class Exchange:
         while True:
             self._drop()
             self._failures += 1
-            if self._failures > _MOST_FAILURES:
+            if self._failures > _MAX_STREAM_FAILURES:
                 self.waiting.clear()
                 raise ConnectionError(
-                    f"the server broke the stream {_MOST_FAILURES} times in a row: {_short(error)}"
+                    f"the server broke the stream {_MAX_STREAM_FAILURES} times in a row: {_short(error)}"
                 ) from error
             try:
                 self._connection.again(self._client)

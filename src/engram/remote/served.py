@@ -1,4 +1,4 @@
-"""What every storage is whose rows are on servers: it checks rows, and asks for the rest."""
+"""The components of a buffer whose rows are on servers: they check rows, and ask for the rest."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
+from torch import Tensor
 
-from engram._unsupported import BY_NUMBER, refused, refusing
-from engram.remote.commands import COALESCED_BYTES, MAX_BATCHES
+from engram._support.unsupported import BY_NUMBER, refused, refusing
+from engram.errors import PriorityError
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES
+from engram.samplers._base import DeclaredSampler
+from engram.samplers.prioritized import as_priorities, rows_of
+from engram.samplers.staleness import check_version
 from engram.storages import Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._structure import Structure
 from engram.types import Traits
+from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
     from engram.format.schema import Schema
-    from engram.limits import Rules
     from engram.persist.roles import Roles
-    from engram.remote.commands import Mass, Served, State
+    from engram.remote.protocol import Mass, Served, State
     from engram.storages import Count
-    from engram.store import Store
-    from engram.types import Info
+    from engram.store import Key, Store
+    from engram.store.limits import Rules
+    from engram.store.sampled import SampledStorage
+    from engram.types import Info, NativeBatch, Shown
 
 
 class OfServer:
@@ -35,14 +40,14 @@ class OfServer:
 
 
 #: Between two requests that the limits of a store refused.
-ASK_AGAIN_S = 0.02
+RETRY_INTERVAL_S = 0.02
 
 
 class Limits:
-    """Limits of a store, as far as readers of one ask for them, that is elsewhere: there are none."""
+    """The limits of a store that is elsewhere, as readers of a store ask for them: there are none."""
 
     limited = False
-    #: Of what is written to the store nothing is heard: it is waited for without it.
+    #: Writes to the store are not seen here: waiting goes on without them.
     write_count = next_ticket = 0
 
     @property
@@ -65,7 +70,7 @@ class Limits:
         return 0
 
     def await_insert(self, written: int, seconds: float) -> None:  # noqa: ARG002
-        time.sleep(min(seconds, ASK_AGAIN_S))
+        time.sleep(min(seconds, RETRY_INTERVAL_S))
 
     def wake_limits(self) -> None:
         """What waits here asks again by itself."""
@@ -79,7 +84,7 @@ class Limits:
 
 
 class Memory(NamedTuple):
-    """What readers of a store look at, of one that is elsewhere."""
+    """A store that is elsewhere, as far as readers of a store look at one."""
 
     schema: Schema
     place: str
@@ -105,7 +110,7 @@ class Drawn(NamedTuple):
 
 
 class ServedRows(Protocol):
-    """What a buffer asks of rows that servers have, beside what it asks of every storage."""
+    """Rows that servers have, as far as a buffer asks more of them than of every storage."""
 
     @property
     def served(self) -> Served:
@@ -115,7 +120,7 @@ class ServedRows(Protocol):
         """Numbers of what is stored at this moment."""
 
     def gauges(self) -> dict[str, float]:
-        """What ``stats()`` says beyond the state, where the servers know it: see :class:`engram.remote.commands.Gauges`."""
+        """What ``stats()`` says beyond the state, where the servers know it: see :class:`engram.remote.protocol.Gauges`."""
 
     def consumer_version(self, at_least: int | None = None) -> int:
         """Up to which policy version the consumer has come, after it was raised to that one. Raises ``TypeError``: no sampler asks."""
@@ -155,7 +160,7 @@ class ServedRows(Protocol):
 
 
 class ServedStorage(Storage, ServedRows):
-    """Rows that servers have. Whatever needs them here refuses, and says what to do instead."""
+    """A storage whose rows are on servers. Calls that need the rows here are refused, with what to do instead."""
 
     traits = Traits(has_fields=True, is_remote=True)
 
@@ -253,3 +258,128 @@ class ServedStorage(Storage, ServedRows):
     )
 
     priorities = refusing("priorities", "Rows are drawn by them where the store is.")
+
+
+def _traits(names: list[str], **own: bool) -> Traits:
+    known = {name: name in names for name in Traits._fields}
+    return Traits(**{**known, "untraced": False, **own})  # that is of the process which serves
+
+
+_REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: look at them, and set them, where it is.")
+
+
+class RemoteSampler(OfServer, DeclaredSampler):
+    """A sampler that draws by the sampler of a server."""
+
+    traits = Traits()
+
+    def __init__(self, served: Served) -> None:
+        self.traits = _traits(
+            served.traits_of_sampler,
+            draws_uniformly=False,
+            reads_natively=True,
+            can_rewind=False,
+            listens=False,
+            consumes=False,  # the server writes over rows that are used up
+        )
+        self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
+        self.draws_of_a_row = served.draws_of_a_row
+        self._text = served.sampler
+        self._storage: ServedStorage | None = None
+
+    def bind(self, storage: SampledStorage) -> None:
+        if not isinstance(storage, ServedStorage):
+            raise refused("set_storage", "Make a buffer of its own for the storage.")
+        self._storage = storage
+
+    def _bound(self) -> ServedStorage:
+        if self._storage is None:
+            raise RuntimeError("sampler: expected a buffer that it draws for, got none. Use ReplayBuffer.connect.")
+        return self._storage
+
+    def sample_natively(
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+    ) -> NativeBatch:
+        """A batch of the server."""
+        del numbered, shown  # all comes along
+        assert isinstance(storage, ServedStorage)  # it was bound to one
+        batch = storage.draw(key.value, n)
+        if batch.last:
+            self.ran_out = True
+        return batch.columns, batch.rows, batch.info
+
+    draw = refusing("sampler.draw", "Use the buffer's sample.")
+    mark_update = refusing("mark_update", "Rows that are written get the default priority.")
+    state_dict = refusing("state_dict", "Save with dumps(path).")
+    prepare_load = refusing("load_state_dict", "Load where the store is.")
+    alpha = property(_REFUSED, _REFUSED, doc="Of the server.")
+    beta = property(_REFUSED, _REFUSED, doc="Of the server.")
+
+    @property
+    def consumer_version(self) -> int:
+        """As of ``StalenessAwareSampler``: of all stores the largest. Raises ``TypeError``: the stores' samplers have none."""
+        return self._bound().consumer_version()
+
+    @consumer_version.setter
+    def consumer_version(self, value: int) -> None:
+        self._bound().consumer_version(check_version(value))
+
+    def increment_consumer_version(self) -> None:
+        """Come to the next version. Of two clients that do so at the same time one may have no effect."""
+        self.consumer_version += 1
+
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:  # noqa: ARG002 - it has one
+        return self._bound().can_sample(batch_size)
+
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+        """Send new priorities, and do not wait: what is drawn later is drawn by them.
+
+        Raises as ``PrioritizedSampler.update_priority``. Nothing is sent then.
+        """
+        if not self.traits.takes_priorities:
+            super().update_priority(index, priority, generation=generation)
+            return
+        storage, rows = self._bound(), rows_of(index, "update_priority")
+        storage.check_rows(rows)
+        tickets = None if generation is None else rows_of(generation, "update_priority: generation")
+        if tickets is not None and len(tickets) != len(rows):
+            raise RuntimeError(f"update_priority: generation: expected one per row, {len(rows)}, got {len(tickets)}.")
+        storage.prioritize(rows, _priorities(priority, len(rows)), tickets)
+
+    def check_priority(self, priority: object, n: int) -> None:
+        _priorities(priority, n)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _priorities(priority: object, n: int) -> Tensor:
+    """float64 ``[n]``, as a server takes it. Raises as ``PrioritizedSampler.update_priority``."""
+    value = as_priorities(priority, n, lambda many: many.reshape(n, -1).amax(1)).to(torch.float64)
+    bad = value[~((value >= 0) & torch.isfinite(value))]
+    if len(bad):
+        raise PriorityError(f"update_priority: expected finite priorities of at least 0, got {float(bad[0])}.")
+    return value
+
+
+class RemoteWriter(OfServer, NativeWriter):
+    """A writer that writes by the writer of a server."""
+
+    traits = Traits()
+
+    def __init__(self, served: Served) -> None:
+        super().__init__()
+        self.traits = _traits(
+            served.traits_of_writer, appends=True, places_natively=False, read_only=False
+        )  # the server refuses
+        self._text = served.writer
+
+    def register_storage(self, storage: object) -> None:
+        if not isinstance(storage, ServedStorage):
+            raise refused("set_storage", "Make a buffer of its own for the storage.")
+        super().register_storage(storage)
+
+    place = refusing("writer.place", "Use the buffer's add and extend.")
+
+    def __repr__(self) -> str:
+        return self._text

@@ -1,43 +1,50 @@
-"""The client's side of a shard, a store that an actor of Ray serves: where it is, and a storage before there is a store."""
+"""Clients of shards, stores that actors of Ray serve: where they are, a storage before there is a store, and their checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import random
+import secrets
 import time
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from engram._unsupported import refused
-from engram.errors import EMPTY, NoSampleable, RowError
+from engram._support.unsupported import refused
+from engram.errors import EMPTY, NoSampleable, RankFailed, RowError
 from engram.format.schema import encode
 from engram.remote.connection import Connection, Found
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Storage
 from engram.storages._columns import rows_of_written
-from engram.storages._structure import Structure, as_tensor
+from engram.storages._structure import Structure
+from engram.storages._types import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
     from engram.persist.roles import Roles
-    from engram.remote.commands import Served
+    from engram.remote.protocol import Served
     from engram.storages import Count
     from engram.storages._geometry import Geometry
     from engram.store import Store
     from engram.types import Sampler, Writer
 
+    Lost: TypeAlias = Callable[[int, str], bool]
+
+
 Method = TypeVar("Method", bound="Callable[..., object]")
 #: For how long an actor may take to end what it does.
-_LEAVE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class Call(Protocol):
@@ -51,13 +58,13 @@ class Call(Protocol):
 
 
 class Handle(Protocol):
-    """Of an actor."""
+    """The handle of an actor."""
 
     def __getattr__(self, name: str) -> Call: ...
 
 
 class Described(NamedTuple):
-    """What a shard says of its buffer, also before anything was written."""
+    """A shard's description of its buffer, also before anything was written."""
 
     kind: type
     """Of clients' buffers."""
@@ -90,19 +97,19 @@ class Shard:
         self._actor = actor
         self.patience_s = patience
         #: Asked for, and not answered: while an actor is away, it is asked once.
-        self._asked: dict[str | None, object] = {}
+        self._pending: dict[str | None, object] = {}
 
     @property
     def actor(self) -> Handle:
         """The handle."""
         return self._actor
 
-    def _answer(self, asked: object, seconds: float | None = None) -> Any:
+    def _answer(self, pending: object, seconds: float | None = None) -> Any:
         """What a call of the actor returns.
 
         Raises: what it raises. ``ConnectionError``: the actor is gone, or does not answer.
         """
-        return answer_of(asked, self.patience_s if seconds is None else seconds, str(self))
+        return answer_of(pending, self.patience_s if seconds is None else seconds, str(self))
 
     def describe(self) -> Described:
         """Raises what making its buffer raised; ``ConnectionError``."""
@@ -119,12 +126,12 @@ class Shard:
 
         Raises ``ConnectionError``; ``OSError``: no space.
         """
-        asked = self._asked.pop(schema, None) or self._actor.serve.remote(schema)
+        pending = self._pending.pop(schema, None) or self._actor.serve.remote(schema)
         try:
-            found: Found | None = self._answer(asked)
+            found: Found | None = self._answer(pending)
         except ConnectionError as error:
             if isinstance(error.__cause__, GetTimeoutError):
-                self._asked[schema] = asked
+                self._pending[schema] = pending
             raise
         return found
 
@@ -138,7 +145,7 @@ class Shard:
     def turn(self) -> int:
         """A number that no other client gets, as long as the actor lives; any number where it does not answer."""
         try:
-            return int(self._answer(self._actor.turn.options(max_task_retries=0).remote(), _LEAVE_S))
+            return int(self._answer(self._actor.turn.options(max_task_retries=0).remote(), _CLOSE_TIMEOUT_S))
         except ConnectionError:
             return random.getrandbits(48)
 
@@ -152,13 +159,13 @@ class Shard:
         return f"ray:{self._actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it
 
 
-def answer_of(asked: object, seconds: float, who: str) -> Any:
+def answer_of(pending: object, seconds: float, who: str) -> Any:
     """What a call of an actor returns.
 
     Raises: what it raises. ``ConnectionError``: the actor is gone, or does not answer in so many seconds.
     """
     try:
-        return ray.get(asked, timeout=seconds)
+        return ray.get(pending, timeout=seconds)
     except RayTaskError as error:
         raise error.cause from None
     except (RayError, GetTimeoutError) as error:
@@ -170,32 +177,32 @@ def close_shards(shards: Sequence[Shard]) -> None:
     """End the actors, for good. Their files go, if they are temporary. Starts no thread, as the interpreter may be ending."""
     if not ray.is_initialized():  # they have ended with it
         return
-    asked = [shard.actor.close.options(max_task_retries=0).remote() for shard in shards]
+    pending = [shard.actor.close.options(max_task_retries=0).remote() for shard in shards]
     with contextlib.suppress(RayError):
-        ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_S)
+        ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S)
     for shard in shards:
         ray.kill(shard.actor)
 
 
 def first_described(shards: Sequence[Shard]) -> Described:
     """What the shard says that answers first: all are made alike. Raises as :meth:`Shard.describe`: none answers."""
-    asked = {shard.actor.describe.remote(): shard for shard in shards}
+    pending = {shard.actor.describe.remote(): shard for shard in shards}
     until = time.monotonic() + shards[0].patience_s
     while True:
-        ready, _ = ray.wait([*asked], num_returns=1, timeout=max(0.0, until - time.monotonic()))
-        one = ready[0] if ready else next(iter(asked))
-        shard = asked.pop(one)
+        ready, _ = ray.wait([*pending], num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        one = ready[0] if ready else next(iter(pending))
+        shard = pending.pop(one)
         try:
             described: Described = answer_of(one, max(0.0, until - time.monotonic()), str(shard))
         except ConnectionError:
-            if not asked:
+            if not pending:
                 raise
         else:
             return described
 
 
 class Stores(Protocol):
-    """What a storage looks for: one store, or several that are one buffer."""
+    """One store, or several that are one buffer, which may not exist yet."""
 
     @property
     def number(self) -> int:
@@ -231,7 +238,7 @@ class _Awaited:
     """``memory`` of a storage whose store is looked for, until it is there and lies before this in the instance."""
 
     def __get__(self, storage: AwaitedStorage | None, _: type[object]) -> Store | None:
-        return None if storage is None else storage.look()
+        return None if storage is None else storage.inspect()
 
 
 def _of_store(method: Method, before: object = None) -> Method:
@@ -263,7 +270,7 @@ def _unmade(call: str) -> Callable[..., NoReturn]:
 
 
 class AwaitedStorage(ServedStorage):
-    """What the first write of any client creates.
+    """The storage of a store that the first write of any client creates.
 
     Args:
         stores: where to find it.
@@ -279,7 +286,7 @@ class AwaitedStorage(ServedStorage):
         self._there: ServedStorage | None = None
         self.ndim = described.geometry.ndim
 
-    def look(self) -> Store | None:
+    def inspect(self) -> Store | None:
         """Connect to the store, if it is there. Raises as ``ReplayBuffer.connect``."""
         with self._lock:
             if self._there is None:
@@ -304,8 +311,8 @@ class AwaitedStorage(ServedStorage):
 
     @property
     def there(self) -> ServedStorage | None:
-        """The storage over a connection; None: nothing was written. Raises as :meth:`look`."""
-        self.look()
+        """The storage over a connection; None: nothing was written. Raises as :meth:`inspect`."""
+        self.inspect()
         return self._there
 
     limit = _of_store(ServedStorage.limit, _unmade("limit"))
@@ -412,3 +419,160 @@ class AwaitedStorage(ServedStorage):
 
     def __repr__(self) -> str:
         return str(self._stores)
+
+
+#: Calls that are made once, in threads of the actor that others do not wait for.
+_SAVING = {"max_task_retries": 0, "concurrency_group": "saving"}
+_BOARD = {"max_task_retries": 0, "concurrency_group": "board"}
+#: Between two looks at what actors do, and for how long one may take to answer at once.
+_POLL_INTERVAL_S, _ANSWER_TIMEOUT_S = 0.5, 10.0
+#: So much longer than actors wait for each other, they are waited for.
+_EXTRA_TIMEOUT_S = 60.0
+
+
+class SaverOptions(Protocol):
+    """Options of a Checkpointer, which actors know in full."""
+
+    @property
+    def timeout(self) -> float:
+        """For how long ranks wait for each other."""
+
+
+class ShardSavers:
+    """The actors of a buffer as the ranks that save it: what a Checkpointer asks of ``Savers``.
+
+    Args:
+        shards: in the order of their numbers, which are those of the ranks.
+        restored: called when the rows are others.
+    """
+
+    def __init__(self, shards: Sequence[Shard], restored: Callable[[], None]) -> None:
+        self._shards, self._restored = shards, restored
+        self._key = ""
+        self._root: Path
+        self._options: SaverOptions
+
+    # ---- asking --------------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, name: str, *arguments: object, ranks: Iterable[int] | None = None, **options: object
+    ) -> dict[object, int]:
+        """Call a method of the savers of some ranks, or of all: what the answers are of."""
+        every = range(len(self._shards)) if ranks is None else ranks
+        return {
+            self._shards[rank].actor.saver.options(**(options or _SAVING)).remote(name, self._key, *arguments): rank
+            for rank in every
+        }
+
+    def _answers(self, what: str, pending: dict[object, int], seconds: float, lost: Lost | None = None) -> list[Any]:
+        """What actors answer.
+
+        Args:
+            what: for messages.
+            pending: what was asked of which rank.
+            seconds: at most.
+            lost: called with the rank of an actor that is gone and why, until it returns True or the others have answered.
+
+        Raises: what they raise; ``RankFailed``: some raised different errors, or are gone.
+        """
+        until = time.monotonic() + seconds
+        found: dict[int, object] = {}
+        errors: dict[int, Exception] = {}
+        gone: dict[int, str] = {}
+        while pending:
+            ready, _ = ray.wait([*pending], num_returns=1, timeout=_POLL_INTERVAL_S)
+            if not ready and time.monotonic() < until:
+                gone = {rank: why for rank, why in gone.items() if lost is not None and not lost(rank, why)}
+                continue
+            one = ready[0] if ready else next(iter(pending))
+            rank = pending.pop(one)
+            try:
+                found[rank] = answer_of(one, seconds if ready else 0.0, str(self._shards[rank]))
+            except ConnectionError as error:
+                errors[rank], gone[rank] = error, str(error)
+            except Exception as error:  # noqa: BLE001 - raised when all have answered
+                errors[rank] = error
+        self._raise(what, errors)
+        return [found[rank] for rank in sorted(found)]
+
+    def _raise(self, what: str, errors: Mapping[int, Exception]) -> None:
+        """Raise what stands for the errors of some ranks, if there are any."""
+        if not errors:
+            return
+        away = {rank: error for rank, error in errors.items() if isinstance(error, ConnectionError)}
+        if not away and len({type(error) for error in errors.values()}) == 1:
+            raise errors[min(errors)]
+        text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted((away or errors).items()))
+        causes = {rank: type(error).__name__ for rank, error in errors.items()}
+        raise RankFailed(f"{what}: {text}", causes) from errors[min(errors)]
+
+    @property
+    def _timeout(self) -> float:
+        return self._options.timeout + _EXTRA_TIMEOUT_S
+
+    def _ready(self) -> None:
+        """Make Checkpointers again, where an actor was started again since."""
+        try:
+            known = self._answers("save", self._ask("knows"), self._timeout)
+        except RankFailed:  # it may be back now
+            known = [False]
+        if not all(known):
+            self.open(self._root, self._options)
+
+    # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
+
+    def open(self, root: Path, options: SaverOptions) -> None:
+        self._root, self._options, self._key = root, options, secrets.token_hex(8)
+        first, patience = self._shards[0].actor, max(shard.patience_s for shard in self._shards)
+        for ranks in (range(1), range(1, len(self._shards))):  # the first one answers the others
+            self._answers("Checkpointer", self._ask("open", root, options, first, ranks=ranks), patience)
+
+    def begin(self, step: int, user: Mapping[str, object]) -> None:
+        self._ready()
+        self._answers("save", self._ask("begin", step, json.dumps(user)), self._timeout)
+
+    def end(self) -> Any:
+        """The report of the save: that of the first rank, with the longest pause of all."""
+        reports = self._answers("save", self._ask("end"), self._timeout, lost=self._give_up)
+        return reports[0]._replace(paused_s=max(report.paused_s for report in reports))
+
+    def _give_up(self, rank: int, why: str) -> bool:
+        """Let another actor vote against the save for one that is gone. Whether it has."""
+        self._break_off(rank, why)
+        for other, shard in enumerate(self._shards):
+            if other == rank:
+                continue
+            try:
+                if answer_of(
+                    next(iter(self._ask("give_up", rank, why, ranks=[other], **_BOARD))), _ANSWER_TIMEOUT_S, str(shard)
+                ):
+                    return True
+            except ConnectionError:
+                continue
+        return False
+
+    def restore(self, wanted: object, options: object) -> Any:
+        """The report of the restore: that of the first rank, with the sums of all."""
+        self._ready()
+        try:
+            reports = self._answers(
+                "restore", self._ask("restore", wanted, options), self._timeout, lost=self._break_off
+            )
+        except BaseException:  # rows may be gone by now: batches drawn before are of none
+            with contextlib.suppress(ConnectionError):
+                self._restored()
+            raise
+        self._restored()
+        steps, given_up = sum(report.steps for report in reports), sum(report.given_up for report in reports)
+        return reports[0]._replace(steps=steps, given_up=given_up)
+
+    def _break_off(self, rank: int, why: str) -> bool:
+        """End the agreements of a restore, of which a rank is gone."""
+        if rank:  # else the board is gone, too
+            self._ask("break_off", f"rank {rank}: {why}", ranks=[0], **_BOARD)
+        return True
+
+    def prune(self, keep: int | None) -> list[str]:
+        self._ready()
+        removed: list[str] = self._answers("prune", self._ask("prune", keep, ranks=[0]), self._timeout)[0]
+        return removed

@@ -1,49 +1,31 @@
-"""The storage of a buffer whose rows are on a server."""
+"""The storage of a buffer whose rows are on a server, and its writes that are under way."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
+import warnings
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
+import pyarrow as pa
 import torch
 from torch import Tensor
 
-from engram._native import NotAdmitted
-from engram._version import __version__
+from engram._support import fork
+from engram._support.native import NotAdmitted
+from engram._support.version import __version__
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
-from engram.remote import wire
-from engram.remote.commands import (
-    BESIDE_ROW,
-    MAX_MESSAGE,
-    Append,
-    CanRemove,
-    CanSample,
-    Empty,
-    EndTrajectory,
-    Gauges,
-    Limit,
-    NotOnce,
-    Prioritize,
-    Remove,
-    Removed,
-    Sample,
-    Sampled,
-    State,
-    Stats,
-    Tickets,
-    Version,
-    held_bytes,
-)
+from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
-from engram.remote.served import ASK_AGAIN_S, Drawn, Limits, ServedStorage
-from engram.remote.streaming import WritesUnderWay
+from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
 from engram.types import Write
@@ -55,15 +37,173 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
     from engram.persist.roles import Roles
-    from engram.remote.commands import Served
     from engram.remote.connection import Answer, Connection
     from engram.types import Info, WritePlan
+
+
+#: What may be under way. A larger message goes alone.
+CREDIT_BYTES, CREDIT_MESSAGES = 4 << 20, 4
+#: A thread that has nothing to send ends after it.
+_IDLE_THREAD_S = 1.0
+#: For how long the end of a buffer waits for an answer.
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class _Rows(NamedTuple):
+    """The rows of one write."""
+
+    batch: pa.RecordBatch
+    lanes: frozenset[int]
+
+
+class WritesUnderWay:
+    """Rows on their way to a server, in order. A thread sends them, those that wait together in one message, until there are none.
+
+    It owns what is under way, what was dropped, and the error that the next call raises.
+    """
+
+    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
+        """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
+        self._full, self._send = full, send
+        self._rows: deque[_Rows] = deque()
+        self._changed = threading.Condition(fork.lock())
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._refused = self._closed = False
+        #: Rows that were not written: there were no credits for them, or the server raised.
+        self.dropped = 0
+        fork.registered(self)
+
+    @property
+    def rows(self) -> int:
+        """Under way."""
+        return sum(one.batch.num_rows for one in tuple(self._rows))
+
+    def put(self, batch: pa.RecordBatch, lanes: frozenset[int]) -> None:
+        """Send rows, which are copied, and do not wait for the answer.
+
+        Raises:
+            RateLimited: there are no credits, and ``full`` is ``"raise"``. NotAdmitted: there are none because the limits of the store
+                refuse the rows that were sent; the caller waits. What an earlier write raised.
+        """
+        with self._changed:
+            self._raise()
+            while not self._has_credits(batch.nbytes):
+                if self._full == "drop":
+                    self.dropped += batch.num_rows
+                    return
+                if self._full == "raise":
+                    raise RateLimited(
+                        f"extend: expected at most {CREDIT_MESSAGES} writes or {CREDIT_BYTES} bytes under way, got {len(self._rows)} "
+                        f"before this one of {batch.nbytes} bytes. Write less often, or connect with full='block'."
+                    )
+                if self._refused:
+                    raise NotAdmitted(batch.num_rows)
+                self._changed.wait(_IDLE_THREAD_S)
+                self._raise()
+            self._rows.append(_Rows(_copied(batch), lanes))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engram-writes", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """As :meth:`settle`, and leave what one of them raised to the next write."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._rows or self._refused)
+
+    def settle(self, seconds: float | None = None) -> None:
+        """Wait for the answers to all writes; those that the limits of the store refuse stay under way. Raises what one of them raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._rows or self._refused or self._error is not None, seconds)
+            self._raise()
+
+    def close(self, *, wait: bool) -> None:
+        """Wait for answers, for seconds at most, and warn of rows that have none, and of an error that no call has raised. Repeatable."""
+        why, failed = "the server did not admit or acknowledge them", False
+        with self._changed:
+            # Those that limits refuse now, too: they may be admitted yet.
+            self._changed.wait_for(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
+            try:
+                self._raise()
+            except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
+                why, failed = str(error), True
+            left, self._closed = self.rows, True
+            self._rows.clear()
+            self._changed.notify_all()
+        if left or failed:
+            rows = f"{left} rows" if left else "rows of an earlier write"
+            warnings.warn(f"close: {rows} are not known to be written: {why}.", RuntimeWarning, stacklevel=2)
+
+    def after_fork(self) -> None:
+        """In a child: what is under way is its parent's."""
+        self._rows.clear()
+        self._thread = None
+
+    def _has_credits(self, nbytes: int) -> bool:
+        rows = self._rows
+        under_way = sum(one.batch.nbytes for one in rows)
+        return not rows or (len(rows) < CREDIT_MESSAGES and under_way + nbytes <= CREDIT_BYTES)
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        most = CREDIT_MESSAGES
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._rows or self._closed, _IDLE_THREAD_S) or self._closed:
+                    self._thread = None
+                    return
+                some = list(self._rows)[:most]
+            most = CREDIT_MESSAGES
+            try:
+                self._send(_together([one.batch for one in some]), len(frozenset().union(*(one.lanes for one in some))))
+            except NotAdmitted:  # fewer rows may be admitted
+                most = 1
+                with self._changed:
+                    self._refused = True
+                    self._changed.notify_all()
+                    self._changed.wait(RETRY_INTERVAL_S)
+            except Exception as error:  # noqa: BLE001 - the next call raises it
+                if len(some) > 1 and isinstance(error, ValueError):  # more than the limits can ever admit at once
+                    most = 1
+                    continue
+                self._done(some, error)
+            else:
+                self._done(some)
+
+    def _done(self, some: list[_Rows], error: Exception | None = None) -> None:
+        with self._changed:
+            for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
+                self._rows.popleft()
+                self.dropped += 0 if error is None else one.batch.num_rows
+            self._error, self._refused = error or self._error, False
+            self._changed.notify_all()
+
+
+def _copied(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """In memory of its own: the caller may change its tensors."""
+    arrays = []
+    for array in batch.columns:
+        raw = pa.py_buffer(array.buffers()[1].to_pybytes())
+        arrays.append(pa.FixedSizeBinaryArray.from_buffers(array.type, len(array), [None, raw]))
+    return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
+
+
+def _together(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
 _EDIT_BYTES = 16
 
 #: So many bytes fit into the buffers of a connection whose server does not read.
-_UNREAD = 32 << 10
+_MAX_UNREAD_BYTES = 32 << 10
 
 
 class ServedLimits(Limits):
@@ -75,9 +215,9 @@ class ServedLimits(Limits):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def state(self) -> State:
+    def state(self) -> protocol.State:
         """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
-        return self._connection.ask("stats", Stats(), State)
+        return self._connection.ask("stats", protocol.Stats(), protocol.State)
 
     @property
     def limit(self) -> tuple[float, float, int, int]:
@@ -98,7 +238,7 @@ class ServedLimits(Limits):
 
     def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
         """Sleep until the server is to be asked again."""
-        time.sleep(min(seconds, ASK_AGAIN_S))
+        time.sleep(min(seconds, RETRY_INTERVAL_S))
         return True
 
     def count_limit_wait(self, samples: bool) -> None:
@@ -106,7 +246,7 @@ class ServedLimits(Limits):
 
 
 class RemoteStorage(ServedStorage):
-    """A store that a server has open."""
+    """The rows of a store that a server has open."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -135,7 +275,7 @@ class RemoteStorage(ServedStorage):
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
     @property
-    def served(self) -> Served:
+    def served(self) -> protocol.Served:
         return self.connection.served
 
     @property
@@ -146,19 +286,19 @@ class RemoteStorage(ServedStorage):
     def requested_size(self) -> int:
         return self.connection.served.requested_size
 
-    def state(self) -> State:
+    def state(self) -> protocol.State:
         if self._under_way is not None:
             self._under_way.wait()
         return self._limits.state()
 
     def gauges(self) -> dict[str, float]:
         try:
-            return self.connection.ask("gauges", Gauges(), dict[str, float])
+            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float])
         except ValueError:  # a server of an older engram knows no such command
             return {}
 
     def consumer_version(self, at_least: int | None = None) -> int:
-        return self.connection.ask("version", Version(at_least), int)
+        return self.connection.ask("version", protocol.Version(at_least), int)
 
     def counters(self) -> dict[str, float]:
         counters = super().counters()
@@ -174,19 +314,19 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        if held_bytes(rows, self._schema.row_bytes) > MAX_MESSAGE:
+        if protocol.held_bytes(rows, self._schema.row_bytes) > protocol.MAX_MESSAGE:
             raise ValueError(
-                f"sample: batch_size: expected batches of at most {MAX_MESSAGE} bytes over a connection, got {rows} rows of "
-                f"{self._schema.row_bytes} bytes and {BESIDE_ROW} beside them."
+                f"sample: batch_size: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {rows} rows of "
+                f"{self._schema.row_bytes} bytes and {protocol.BESIDE_ROW} beside them."
             )
-        self.ask(Sample(rows, [key & (1 << 64) - 1 for key in keys]))
+        self.ask(protocol.Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
-    def ask(self, command: Sample) -> None:
+    def ask(self, command: protocol.Sample) -> None:
         """Send a command, and do not wait for its answer."""
         with self._learning.lock:
             self._learning.send(Message(msgspec.json.encode(command)))
 
-    def redraw(self, command: Sample) -> list[Drawn]:
+    def redraw(self, command: protocol.Sample) -> list[Drawn]:
         """What a command draws, whatever is under way. Raises as :meth:`answer`."""
         with self._redrawing.lock:
             try:
@@ -220,8 +360,8 @@ class RemoteStorage(ServedStorage):
                 self._learning.forget()  # of one that was interrupted
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
-        said = msgspec.json.decode(answer.said, type=Sampled)
-        fields, counts = len(self._schema.fields), [math.prod(shape) for shape in said.sizes]
+        metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
+        fields, counts = len(self._schema.fields), [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 
         def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor]]) -> Drawn:
@@ -229,12 +369,12 @@ class RemoteStorage(ServedStorage):
             tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
-            last = said.last and number == len(counts) - 1
-            mass = said.masses[number] if said.masses else None
+            last = metadata.last and number == len(counts) - 1
+            mass = metadata.masses[number] if metadata.masses else None
             return Drawn(tensors[:fields], tensors[fields], info, last, mass)
 
         batches = wire.batches_in(answer.rows, answer.columns, counts)
-        return [partial(drawn, *of) for of in zip(itertools.count(), said.sizes, batches, strict=False)]
+        return [partial(drawn, *of) for of in zip(itertools.count(), metadata.sizes, batches, strict=False)]
 
     def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
         outside = rows[(rows < -1) | (rows >= self.max_size)]
@@ -246,20 +386,20 @@ class RemoteStorage(ServedStorage):
         batch = wire.record_batch(_PRIORITIES, [rows, priorities, numbers], len(rows))
         with self._learning.lock:
             self._unread += batch.nbytes
-            if self._unread > _UNREAD:  # a server that waits for us to read its batches does not read
+            if self._unread > _MAX_UNREAD_BYTES:  # a server that waits for us to read its batches does not read
                 self._learning.settle()
                 self._unread = batch.nbytes
-            self._learning.send(Message(msgspec.json.encode(Prioritize()), batch, again=False), answered=False)
+            self._learning.send(Message(msgspec.json.encode(protocol.Prioritize()), batch, again=False), answered=False)
 
     def can_sample(self, rows: int) -> bool:
-        return bool(self.connection.ask("can_sample", CanSample(rows), bool))
+        return bool(self.connection.ask("can_sample", protocol.CanSample(rows), bool))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if held_bytes(n, self._schema.row_bytes) > MAX_MESSAGE:
+        if protocol.held_bytes(n, self._schema.row_bytes) > protocol.MAX_MESSAGE:
             raise ValueError(
-                f"extend: expected at most {MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
+                f"extend: expected at most {protocol.MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
             )
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
@@ -284,12 +424,12 @@ class RemoteStorage(ServedStorage):
         while True:
             self._numbers += [1] * (len(each) - len(self._numbers))
             number, *more = self._numbers[: len(each)]
-            command = Append(self._writer, number, more) if self._once else Append()
+            command = protocol.Append(self._writer, number, more) if self._once else protocol.Append()
             resumed = self._writing.resumed
             try:
                 self._writing.send(Message(msgspec.json.encode(command), batch, again=self._once))
                 answer = self._writing.receive()
-            except NotOnce as error:
+            except protocol.NotOnce as error:
                 # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
                 self._once = number > 1
                 self._rename()
@@ -316,13 +456,14 @@ class RemoteStorage(ServedStorage):
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``: the server is read-only, or of an older engram. ``ValueError``: too many. ``ConnectionError``."""
         super().check_removal(rows)
-        if held_bytes(len(rows), _EDIT_BYTES) > MAX_MESSAGE:
+        if protocol.held_bytes(len(rows), _EDIT_BYTES) > protocol.MAX_MESSAGE:
             raise ValueError(
-                f"remove: expected at most {MAX_MESSAGE} bytes at once over a connection, got {len(rows)} rows. Remove fewer at once."
+                f"remove: expected at most {protocol.MAX_MESSAGE} bytes at once over a connection, got {len(rows)} rows. "
+                "Remove fewer at once."
             )
         self._arrive()
         try:
-            self.connection.ask("can_remove", CanRemove(), dict)
+            self.connection.ask("can_remove", protocol.CanRemove(), dict)
         except ValueError as error:  # a server of an older engram knows no such command
             raise RuntimeError(
                 f"remove: the server at {self.connection.access} is of an older engram, which removes no rows over a connection. Serve the "
@@ -341,16 +482,18 @@ class RemoteStorage(ServedStorage):
             if not len(rows):
                 return 0
             resumed = self._editing.resumed
-            removed = msgspec.json.decode(self._edit(Remove(), rows, tickets).said, type=Removed).removed
+            removed = msgspec.json.decode(
+                self._edit(protocol.Remove(), rows, tickets).metadata, type=protocol.Removed
+            ).removed
             if self._editing.resumed != resumed:
                 removed = int((self._tickets(torch.unique(rows)) < 0).sum())
             return removed
 
     def _tickets(self, rows: Tensor) -> Tensor:
-        answer = self._edit(Tickets(), rows, torch.full_like(rows, -1))
+        answer = self._edit(protocol.Tickets(), rows, torch.full_like(rows, -1))
         return wire.tensors_in(answer.rows, answer.columns)[0]
 
-    def _edit(self, command: Tickets | Remove, rows: Tensor, tickets: Tensor) -> Answer:
+    def _edit(self, command: protocol.Tickets | protocol.Remove, rows: Tensor, tickets: Tensor) -> Answer:
         try:
             batch = wire.record_batch(_EDITS, [rows, tickets], len(rows))
             self._editing.send(Message(msgspec.json.encode(command), batch))
@@ -360,16 +503,18 @@ class RemoteStorage(ServedStorage):
 
     def empty(self, *, keep_write_count: bool) -> None:
         self._arrive()
-        self.connection.ask("empty", Empty(keep_write_count), dict)
+        self.connection.ask("empty", protocol.Empty(keep_write_count), dict)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """What ``ReplayBuffer.end_trajectory`` does."""
         self._arrive()
         named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
-        rows = self.connection.ask("end_trajectory", EndTrajectory(lanes.tolist(), terminated, named), list[int])
+        rows = self.connection.ask(
+            "end_trajectory", protocol.EndTrajectory(lanes.tolist(), terminated, named), list[int]
+        )
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
-    def limit_part(self, limit: Limit) -> None:
+    def limit_part(self, limit: protocol.Limit) -> None:
         """Set limits of several stores, of which this is one."""
         self.connection.ask("limit", limit, dict)
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 from torch import Tensor
 
-from engram._dtypes import DTYPE_NAMES
-from engram._native import Layout, received
+from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field
-from engram.store.memory import dlpack_specs
+from engram.store.memory import DTYPE_NAMES, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,8 +41,8 @@ class Column(NamedTuple):
 
     def field(self) -> pa.Field:
         """As a field of an Arrow schema."""
-        said = {"dtype": self.dtype, "shape": json.dumps(self.shape)}
-        return pa.field(self.name, pa.binary(self.nbytes), nullable=False, metadata=said)
+        metadata = {"dtype": self.dtype, "shape": json.dumps(self.shape)}
+        return pa.field(self.name, pa.binary(self.nbytes), nullable=False, metadata=metadata)
 
 
 #: Of rows by number, with the tickets that they have or must have; and of new priorities.
@@ -90,13 +89,13 @@ def columns_in(schema: pa.Schema) -> list[Column]:
 
 
 def _column_in(field: pa.Field) -> Column:
-    said = field.metadata or {}
+    metadata = field.metadata or {}
     try:
-        shape = [operator.index(size) for size in json.loads(said[b"shape"])]
-        column = Column(field.name, said[b"dtype"].decode(), tuple(shape))
+        shape = [operator.index(size) for size in json.loads(metadata[b"shape"])]
+        column = Column(field.name, metadata[b"dtype"].decode(), tuple(shape))
         good = min(shape, default=0) >= 0 and field.type == pa.binary(column.nbytes)
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"column {field.name!r:.80}: expected a dtype and a shape, got {said!r:.80}.") from error
+        raise ValueError(f"column {field.name!r:.80}: expected a dtype and a shape, got {metadata!r:.80}.") from error
     if not good:
         raise ValueError(
             f"column {field.name!r:.80}: expected {column.nbytes} bytes a row, as its dtype and shape say, got {field.type}."

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import torch
 
-from engram._raw import raw_bytes
-from engram._words import count, said_share
+from engram._support.copies import raw_bytes
+from engram._support.words import count, said_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.tables import HAS_FIRST, HAS_LAST

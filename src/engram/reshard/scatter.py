@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engram._dtypes import DTYPE_OF
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.description import table_name
@@ -27,6 +26,7 @@ from engram.reshard.shards import (
     windows,
     zeroed_window,
 )
+from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

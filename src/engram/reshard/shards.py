@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engram import _native
-from engram._dtypes import DTYPE_OF
+from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.format.problems import corrupt
@@ -20,6 +19,7 @@ from engram.persist import parts
 from engram.persist.roles import ENDS
 from engram.persist.rows import read_rows_state, stretches
 from engram.reshard.plan import Source, within
+from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
     import contextlib
@@ -114,7 +114,7 @@ def put(source: Tensor, begin: int, extents: Extents, tensor: Tensor) -> None:
     near = extents.near(begin, end)
     if tensor.is_cpu:
         size = source.nbytes // max(1, len(source))
-        _native.place_runs(
+        native.place_runs(
             source.data_ptr(),
             begin,
             len(source),

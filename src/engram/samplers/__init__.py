@@ -1,6 +1,6 @@
 """Samplers say which rows to read."""
 
-from engram._absent import moved_names
+from engram._support.absent import moved_names
 from engram.samplers._base import check_drawable, declared
 from engram.samplers.consuming import ConsumingSampler
 from engram.samplers.epoch import SamplerWithoutReplacement

@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from engram import _fork
-from engram._checks import as_numbers
-from engram._overrides import overrides
-from engram._tensordict import is_tensor_collection
-from engram._words import warn
-from engram.components import Component, adopt
+from engram._support import fork
+from engram._support.checks import as_numbers
+from engram._support.field_paths import as_paths, checked_path, public
+from engram._support.overrides import overrides
+from engram._support.state import prepare_load, saved
+from engram._support.tensordicts import is_tensor_collection
+from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
-from engram.field_paths import as_paths, checked_path, public
-from engram.state import prepare_load, saved
+from engram.persist.noted import Component, adopt
 from engram.store import Key
 from engram.types import Declared, Draw, Traits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engram.field_paths import FieldPath
+    from engram._support.field_paths import FieldPath
     from engram.store import Masses
-    from engram.types import Commit, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Entry, Extent, Info, NativeBatch, Sampler, Shown, Write
 
 
 def check_drawable(size: int) -> None:
@@ -335,7 +336,7 @@ def key_for(*storages: SampledStorage, generator: torch.Generator | None = None)
     """A key of torch's default generator, or of another, for a draw of this process alone from storages."""
     key = Key()
     key.draw(generator=generator)
-    key.mix(_fork.stream(*(0 if it.memory is None else it.memory.participant for it in storages)))
+    key.mix(fork.stream(*(0 if it.memory is None else it.memory.participant for it in storages)))
     return key
 
 
@@ -391,7 +392,7 @@ class NativeSampler(DeclaredSampler, metaclass=ABCMeta):
 
 # ---- samplers with a ``sample`` of the user's own -----------------------------------------------------------------------
 
-_one_by_one = _fork.rlock()
+_one_by_one = fork.rlock()
 
 
 def _draw_by_sample(self: Any, extent: Extent, batch_size: int, key: int) -> Draw:
@@ -527,7 +528,7 @@ class _Reading(_Adapted):
     def __init__(self, inner: Sampler, reads: object) -> None:
         super().__init__(inner)
         self._keys = as_paths(reads, f"{type(inner).__name__}: reads") or ()
-        self._drawing = _fork.rlock()
+        self._drawing = fork.rlock()
         for name in ("bind", "moved"):
             vars(self).pop(name, None)
 

@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._checks import check_count
-from engram.consumption import KIND, ConsumptionIndex
+from engram._support.checks import check_count
+from engram._support.state import Change, check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers.prioritized import rows_of
-from engram.state import Change, check_keys, integer, tensor_in, typed
 from engram.store import Masses, check_index_name
+from engram.store.row_indexes import ConsumptionIndex
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.types import Commit, Extent, SampledStorage, Write
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, Write
 
-_MOST = 1 << 24
+_MAX_SAMPLE_COUNT = 1 << 24
 
 
 class ConsumingSampler(NativeSampler):
@@ -63,11 +64,13 @@ class ConsumingSampler(NativeSampler):
 
     traits = NativeSampler.traits._replace(has_epochs=True, consumes=True)
     noted = ("max_sample_count",)
-    _index_kind = KIND
+    _index_kind = ConsumptionIndex.kind
 
     def __init__(self, max_sample_count: int = 1, *, index: str = "main") -> None:
         check_index_name(index, "ConsumingSampler: index")
-        self.max_sample_count = check_count("ConsumingSampler: max_sample_count", max_sample_count, most=_MOST - 1)
+        self.max_sample_count = check_count(
+            "ConsumingSampler: max_sample_count", max_sample_count, most=_MAX_SAMPLE_COUNT - 1
+        )
         self.index_name = index
         self._storage: SampledStorage | None = None
         self._index: ConsumptionIndex | None = None
@@ -209,7 +212,7 @@ class ConsumingSampler(NativeSampler):
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "ConsumingSampler"
         check_keys(state_dict, ("max_sample_count", "counts", "ran_out"), where)
-        most = integer(state_dict, "max_sample_count", 1, _MOST, where)
+        most = integer(state_dict, "max_sample_count", 1, _MAX_SAMPLE_COUNT, where)
         if most != self.max_sample_count:
             raise IncompatibleCheckpoint(
                 f"{where}: max_sample_count: expected {self.max_sample_count} as here, got {most}. Make it with max_sample_count={most}."

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 
-from engram import _native
-from engram.epochs import KIND, NONE, EpochIndex, checked_progress
+from engram._support import native
+from engram._support.state import Change, typed
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import Change, typed
 from engram.store import Masses, check_index_name
+from engram.store.row_indexes import NONE, EpochIndex, checked_progress
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.epochs import Progress
-    from engram.storages import Storage
     from engram.store import Key, Store
-    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
+    from engram.store.row_indexes import Progress
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, Info, NativeBatch, Shown, Write
 
 #: Rows that are looked at together.
 _SOME = 256
 
 
+class _Numbered(Protocol):
+    """A storage that counts its tickets."""
+
+    def next_number(self) -> int:
+        """The ticket number of the next write."""
+
+
 def _next_number(storage: SampledStorage) -> int:
     """The ticket number of the next write."""
-    return int(cast("Storage", storage).next_number())
+    return cast("_Numbered", storage).next_number()
 
 
 class SamplerWithoutReplacement(NativeSampler):
@@ -61,7 +68,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     traits = NativeSampler.traits._replace(reads_natively=True, draws_once=True, has_epochs=True, can_rewind=True)
     noted = ("drop_last", "shuffle")
-    _index_kind = KIND
+    _index_kind = EpochIndex.kind
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"
@@ -183,16 +190,16 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def _ranks(self, order: int, ranks: int, start: int, count: int) -> Tensor:
         """The ranks that come at some places of an epoch."""
-        found = _native.empty_rows(count)
+        found = native.empty_rows(count)
         if self.shuffle:
-            _native.permute(order, ranks, start, found)
+            native.permute(order, ranks, start, found)
         else:
             torch.arange(start, start + count, out=found, device="cpu")
         return found
 
     def _listed(self, storage: SampledStorage, n: int, key: int) -> Tensor:
         """Rows of a storage that is no store: as ``core.take``."""
-        core, rows = self._own.core, _native.empty_rows(0)
+        core, rows = self._own.core, native.empty_rows(0)
         while True:
             ranks, clock = sum(storage.extent().filled), _next_number(storage)  # an epoch that begins has rows of now
             whole = self.drop_last and not len(rows)

@@ -8,24 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers, check_count, check_number
-from engram._devices import named_device
-from engram._unsupported import reject_unsupported
-from engram._words import warn
+from engram._support.checks import as_numbers, check_count, check_number
+from engram._support.devices import named_device
+from engram._support.state import Change, check_keys, tensor_in
+from engram._support.unsupported import reject_unsupported
+from engram._support.words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
-from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
 from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
-from engram.state import Change, check_keys, tensor_in
 from engram.store import check_index_name
+from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.priorities import Numbers, Priorities
     from engram.store import Key, Masses
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
+    from engram.store.priorities import Numbers, Priorities
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, Shown
 
 #: ``[B, m]`` to ``[B]``.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,7 +86,7 @@ class PrioritizedSampler(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
-    _index_kind = KIND
+    _index_kind = PriorityIndex.kind
     normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
     #: Whether the tree lies on the accelerator where the rows are, or is to lie there; None: as the store has it.
     on_device: bool | None = None

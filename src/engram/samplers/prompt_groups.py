@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from engram._checks import check_count
-from engram._words import warn
+from engram._support.checks import check_count
+from engram._support.field_paths import checked_path, public
+from engram._support.retries import Retries
+from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable
-from engram.field_paths import checked_path, public
-from engram.retries import Retries
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.store import check_index_name
 from engram.types import Draw
@@ -18,9 +18,10 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.field_paths import FieldPath
-    from engram.groups import Groups
-    from engram.types import Extent, SampledStorage
+    from engram._support.field_paths import FieldPath
+    from engram.store.row_indexes import Groups
+    from engram.store.sampled import SampledStorage
+    from engram.types import Extent
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
 

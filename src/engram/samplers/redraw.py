@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from engram import _native
-from engram._checks import check_count, check_number
+from engram._support import native
+from engram._support.checks import check_count, check_number
+from engram._support.retries import Retries
 from engram.errors import EMPTY, NoSampleable, RowError
-from engram.retries import Retries
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.store import Masses
 from engram.types import Draw
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.samplers._base import DeclaredSampler
-    from engram.types import Extent, Info, SampledStorage
+    from engram.store.sampled import SampledStorage
+    from engram.types import Extent, Info
 
 
 class DrawOverBatch(Draw):
@@ -188,14 +189,14 @@ class RandomSampler(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         check_drawable(extent.size)
-        ranks = _native.empty_rows(batch_size)
-        _native.uniform(key, extent.size, ranks)
+        ranks = native.empty_rows(batch_size)
+        native.uniform(key, extent.size, ranks)
         rows = extent.rows(ranks)
         if self.recent_share:
-            lanes, rest = torch.arange(len(extent.filled), device="cpu"), _native.empty_rows(1)
-            _native.uniform(key ^ _REST, 1 << 53, rest)
-            places = _native.empty_rows(int(self.recent_share * batch_size + int(rest) / (1 << 53)))
-            _native.uniform(key ^ _RECENT, sum(min(n, self.recent_steps) for n in extent.filled), places)
+            lanes, rest = torch.arange(len(extent.filled), device="cpu"), native.empty_rows(1)
+            native.uniform(key ^ _REST, 1 << 53, rest)
+            places = native.empty_rows(int(self.recent_share * batch_size + int(rest) / (1 << 53)))
+            native.uniform(key ^ _RECENT, sum(min(n, self.recent_steps) for n in extent.filled), places)
             new = extent.in_order(lanes, self.recent_steps, places)
             rows[: len(new)] = new
         return Draw(rows)

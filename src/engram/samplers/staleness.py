@@ -7,66 +7,29 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from engram import _fork, _native
-from engram._checks import check_count
+from engram._support import fork, native
+from engram._support.checks import check_count
+from engram._support.field_paths import checked_path, plain, public
+from engram._support.state import Change, check_keys, integer
 from engram.errors import NoSampleable
-from engram.field_paths import checked_path, plain, public
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import Change, check_keys, integer
-from engram.store import INDEX_KINDS, LockedIndex, Masses, check_index_name, private_block
+from engram.store import Masses, check_index_name
+from engram.store.row_indexes import ConsumerVersionIndex
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.field_paths import FieldPath
-    from engram.store import Block, Store
-    from engram.types import Commit, Extent, SampledStorage
-
-#: Names the kind of index in a store's folder: never changes.
-KIND = "consumer"
-
-
-class ConsumerVersionIndex(LockedIndex[_native.ConsumerVersion]):
-    """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`own`."""
-
-    make_core = _native.ConsumerVersion
-
-    @classmethod
-    def free_lock(cls, block: Block) -> None:
-        """There is none. Raises as :meth:`LockedIndex.free_lock`."""
-        cls(block, None)
-
-    def count(self, stats: dict[str, float]) -> None:
-        """As :meth:`Index.count`: the version; of several the newest."""
-        stats["consumer_version"] = max(self.core.version, stats.get("consumer_version", self.core.version))
-
-    @classmethod
-    def own(cls) -> ConsumerVersionIndex:
-        """One in private memory."""
-        block = private_block(_native.consumer_version_bytes)
-        _native.format_consumer_version(block.address, block.nbytes)
-        return cls(block, None)
-
-    @classmethod
-    def of_store(cls, store: Store, name: str) -> ConsumerVersionIndex:
-        """The index of a store under a name. Raises ``ValueError``: not a name of an index. ``OSError``: no space for its file."""
-        check_index_name(name)
-
-        def make(block: Block) -> None:
-            _native.format_consumer_version(block.address, block.nbytes)
-
-        index: ConsumerVersionIndex = store.indexes.lasting(name, KIND, _native.consumer_version_bytes, make)[0]
-        return index
-
-
-INDEX_KINDS[KIND] = ConsumerVersionIndex
+    from engram._support.field_paths import FieldPath
+    from engram.store import Store
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Extent
 
 
 #: Versions are counted in int64, and drawn by in float64.
-_MOST = 1 << 53
+_VERSION_LIMIT = 1 << 53
 #: So often versions are read again where all of them moved meanwhile, as writers are faster.
-_LOOKS = 16
+_MAX_READS = 16
 
 
 class StalenessAwareSampler(NativeSampler):
@@ -107,7 +70,7 @@ class StalenessAwareSampler(NativeSampler):
     [2, 3, 4, 5]
     """
 
-    _index_kind = KIND
+    _index_kind = ConsumerVersionIndex.kind
 
     def __init__(
         self,
@@ -126,11 +89,11 @@ class StalenessAwareSampler(NativeSampler):
         self._weigh = staleness_weight_fn
         self._key = checked_path(version_key, "StalenessAwareSampler: version_key")
         self.index_name = index
-        self._drawing = _fork.rlock()
+        self._drawing = fork.rlock()
         self._storage: SampledStorage | None = None
         self._own = ConsumerVersionIndex.own()
         self._index: ConsumerVersionIndex | None = None
-        self._table: tuple[Store, _native.VersionTable] | None = None
+        self._table: tuple[Store, native.VersionTable] | None = None
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
@@ -141,7 +104,9 @@ class StalenessAwareSampler(NativeSampler):
 
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
-        self._max_staleness = check_count("StalenessAwareSampler: max_staleness", value, least=-1, most=_MOST - 1)
+        self._max_staleness = check_count(
+            "StalenessAwareSampler: max_staleness", value, least=-1, most=_VERSION_LIMIT - 1
+        )
 
     @property
     def version_key(self) -> str | FieldPath:
@@ -259,7 +224,7 @@ class StalenessAwareSampler(NativeSampler):
             weights = torch.where(staleness <= self.max_staleness, weights, 0.0)
         return weights.contiguous()
 
-    def _caught_up(self, storage: SampledStorage) -> _native.VersionTable:
+    def _caught_up(self, storage: SampledStorage) -> native.VersionTable:
         """The versions of all rows, as they are now."""
         if not storage.traits.has_fields:
             raise TypeError(
@@ -269,9 +234,9 @@ class StalenessAwareSampler(NativeSampler):
         store = storage.memory
         assert store is not None  # it has rows
         if self._table is None or self._table[0] is not store:
-            self._table = store, _native.VersionTable(store.core, store.control_memory)
+            self._table = store, native.VersionTable(store.core, store.control_memory)
         table = self._table[1]
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_READS):
             rows, numbers = table.catch_up()
             if not len(rows):
                 break
@@ -313,8 +278,8 @@ class StalenessAwareSampler(NativeSampler):
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "StalenessAwareSampler"
         check_keys(state_dict, ("consumer_version", "max_staleness"), where)
-        version = integer(state_dict, "consumer_version", -_MOST + 1, _MOST, where)
-        return Change(self._take, version, integer(state_dict, "max_staleness", -1, _MOST, where))
+        version = integer(state_dict, "consumer_version", -_VERSION_LIMIT + 1, _VERSION_LIMIT, where)
+        return Change(self._take, version, integer(state_dict, "max_staleness", -1, _VERSION_LIMIT, where))
 
     def _take(self, version: int, max_staleness: int) -> None:
         self._version().core.version = version
@@ -334,11 +299,13 @@ class StalenessAwareSampler(NativeSampler):
     def __setstate__(self, state: dict[str, object]) -> None:
         version = cast("int", state.pop("version"))
         self.__dict__.update(state)
-        self._drawing, self._own = _fork.rlock(), ConsumerVersionIndex.own()
+        self._drawing, self._own = fork.rlock(), ConsumerVersionIndex.own()
         self._own.core.version = version
         self._storage = self._index = self._table = None
 
 
 def check_version(value: object) -> int:
     """A consumer's version. Raises ``TypeError``, ``ValueError``: none."""
-    return check_count("StalenessAwareSampler: consumer_version", value, least=-_MOST + 1, most=_MOST - 1)
+    return check_count(
+        "StalenessAwareSampler: consumer_version", value, least=-_VERSION_LIMIT + 1, most=_VERSION_LIMIT - 1
+    )

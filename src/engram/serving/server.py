@@ -1,50 +1,38 @@
-"""An Arrow Flight server of one store."""
+"""An Arrow Flight server of one store, and the process that runs it: ``engram serve``."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
+import signal
+import socket
+import stat
+import tempfile
 import threading
 import time
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import pyarrow as pa
 import torch
-from pyarrow import flight
+from pyarrow import ArrowException, flight
 
-from engram.remote import wire
-from engram.remote.commands import (
-    ACTIONS,
-    LEAVING,
-    MAX_MESSAGE,
-    Append,
-    Prioritize,
-    Remove,
-    Removed,
-    Sample,
-    Tickets,
-    decoded,
-    held_bytes,
-    refusal_of,
-)
-from engram.serving.service import TooMany
+from engram.buffer.prioritized import ReplayBuffer
+from engram.remote import protocol, wire
+from engram.serving.service import Service, TooMany
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engram.remote.addresses import Address
-    from engram.serving.service import Service
 
-C = TypeVar("C", bound=msgspec.Struct)
-_LEARN = cast("type[Sample | Prioritize]", Sample | Prioritize)
-_EDIT = cast("type[Tickets | Remove]", Tickets | Remove)
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
 #: For how long a server that is to end waits for its clients.
-_LEAVE_S = 5.0
+_DRAIN_TIMEOUT_S = 5.0
 
 
 #: Errors that Flight knows.
@@ -52,7 +40,7 @@ refusal, broken, away = flight.FlightUnauthenticatedError, flight.FlightServerEr
 
 
 class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Lets calls in that bring the token."""
+    """Middleware that refuses calls without the token."""
 
     def __init__(self, token: bytes) -> None:
         super().__init__()
@@ -68,10 +56,10 @@ class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
-    """Answers until :meth:`drain`. Rows and commands are checked before anything is done."""
+    """An Arrow Flight server that answers until :meth:`drain`. Rows and commands are checked before anything is done."""
 
     def __init__(
-        self, service: Service, address: Address, *, token: bytes = b"", tls: tuple[bytes, bytes] | None = None
+        self, service: Service, address: protocol.Address, *, token: bytes = b"", tls: tuple[bytes, bytes] | None = None
     ) -> None:
         self._service = service
         self._lock = threading.Lock()
@@ -96,13 +84,14 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def _done(self, action: flight.Action) -> object:
         """What is answered."""
         try:
-            kind = ACTIONS.get(action.type)
+            kind = protocol.ACTIONS.get(action.type)
             if kind is None:
-                raise ValueError(f"expected one of the commands {', '.join(ACTIONS)}, got {action.type!r:.40}.")
-            command = decoded(kind, action.body.to_pybytes() or b"{}", action.type)
-            return self._service.do(action.type, command)
+                raise ValueError(
+                    f"expected one of the commands {', '.join(protocol.ACTIONS)}, got {action.type!r:.40}."
+                )
+            return self._service.do(protocol.decoded(kind, action.body.to_pybytes() or b"{}", action.type))
         except Exception as error:  # noqa: BLE001 - the client raises it
-            return refusal_of(error)
+            return protocol.refusal_of(error)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -120,7 +109,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def list_actions(self, context: object) -> list[tuple[str, str]]:  # noqa: ARG002 - Flight's
         """The commands, and what they do."""
-        return [(name, kind.__doc__ or "") for name, kind in ACTIONS.items()]
+        return [(name, kind.__doc__ or "") for name, kind in protocol.ACTIONS.items()]
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 
@@ -132,10 +121,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
-        kind = _STREAMS.get(descriptor.command)
-        if kind is None:
+        name = next((name for name in protocol.STREAMS if name.encode() == descriptor.command), None)
+        if name is None:
             raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
-        stream = kind(self._service, reader, writer)
+        stream = _Stream(self._service, name, reader, writer)
         with self._lock:
             if self._draining or len(self._streams) >= MAX_STREAMS:
                 raise away("the server leaves, or has as many streams as it takes")
@@ -169,7 +158,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         telling = [threading.Thread(target=leave, daemon=True) for leave in streams]
         for thread in telling:
             thread.start()
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         for thread in telling:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
@@ -177,17 +166,17 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         return idle and not any(thread.is_alive() for thread in telling)
 
 
-class _Stream(Generic[C]):
-    """One client's messages, in order."""
-
-    #: What messages say.
-    commands: ClassVar[type[msgspec.Struct]]
-    call = ""
+class _Stream:
+    """One client's messages, in order: batches to draw (``learn``), rows to write (``write``) or rows that go (``edit``)."""
 
     def __init__(
-        self, service: Service, reader: flight.MetadataRecordBatchReader, writer: flight.MetadataRecordBatchWriter
+        self,
+        service: Service,
+        name: protocol.Stream,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        self.service = service
+        self.service, self._name = service, name
         self._reader, self._writer = reader, writer
         self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
         #: Held while a message is worked on.
@@ -198,14 +187,18 @@ class _Stream(Generic[C]):
 
     def run(self) -> None:
         """Answer until the client or the server leaves."""
-        self.count(1)
+        self._count(1)
         try:
             self._run()
         finally:
-            self.count(-1)
+            self._count(-1)
 
-    def count(self, change: int) -> None:
+    def _count(self, change: int) -> None:
         """A client has begun such a stream, or ended it."""
+        if self._name == "learn":
+            self.service.count_stream(change)
+        elif self._name == "write":
+            self.service.count_writer(change)
 
     def _run(self) -> None:
         while True:
@@ -216,100 +209,71 @@ class _Stream(Generic[C]):
             with self._working:
                 if self._left:
                     return
-                said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+                metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
                 try:
-                    self.answer(cast("C", decoded(self.commands, said, self.call)), chunk)
+                    self._answer(protocol.decoded(protocol.STREAMS[self._name], metadata, self._name), chunk)
                 except flight.FlightError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the client raises it
-                    self._writer.write_metadata(msgspec.json.encode(refusal_of(error)))
+                    self._writer.write_metadata(msgspec.json.encode(protocol.refusal_of(error)))
 
     def leave(self) -> None:
         """Say so, behind what is being worked on."""
         with self._working:
             self._left = True
             with contextlib.suppress(flight.FlightError, OSError):  # the client has left already
-                self._writer.write_metadata(LEAVING)
+                self._writer.write_metadata(protocol.LEAVING)
 
-    def answer(self, command: C, chunk: flight.FlightStreamChunk) -> None:
+    def _answer(self, command: msgspec.Struct, chunk: flight.FlightStreamChunk) -> None:
         """Do what a message says."""
-        raise NotImplementedError
+        service = self.service
+        match command:
+            case protocol.Sample():
+                with service.answering(command):
+                    batches = service.sample(command)
+                    metadata = msgspec.json.encode(batches.metadata)
+                    self._put(metadata, batches.columns, batches.tensors, len(batches.tensors[0]))
+            case protocol.Prioritize():
+                try:
+                    service.prioritize(*self._rows_of(chunk, wire.PRIORITIES, "prioritize"))
+                except Exception as error:  # nothing comes back
+                    raise broken(f"prioritize: {error}") from error
+            case protocol.Append():
+                rows = service.append(command, self._rows_of(chunk, service.written, "append"), chunk.data.num_rows)
+                self._put(b'{"ok":1}', wire.ROW, [rows], len(rows))
+            case protocol.Tickets():
+                held = service.tickets(self._rows_of(chunk, wire.EDITS, "edit")[0])
+                self._put(b'{"ok":1}', wire.TICKET, [held], len(held))
+            case protocol.Remove():
+                removed = service.remove(*self._rows_of(chunk, wire.EDITS, "edit"))
+                self._writer.write_metadata(msgspec.json.encode(protocol.Removed(removed)))
 
-    def put(self, said: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
+    def _put(self, metadata: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
         """Answer with rows."""
         if self._schema is None:
             self._schema = wire.arrow_schema(columns), columns
             self._writer.begin(self._schema[0])
         if columns is not self._schema[1] and columns != self._schema[1]:
             raise broken("the columns of batches have changed: begin another stream")
-        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), said)
+        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), metadata)
 
-    def rows_of(self, chunk: flight.FlightStreamChunk, expected: list[wire.Column], call: str) -> list[torch.Tensor]:
+    def _rows_of(self, chunk: flight.FlightStreamChunk, expected: list[wire.Column], call: str) -> list[torch.Tensor]:
         """The rows of a message. Raises ``ValueError``: it has none, others, or too many."""
         batch = chunk.data
         if batch is None:
             raise ValueError(f"{call}: expected rows in the message, got none.")
-        nbytes = held_bytes(batch.num_rows, _row_bytes(tuple(expected)))
-        if max(nbytes, batch.nbytes) > MAX_MESSAGE:
+        nbytes = protocol.held_bytes(batch.num_rows, _row_bytes(tuple(expected)))
+        if max(nbytes, batch.nbytes) > protocol.MAX_MESSAGE:
             raise ValueError(
-                f"{call}: expected at most {MAX_MESSAGE} bytes, got {batch.num_rows} rows, {nbytes} bytes."
+                f"{call}: expected at most {protocol.MAX_MESSAGE} bytes, got {batch.num_rows} rows, {nbytes} bytes."
             )
         if not self._checked:
             got = wire.columns_in(batch.schema)
             if got != expected:
-                raise ValueError(f"{call}: expected the columns {_said(expected)}, got {_said(got)}.")
+                raise ValueError(f"{call}: expected the columns {_column_names(expected)}, got {_column_names(got)}.")
             self._checked = True
         batch.validate()
         return wire.tensors_in(batch, expected)
-
-
-class _Learning(_Stream["Sample | Prioritize"]):
-    commands, call = _LEARN, "learn"
-
-    def count(self, change: int) -> None:
-        self.service.count_stream(change)
-
-    def answer(self, command: Sample | Prioritize, chunk: flight.FlightStreamChunk) -> None:
-        if isinstance(command, Sample):
-            with self.service.answering(command):
-                batches = self.service.sample(command)
-                self.put(msgspec.json.encode(batches.said), batches.columns, batches.tensors, len(batches.tensors[0]))
-            return
-        try:
-            self.service.prioritize(*self.rows_of(chunk, wire.PRIORITIES, "prioritize"))
-        except Exception as error:  # nothing comes back
-            raise broken(f"prioritize: {error}") from error
-
-
-class _Writing(_Stream[Append]):
-    commands, call = Append, "write"
-
-    def count(self, change: int) -> None:
-        self.service.count_writer(change)
-
-    def answer(self, command: Append, chunk: flight.FlightStreamChunk) -> None:
-        columns = self.rows_of(chunk, self.service.written, "append")
-        rows = self.service.append(command, columns, chunk.data.num_rows)
-        self.put(b'{"ok":1}', wire.ROW, [rows], len(rows))
-
-
-class _Editing(_Stream["Tickets | Remove"]):
-    commands, call = _EDIT, "edit"
-
-    def answer(self, command: Tickets | Remove, chunk: flight.FlightStreamChunk) -> None:
-        rows, tickets = self.rows_of(chunk, wire.EDITS, "edit")
-        if isinstance(command, Tickets):
-            self.put(b'{"ok":1}', wire.TICKET, [self.service.tickets(rows)], len(rows))
-        else:
-            removed = Removed(self.service.remove(rows, tickets))
-            self._writer.write_metadata(msgspec.json.encode(removed))
-
-
-_STREAMS: dict[bytes, type[_Learning | _Writing | _Editing]] = {
-    b"learn": _Learning,
-    b"write": _Writing,
-    b"edit": _Editing,
-}
 
 
 @lru_cache
@@ -317,5 +281,132 @@ def _row_bytes(columns: tuple[wire.Column, ...]) -> int:
     return sum(column.nbytes for column in columns)
 
 
-def _said(columns: list[wire.Column]) -> str:
+def _column_names(columns: list[wire.Column]) -> str:
     return ", ".join(f"{it.name} {it.dtype} {list(it.shape)}" for it in columns)[:400]
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(
+    directory: Path,
+    at: Listening,
+    ready: Callable[[protocol.Address], None],
+    also: Callable[[ReplayBuffer], object] | None = None,
+) -> None:
+    """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
+
+    ``ready`` is told the address when clients may come, and ``also`` the open buffer before. Raises what these, opening the store and
+    listening raise: then the buffer is closed, and signals and files are treated as before.
+    """
+    # where this fails, the process may go on and start programs, which inherit what is blocked
+    with contextlib.ExitStack() as otherwise:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before there are threads, which inherit it, too
+        otherwise.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+        rb = otherwise.enter_context(ReplayBuffer.open(directory))
+        if also is not None:
+            also(rb)
+        server = _server(Service(rb), at)
+        otherwise.callback(server.drain)
+        address = at.address
+        if address.scheme != "unix":
+            address = address._replace(port=server.port)
+        ready(address)
+        signal.sigwait(_SIGNALS)
+        if server.drain():  # else a command is under way
+            rb.close()
+        if address.scheme == "unix":
+            os.unlink(address.host)
+        os._exit(0)  # gRPC would wait for clients to leave
+
+
+def _server(service: Service, at: Listening) -> Server:
+    """Listens already. A socket is the user's alone as soon as it is there. Raises ``OSError``: it cannot listen there."""
+    before = os.umask(0o177)
+    try:
+        return Server(service, at.address, token=at.token, tls=at.tls)
+    except ArrowException as error:  # which gRPC's log explains, in its own words
+        raise OSError(
+            f"serve: {at.address}: cannot listen there: {error}. Expected an address that is free, and of this machine; see the log "
+            "above. Port 0 is any that is free."
+        ) from error
+    finally:
+        os.umask(before)
+
+
+class Listening(NamedTuple):
+    """The address that a server listens at, and its secrets, which its text leaves out."""
+
+    address: protocol.Address
+    token: bytes
+    tls: tuple[bytes, bytes] | None
+
+    def __repr__(self) -> str:
+        return f"Listening({self.address})"
+
+
+def listening(
+    address: str,
+    token: str | os.PathLike[str] | None,
+    tls_cert: str | os.PathLike[str] | None,
+    tls_key: str | os.PathLike[str] | None,
+    *,
+    insecure: bool,
+) -> Listening:
+    """Check that it is safe to listen there. Raises as ``engram.serve``."""
+    if (tls_cert is None) != (tls_key is None):
+        raise ValueError("serve: expected tls_cert and tls_key together, got one of them.")
+    if address == "unix:":
+        at = protocol.Address("unix", str(_own_folder() / f"{os.getpid()}.sock"))
+    else:
+        at = protocol.address_of(address, "serve", scheme="grpc" if tls_cert is None else "grpc+tls")
+    if at.scheme == "unix":
+        _check_free(Path(at.host))
+    elif (at.scheme == "grpc+tls") != (tls_cert is not None):
+        raise ValueError(
+            f"serve: expected tls_cert and tls_key for grpc+tls addresses and for no others, got {address!r}."
+        )
+    secret = protocol.token_in(token, "serve")
+    if not insecure and at.scheme != "unix":
+        if not secret:
+            who = "every user of the machine reaches it" if at.is_loopback else "other machines reach it"
+            raise ValueError(
+                f"serve: expected a token on {at}: {who}. Pass the path of a file of mode 0600, or use a Unix socket."
+            )
+        if not at.is_loopback and tls_cert is None:
+            raise ValueError(
+                f"serve: expected tls_cert and tls_key on {at}, which other machines reach: rows and token would travel in the clear. "
+                "Pass them, or insecure=True in a network that you trust."
+            )
+    tls = None if tls_cert is None or tls_key is None else (Path(tls_cert).read_bytes(), Path(tls_key).read_bytes())
+    return Listening(at, secret, tls)
+
+
+def _own_folder() -> Path:
+    """A folder of mode 0700, short enough for a socket."""
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if len(os.fsencode(root)) > 60:
+        root = Path("/tmp")  # noqa: S108 - the folder below is made with mode 0700, and checked
+    folder = root / f"engram-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(f"serve: expected a folder of mode 0700 that is yours at {str(folder)!r}. Remove it.")
+    return folder
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a socket at which a server answers; remove one of a server that died."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"serve: expected a folder for the socket at {str(path.parent)!r}.")
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise FileExistsError(f"serve: {str(path)!r} is no socket.")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise FileExistsError(f"serve: a server answers at unix:{path} already. Choose another path.")

@@ -1,4 +1,4 @@
-"""What a server does with its store: the commands, without a word on how they come."""
+"""The commands of a server over its store, independent of how they arrive."""
 
 from __future__ import annotations
 
@@ -18,51 +18,27 @@ import pyarrow as pa
 import torch
 
 from engram import samplers, writers
-from engram._native import NotAdmitted
-from engram._version import __version__
+from engram._support.field_paths import WINDOW_ENDS, public
+from engram._support.native import NotAdmitted
+from engram._support.version import __version__
 from engram.around import Expander
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
-from engram.field_paths import WINDOW_ENDS, public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
-from engram.limits import Rules
-from engram.remote import wire
-from engram.remote.commands import (
-    COALESCED_BYTES,
-    MAX_BATCHES,
-    MAX_MESSAGE,
-    PROTOCOL,
-    Append,
-    CanRemove,
-    CanSample,
-    Describe,
-    Empty,
-    EndTrajectory,
-    Gauges,
-    Health,
-    Limit,
-    Mass,
-    NotOnce,
-    Sample,
-    Sampled,
-    Served,
-    State,
-    Stats,
-    Version,
-    held_bytes,
-)
+from engram.remote import protocol, wire
 from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
+from engram.store.limits import Rules
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from uuid import UUID
 
@@ -77,13 +53,13 @@ if TYPE_CHECKING:
 
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
-ANSWER_BYTES = 2 * MAX_MESSAGE
+ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
 #: For how long an answer waits until others are read.
-_WAIT_S = 10.0
+_ROOM_TIMEOUT_S = 10.0
 #: Dumps at a time: each is a folder on disk.
 MAX_DUMPS = 4
 #: A dump that its client has not read for so long makes room for another.
-_UNREAD_S = 60.0
+_MAX_UNREAD_S = 60.0
 #: Of a file, in one message.
 _PART_BYTES = 4 << 20
 
@@ -101,14 +77,16 @@ class Answers:
 
         Raises ``RuntimeError``: they are not read.
         """
-        if nbytes <= COALESCED_BYTES:
+        if nbytes <= protocol.COALESCED_BYTES:
             yield
             return
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._bytes or self._bytes + nbytes <= ANSWER_BYTES, _WAIT_S):
+            if not self._changed.wait_for(
+                lambda: not self._bytes or self._bytes + nbytes <= ANSWER_BYTES, _ROOM_TIMEOUT_S
+            ):
                 raise RuntimeError(
                     f"sample: expected at most {ANSWER_BYTES} bytes of batches under way from a server, got {self._bytes} before these "
-                    f"{nbytes}, which clients did not read within {_WAIT_S:g} s. Draw again, or fewer rows."
+                    f"{nbytes}, which clients did not read within {_ROOM_TIMEOUT_S:g} s. Draw again, or fewer rows."
                 )
             self._bytes += nbytes
         try:
@@ -120,7 +98,7 @@ class Answers:
 
 
 class TooMany(Exception):
-    """Dumps are under way, and are read."""
+    """Raised where as many dumps as a server makes are under way, and are read."""
 
 
 class Dumps:
@@ -139,7 +117,7 @@ class Dumps:
         with self._lock:
             if len(self._dumps) >= MAX_DUMPS:
                 oldest = min(self._dumps, key=lambda other: other.unread_since)
-                if time.monotonic() - oldest.unread_since < _UNREAD_S:
+                if time.monotonic() - oldest.unread_since < _MAX_UNREAD_S:
                     raise TooMany(f"the server makes {MAX_DUMPS} dumps already")
                 self._dumps.remove(oldest)
                 oldest.give_up()
@@ -188,19 +166,19 @@ class _Dump:
                 self.unread_since = float("inf")
                 with self._lock:
                     if self._given_up:
-                        raise RuntimeError(f"dumps: the client read nothing for {_UNREAD_S:g} s, and others wait.")
+                        raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
                 if len(part) < _PART_BYTES:
                     return
 
 
 #: For so many seconds a client that has connected counts as one that draws, before it draws.
-_AWAITED_S = 60.0
+_CONNECTING_S = 60.0
 
 
 class Batches(NamedTuple):
     """Batches for one message."""
 
-    said: Sampled
+    metadata: protocol.Sampled
     columns: list[Column]
     tensors: list[Tensor]
 
@@ -251,29 +229,40 @@ class Service:
         self._columns: dict[tuple[object, ...], list[Column]] = {}
         #: The columns of rows on their way in.
         self.written = wire.written_columns(self._schema)
-        self._actions: Mapping[str, Callable[..., object]] = {
-            "describe": self._describe,
-            "stats": self._stats,
-            "gauges": self._gauges,
-            "health": self._health,
-            "can_sample": self._can_sample,
-            "can_remove": self._can_remove,
-            "empty": self._empty,
-            "end_trajectory": self._end_trajectory,
-            "limit": self._limit,
-            "version": self._version,
-        }
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
-    def do(self, name: str, command: msgspec.Struct) -> object:
-        """An action: what is answered, as JSON will say it. Raises what it raises."""
-        return self._actions[name](command)
+    def do(self, command: msgspec.Struct) -> object:
+        """One of :data:`protocol.ACTIONS`: what is answered, as JSON will say it. Raises what it raises."""
+        wiring = self._wiring
+        match command:
+            case protocol.Describe():
+                return self._describe(command)
+            case protocol.Stats():
+                return self._state()
+            case protocol.Gauges():
+                return gauges(wiring.storage, wiring.source)
+            case protocol.CanSample():
+                return wiring.can_sample(command.rows)
+            case protocol.CanRemove():
+                wiring.check_editable("remove")
+            case protocol.Empty():
+                self._rb.empty(empty_write_count=not command.keep_write_count)
+            case protocol.EndTrajectory():
+                roles = {public(path): role for path, role in command.roles}
+                return self._rb.end_trajectory(
+                    command.lanes, terminated=command.terminated, roles=roles or None
+                ).tolist()
+            case protocol.Limit():
+                self._limit(command)
+            case protocol.Version():
+                return self._version(command)
+        return {}
 
-    def _describe(self, command: Describe) -> Served:
-        if command.protocol != PROTOCOL:
+    def _describe(self, command: protocol.Describe) -> protocol.Served:
+        if command.protocol != protocol.PROTOCOL:
             raise IncompatibleStore(
-                f"connect: expected protocol {PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
+                f"connect: expected protocol {protocol.PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
                 f"{command.engram:.40}. Use the same version on both sides."
             )
         described = (self._folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
@@ -286,7 +275,7 @@ class Service:
         """Another one for each client that connects while others are there; 0 for the only one."""
         with self._counting:
             now = time.monotonic()
-            while self._awaited and self._awaited[0] < now - _AWAITED_S:
+            while self._awaited and self._awaited[0] < now - _CONNECTING_S:
                 self._awaited.popleft()
             self._newest = self._newest + 1 if self._awaited or self.streams else 0
             self._awaited.append(now)
@@ -299,23 +288,13 @@ class Service:
             if change > 0 and self._awaited:
                 self._awaited.popleft()
 
-    def _stats(self, _: Stats) -> State:
+    def _state(self) -> protocol.State:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
-        return State(
-            len(storage),
-            self._rb.write_count,
-            storage.counters(),
-            *limits,
-            self._mass(),
-            self.writers,
-            core.fleet_limit,
-        )
+        counts = len(storage), self._rb.write_count, storage.counters()
+        return protocol.State(*counts, *limits, self._mass(), self.writers, core.fleet_limit)
 
-    def _gauges(self, _: Gauges) -> dict[str, float]:
-        return gauges(self._wiring.storage, self._wiring.source)
-
-    def _mass(self) -> Mass | None:
+    def _mass(self) -> protocol.Mass | None:
         """Of the next draw."""
         wiring = self._wiring
         try:
@@ -325,41 +304,20 @@ class Service:
         key, left = wiring.source.epoch(wiring.storage)
         return None if masses is None else self._with_weights(masses, key, left)
 
-    def _with_weights(self, masses: Masses, epoch: int, left: int) -> Mass:
+    def _with_weights(self, masses: Masses, epoch: int, left: int) -> protocol.Mass:
         """Masses, and how weights of rows follow from them."""
         if not self._wiring.of_sampler.prioritized:
-            return Mass(*masses, 0.0, epoch, left > 0)
+            return protocol.Mass(*masses, 0.0, epoch, left > 0)
         by = cast("PrioritizedSampler", drawing_by(self._wiring.sampler))
-        return Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
+        return protocol.Mass(*masses, float(by.beta), epoch, left > 0, is_over_batch(by))
 
-    def _health(self, _: Health) -> dict[str, object]:
-        return {}
-
-    def _can_sample(self, command: CanSample) -> bool:
-        return self._wiring.can_sample(command.rows)
-
-    def _can_remove(self, _: CanRemove) -> dict[str, object]:
-        self._wiring.check_editable("remove")
-        return {}
-
-    def _empty(self, command: Empty) -> dict[str, object]:
-        self._rb.empty(empty_write_count=not command.keep_write_count)
-        return {}
-
-    def _end_trajectory(self, command: EndTrajectory) -> list[int]:
-        roles = {public(path): role for path, role in command.roles}
-        ended = self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles or None)
-        rows: list[int] = ended.tolist()
-        return rows
-
-    def _limit(self, command: Limit) -> dict[str, object]:
+    def _limit(self, command: protocol.Limit) -> None:
         wiring = self._wiring
         rules = Rules(command.ratio, command.tolerance, command.min_size, command.in_flight)
         unconsumed = wiring.source.drawable(wiring.storage) if rules.in_flight else 0
         self._store.core.set_fleet_limit(*rules, unconsumed, command.fleet, command.stores, command.level)
-        return {}
 
-    def _version(self, command: Version) -> int:
+    def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler
         if not isinstance(sampler, samplers.StalenessAwareSampler):
             raise TypeError(
@@ -380,27 +338,29 @@ class Service:
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 
-    def answering(self, command: Sample) -> AbstractContextManager[None]:
+    def answering(self, command: protocol.Sample) -> AbstractContextManager[None]:
         """Hold the memory that the batches of a command take, while they are drawn and sent.
 
         Raises ``ValueError``: too many, or too large ones. ``RuntimeError``: clients have not read what they asked for before.
         """
         each, most = _sizes(command), max(command.rows, *command.parts, 0)
-        nbytes = held_bytes(most, self._drawn_bytes) * len(command.keys)
-        batches = MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= COALESCED_BYTES else 1
+        nbytes = protocol.held_bytes(most, self._drawn_bytes) * len(command.keys)
+        batches = (
+            protocol.MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= protocol.COALESCED_BYTES else 1
+        )
         if (
             min(each, default=0) < 1
             or len(each) != len(command.keys)
             or not 1 <= len(command.keys) <= batches
-            or nbytes > MAX_MESSAGE
+            or nbytes > protocol.MAX_MESSAGE
         ):
             raise ValueError(
-                f"sample: expected 1 to {MAX_BATCHES} batches of at most {COALESCED_BYTES} bytes together, or one of at most "
-                f"{MAX_MESSAGE}, got {len(command.keys)} of {most} rows, {nbytes} bytes with their numbers."
+                f"sample: expected 1 to {protocol.MAX_BATCHES} batches of at most {protocol.COALESCED_BYTES} bytes together, or one of "
+                f"at most {protocol.MAX_MESSAGE}, got {len(command.keys)} of {most} rows, {nbytes} bytes with their numbers."
             )
         return self._answers.counted(nbytes)
 
-    def sample(self, command: Sample) -> Batches:
+    def sample(self, command: protocol.Sample) -> Batches:
         """Draw batches, :meth:`answering` the command. Fewer come where an epoch ends, or where there is nothing more to draw.
 
         Raises ``RateLimited``: the limits of the store do not admit the first one now: clients wait. What drawing the first one raises.
@@ -426,10 +386,10 @@ class Service:
                 break
         drawn = [batch.tensors for batch in batches]
         tensors = drawn[0] if len(drawn) == 1 else [torch.cat(same) for same in zip(*drawn, strict=True)]
-        said = Sampled([list(batch.shape) for batch in batches], last, masses)
-        return Batches(said, self._columns_of(batches[0]), tensors)
+        metadata = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
+        return Batches(metadata, self._columns_of(batches[0]), tensors)
 
-    def _part(self, key: int, rows: int, command: Sample) -> tuple[_Drawn, Mass]:
+    def _part(self, key: int, rows: int, command: protocol.Sample) -> tuple[_Drawn, protocol.Mass]:
         """As :meth:`_drawn`, with what was true of the store. Raises ``NoSampleable``: the epoch is over, or no window begins there."""
         wiring = self._wiring
         source, storage = wiring.source, wiring.storage
@@ -494,7 +454,7 @@ class Service:
         removed: int = storage.remove(rows.contiguous(), tickets.contiguous())
         return removed
 
-    def append(self, command: Append, columns: Sequence[Tensor], n: int) -> Tensor:
+    def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
 
         Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait. ``NotOnce``: the rows of a message that may be sent
@@ -514,10 +474,10 @@ class Service:
         rows: Tensor = write.rows
         return rows
 
-    def _append_once(self, command: Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
+    def _append_once(self, command: protocol.Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
         if not self._wiring.appends_natively:
-            raise NotOnce("extend: the writer of the store says which rows are replaced.")
+            raise protocol.NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written
             raise RowError(f"extend: expected rows, and lanes in [0, {self._schema.lanes}), got lanes {lanes!r:.80}.")
@@ -529,7 +489,7 @@ class Service:
         assert isinstance(lane, torch.Tensor)  # several
         following = [self._requests.next_request(writer) for writer, _ in names]
         if any(number > expected for (_, number), expected in zip(names, following, strict=True)):
-            raise NotOnce("extend: the writer is not known.")
+            raise protocol.NotOnce("extend: the writer is not known.")
         core, rows = self._store.core, torch.empty(n, dtype=torch.int64, device="cpu")
         if following[0] == command.number:
             core.prepay_inserts(n)  # all or none of them; a message that is sent again was admitted
@@ -547,7 +507,7 @@ class Service:
         try:
             return self._requests.append_by(writer, number, lane, columns, n).rows
         except OutOfOrder as error:
-            raise NotOnce(str(error)) from error
+            raise protocol.NotOnce(str(error)) from error
 
 
 def _unit_of(rb: ReplayBuffer) -> SampleUnit | None:
@@ -576,11 +536,11 @@ def why_alone(rb: ReplayBuffer) -> str:
 
 def served_by(
     rb: ReplayBuffer, store: str = "", schema: str = "", recipe: dict[str, object] | None = None, alone: str = ""
-) -> Served:
+) -> protocol.Served:
     """What a server says of a buffer; of one without a store, what it can say."""
     sampler, writer = samplers.declared(rb.sampler), writers.declared(rb.writer)
-    return Served(
-        PROTOCOL,
+    return protocol.Served(
+        protocol.PROTOCOL,
         __version__,
         store,
         schema,
@@ -597,7 +557,7 @@ def served_by(
     )
 
 
-def _sizes(command: Sample) -> list[int]:
+def _sizes(command: protocol.Sample) -> list[int]:
     """Rows of each batch."""
     return command.parts or [command.rows] * len(command.keys)
 

@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING
 
 from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import coordinates
-from engram.storages._dtypes import Dtypes, checked_dtypes
 from engram.storages._structure import leading_size
+from engram.storages._types import Dtypes, checked_dtypes
 from engram.storages.compressed import CompressedListStorage, LazyStackStorage
-from engram.storages.default import DefaultStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage
-from engram.storages.own import METHODS, LazyTensorStorage, OwnStorage, adapted
+from engram.storages.own import METHODS, DefaultStorage, LazyTensorStorage, OwnStorage, adapted
 from engram.storages.tensor import TensorStorage
 
 if TYPE_CHECKING:

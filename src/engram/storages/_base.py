@@ -11,31 +11,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _fork, _words
-from engram._checks import as_numbers
-from engram._closing import end
-from engram._overrides import doing, meanwhile, overrides
-from engram.consumption import ConsumptionIndex
+from engram._support import fork, words
+from engram._support.checks import as_numbers
+from engram._support.closing import end
+from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.dumps import standing
 from engram.format.parts import PartReader
-from engram.groups import StoredGroups
 from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
+from engram.store.row_indexes import ConsumptionIndex, StoredGroups
+from engram.store.sampled import SampledStorage
+from engram.types import Declared, Form, Traits, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from engram.field_paths import FieldPath
+    from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
-    from engram.groups import Groups
-    from engram.limits import Rules
     from engram.persist.components import Preparation, Snapshot
     from engram.persist.hooked import LoadHook, SaveHook
     from engram.store import Store
+    from engram.store.limits import Rules
+    from engram.store.row_indexes import Groups
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 
@@ -278,8 +278,8 @@ class Storage(Declared, Dumpable, Port):
                 f"{type(self).__name__}: expected the methods {missing}, got none of them. A storage of your own needs no base class, but "
                 "the four methods of engram.RowStorage: extent, place, write and read."
             )
-        self._lock = _fork.rlock()
-        _fork.registered(self)
+        self._lock = fork.rlock()
+        fork.registered(self)
         self.listeners: list[weakref.ref[Listener]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------
@@ -292,12 +292,12 @@ class Storage(Declared, Dumpable, Port):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> class Heard:
+        >>> class Watching:
         ...     listens = True
         ...     def observe(self, write, data):
         ...         print("emptied" if write is None else f"wrote {write.rows.tolist()}")
         ...     def moved(self): ...
-        >>> rb, heard = ReplayBuffer(storage=LazyTensorStorage(10)), Heard()
+        >>> rb, heard = ReplayBuffer(storage=LazyTensorStorage(10)), Watching()
         >>> rb.storage.attach(heard)
         >>> _ = rb.extend(torch.arange(2))
         wrote [0, 1]
@@ -312,12 +312,12 @@ class Storage(Declared, Dumpable, Port):
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
         >>> rb.storage.detach(rb)
-        >>> rb.storage.is_heard
+        >>> rb.storage.has_listeners
         False
         """
-        self.listeners = [weakref.ref(known) for known in self._heard_by() if known is not buffer]
+        self.listeners = [weakref.ref(known) for known in self._live_listeners() if known is not buffer]
 
-    def _heard_by(self) -> list[Listener]:
+    def _live_listeners(self) -> list[Listener]:
         return [listener for known in self.listeners if (listener := known()) is not None]
 
     @property
@@ -326,13 +326,13 @@ class Storage(Declared, Dumpable, Port):
         return (self,)
 
     @property
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether a listener does something with writes."""
-        return any(listener.listens for listener in self._heard_by())
+        return any(listener.listens for listener in self._live_listeners())
 
-    def _tell_moved(self) -> None:
+    def _notify_moved(self) -> None:
         """Tell every listener that the rows lie in another store now, or in none."""
-        for listener in self._heard_by():
+        for listener in self._live_listeners():
             listener.moved()
 
     def notify(self, write: Write | None, data: object) -> None:
@@ -342,10 +342,10 @@ class Storage(Declared, Dumpable, Port):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, RandomSampler, ReplayBuffer
-        >>> class Heard(RandomSampler):
+        >>> class Watching(RandomSampler):
         ...     def observe(self, write, data):
         ...         print("emptied" if write is None else "wrote")
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Heard())
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Watching())
         >>> rb.storage.notify(None, None)
         emptied
         """
@@ -485,7 +485,7 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.shared
         False
         """
-        if not _fork.is_spawning():
+        if not fork.is_spawning():
             return
         try:
             if not self.shared:
@@ -495,7 +495,7 @@ class Storage(Declared, Dumpable, Port):
                 "a buffer that is handed to a process is shared with it, but this one cannot be: "
                 f"{str(error).removeprefix('share: ')} To give it a copy of its own, pass pickle.dumps(buffer)."
             ) from error
-        _fork.keep_for_child(self)  # a temporary store ends with its last owner
+        fork.keep_for_child(self)  # a temporary store ends with its last owner
 
     def after_fork(self) -> None:
         """In a child: what it writes to memory that is not shared the parent does not see.
@@ -538,7 +538,7 @@ class Storage(Declared, Dumpable, Port):
         """
         self._inherited = False
         if not self.shared:
-            _words.warn(
+            words.warn(
                 "this process was forked from the one that made the buffer, which is not shared: what is written here stays here. "
                 "Use a LazyTensorStorage or LazyMemmapStorage, and rb.share() before processes are started."
             )
@@ -648,7 +648,7 @@ class Storage(Declared, Dumpable, Port):
         Raises ``TypeError``: there will be no store.
 
         >>> from engram import LazyTensorStorage
-        >>> from engram.limits.rules import Rules
+        >>> from engram.store.limits import Rules
         >>> storage = LazyTensorStorage(10)
         >>> storage.limit(Rules(min_size=5), unconsumed=0)
         >>> storage.pending_limit.min_size  # until there is a store
@@ -1036,7 +1036,7 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.closed
         True
         """
-        _fork.dropped(self)
+        fork.dropped(self)
         end(
             self,
             "the storage was closed. Make another one, or ReplayBuffer.open the folder of one.",
@@ -1231,7 +1231,7 @@ class Storage(Declared, Dumpable, Port):
                 f"got {type(index).__name__}."
             ) from None
         if not -(1 << 63) <= row < 1 << 63:
-            raise RowError(f"rb[index]: expected one of {_words.count(len(self), 'row')} with data, got {row}.")
+            raise RowError(f"rb[index]: expected one of {words.count(len(self), 'row')} with data, got {row}.")
         return torch.tensor([row], device="cpu")
 
     def _live(self, rows: Tensor) -> Tensor:
@@ -1253,7 +1253,7 @@ class Storage(Declared, Dumpable, Port):
                     else f"; {len(holes)} between them were removed, or lost with a writer that died"
                 )
                 raise RowError(
-                    f"rb[index]: row {int(dead[0])} is not live: expected one of {_words.count(len(self), 'row')} with data{lost}."
+                    f"rb[index]: row {int(dead[0])} is not live: expected one of {words.count(len(self), 'row')} with data{lost}."
                 )
         return rows
 
@@ -1265,7 +1265,7 @@ class WrongCount(RuntimeError):
 def check_count(call: str, count: Count | None, n: int) -> None:
     """Raise ``RuntimeError`` unless there are as many rows as there must be."""
     if count is not None and n != count.rows:
-        raise WrongCount(f"{call}: expected {_words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
+        raise WrongCount(f"{call}: expected {words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
 
 
 def check_plan(plan: WritePlan, n: int, lanes: int) -> None:

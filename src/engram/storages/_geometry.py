@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from engram._checks import check_count
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
+from engram._support.checks import check_count
+from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
-from engram.storages._dtypes import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages._structure import Structure
+from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor

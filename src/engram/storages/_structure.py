@@ -16,31 +16,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._tensordict import (
-    children,
-    is_non_tensor,
-    is_tensor_collection,
-    is_tensorclass,
-    tensordict_type,
-    transparent_type,
-    wrap,
-)
-from engram.field_paths import public
+from engram._support import native, nested, tensordicts
+from engram._support.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import NoRows, attributes, describe, find_field, first_leaf, is_dataclass, is_numbers, with_fields
-from engram.storages._added import NOTHING_ADDED, Added
-from engram.storages._dtypes import NO_DTYPES, cast, check_stored, overflows
-from engram.storages._keys import at, by_name, taken_by_key
-from engram.storages._row_types import find_types, of_users, takes_rows_of, type_name
-from engram.store import dlpack_specs
+from engram.storages._types import (
+    NO_DTYPES,
+    NOTHING_ADDED,
+    Added,
+    as_tensor,
+    at,
+    by_name,
+    cast,
+    check_stored,
+    find_types,
+    is_leaf,
+    no_tensor,
+    of_users,
+    taken_by_key,
+    takes_rows_of,
+    type_name,
+)
+from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from engram.storages._dtypes import Dtypes
+    from engram.storages._types import Dtypes
 
 #: What makes a row of this kind of one of another.
 _REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}
@@ -79,16 +81,16 @@ class Structure:
         self.root = root
         #: Whether a row is a plain TensorDict.
         self.is_tensordict = root.kind == "tensordict"
-        self._is_leaf = root.kind == "leaf"
+        self.is_leaf = root.kind == "leaf"
         self._types = dict(types or {})
         self._specs = tuple((DTYPE_OF[f.dtype], torch.Size(f.shape), DTYPE_OF[f.dtype] in _FLOATS) for f in self.fields)
-        self._layout = _native.Layout(dlpack_specs(self.fields))
+        self._layout = native.Layout(dlpack_specs(self.fields))
         #: Whether it is TensorDicts and dicts in each other, their leaves in the order of the fields.
         self._plain = root.kind in _PLAIN and _leaves_of_plain(root) == list(range(len(self.fields)))
         #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
         flat = self._plain and not root.integers and all(child.kind == "leaf" for child in root.children.values())
         self._flat = tuple(root.children) if flat else None
-        self._flat_type = tensordict_type() if self.is_tensordict else dict
+        self._flat_type = tensordicts.tensordict_type() if self.is_tensordict else dict
 
     @property
     def is_described(self) -> bool:
@@ -96,10 +98,10 @@ class Structure:
         return not of_users(self._types)
 
     @cached_property
-    def intake(self) -> _native.Intake | None:
+    def intake(self) -> native.Intake | None:
         """What the core takes data of this structure apart with; None: it has parts that only Python knows."""
         tree = self._tree(self.root)
-        return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree, self.casts)
+        return None if tree is None else native.Intake(dlpack_specs(self.fields), tree, self.casts)
 
     def _tree(self, node: Node) -> object:
         """A structure as the core takes it; None if it holds a tensorclass."""
@@ -108,7 +110,7 @@ class Structure:
         trees = [self._tree(child) for child in node.children.values()]
         kind = _BUILTIN.get(node.kind) or self._types.get(node.type)
         if node.kind == "tensordict":
-            kind = transparent_type()
+            kind = tensordicts.transparent_type()
         if node.kind == "tensorclass" or kind is None or None in trees:
             return None
         return ("object" if is_dataclass_type(kind) else node.kind, kind, list(node.keys), trees)
@@ -126,7 +128,7 @@ class Structure:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         find_types(self.root, self._types)
-        self._layout = _native.Layout(dlpack_specs(self.fields))
+        self._layout = native.Layout(dlpack_specs(self.fields))
 
     # ---- from the first data -----------------------------------------------------------------------------------------
 
@@ -142,7 +144,7 @@ class Structure:
         root = builder.node(data, ())
         if not builder.fields:
             raise TypeError(
-                f"{call}: expected at least one tensor, got {describe(data)}. Add one, or use a ListStorage."
+                f"{call}: expected at least one tensor, got {nested.describe(data)}. Add one, or use a ListStorage."
             )
         if dtypes:
             builder.give(dtypes)
@@ -188,7 +190,7 @@ class Structure:
             TypeError: a leaf is no tensor or array, or data is of another kind than the first row.
         """
         if self._flat is not None and self.on_host and type(data) is self._flat_type:
-            source = children(data, whole=True) if self.is_tensordict else data
+            source = tensordicts.children(data, whole=True) if self.is_tensordict else data
             if len(source) == len(self._flat):
                 try:
                     columns = [source[name] for name in self._flat]
@@ -314,8 +316,12 @@ class Structure:
         if given != node.kind or (node.type and not takes_rows_of(type(value), node, self._types, vars(self))):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}".rstrip().replace("tensordict", "TensorDict")
-            remedy = _REMEDIES.get(node.kind, "") if isinstance(value, dict) or is_tensor_collection(value) else ""
-            got = f"{describe(value)}.{remedy}"
+            remedy = (
+                _REMEDIES.get(node.kind, "")
+                if isinstance(value, dict) or tensordicts.is_tensor_collection(value)
+                else ""
+            )
+            got = f"{nested.describe(value)}.{remedy}"
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
         named = by_name(source.items(), path, call) if node.integers else source
         children = self.added.without(node.children, named) if self.added.fills else node.children
@@ -349,7 +355,7 @@ class Structure:
         """
         if self._before is not None and len(columns) < len(self.fields):  # they were read before a field was added
             return self._before.unflatten(columns, batch, device, extra)
-        if self._is_leaf:
+        if self.is_leaf:
             return columns[0]
         if self._flat is not None:
             source: dict[str, Tensor] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
@@ -358,12 +364,12 @@ class Structure:
             if not self.is_tensordict:
                 return source
             size = torch.Size((*(self._batch_of(columns) if batch is None else batch), *self.root.batch))
-            made: object = wrap(source, size, device)
+            made: object = tensordicts.wrap(source, size, device)
         else:
             batch = self._batch_of(columns) if batch is None else batch
             made = self._build(self.root, columns, batch, device, extra)
         for path, names in self.names.items():
-            found: Any = find_field(made, path)
+            found: Any = nested.find_field(made, path)
             found.names = [*[None] * len(self._batch_of(columns)), *names]  # dims before those of rows have none
         return made
 
@@ -395,8 +401,10 @@ class Structure:
                 return list(source.values())
             case "namedtuple":
                 cls = self._types[node.type]
-                return with_fields(object.__new__(cls), source) if is_dataclass_type(cls) else cls(*source.values())
-        td = wrap(source, torch.Size((*batch, *node.batch)), device)
+                return (
+                    nested.with_fields(object.__new__(cls), source) if is_dataclass_type(cls) else cls(*source.values())
+                )
+        td = tensordicts.wrap(source, torch.Size((*batch, *node.batch)), device)
         if node.kind == "tensorclass":
             return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
         return td
@@ -423,11 +431,11 @@ class _Builder:
         self.names: dict[tuple[str, ...], tuple[str | None, ...]] = {}
 
     def node(self, value: object, path: tuple[str, ...]) -> Node:
-        if _is_leaf(value):
+        if is_leaf(value):
             return self._leaf(value, path)
         kind, source = _contained(value, path, self.call)
         batch: tuple[int, ...] = ()
-        if is_tensor_collection(value):
+        if tensordicts.is_tensor_collection(value):
             batch = tuple(value.batch_size[1:] if self.batched else value.batch_size)
             if batch and any(names := tuple(value.names[self.batched :])):
                 self.names[path] = names
@@ -485,9 +493,9 @@ def _leaves_of_plain(node: Node) -> list[int]:
 
 def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
     """Append the leaves of data that consists of just these TensorDicts and dicts; False if it may be otherwise."""
-    if type(data) is not (tensordict_type() if node.kind == "tensordict" else dict):
+    if type(data) is not (tensordicts.tensordict_type() if node.kind == "tensordict" else dict):
         return False
-    entries: Mapping[str, object] = children(data, whole=True) if node.kind == "tensordict" else data
+    entries: Mapping[str, object] = tensordicts.children(data, whole=True) if node.kind == "tensordict" else data
     if len(entries) != len(node.children):
         return False
     if node.integers:
@@ -506,19 +514,19 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
 
 def _opened(value: object, *, of_numbers: bool = False) -> tuple[Kind | None, Mapping[str, object]]:
     """Kind and entries of a container; None for other values, such as a list of numbers, unless ``of_numbers``."""
-    if is_non_tensor(value):  # strings and other objects: tensorclasses, and stacks of them
+    if tensordicts.is_non_tensor(value):  # strings and other objects: tensorclasses, and stacks of them
         return None, {}
-    if is_tensorclass(value):
+    if tensordicts.is_tensorclass(value):
         entries = dict(value.items())  # what is not given is not there
         return "tensorclass", {key: entries.get(key) for key in type(value).__dataclass_fields__}
-    if is_tensor_collection(value):
-        return "tensordict", children(value, whole=True)
+    if tensordicts.is_tensor_collection(value):
+        return "tensordict", tensordicts.children(value, whole=True)
     if isinstance(value, dict):
         return "dict", value
     # One kind: classes with named fields.
-    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(value):
-        return "namedtuple", attributes(value)
-    if isinstance(value, tuple | list) and (of_numbers or not _is_leaf(value)):
+    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or nested.is_dataclass(value):
+        return "namedtuple", nested.attributes(value)
+    if isinstance(value, tuple | list) and (of_numbers or not is_leaf(value)):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
     return None, {}
@@ -528,83 +536,24 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
     """Kind and entries of a container. Raises ``TypeError`` for other values, and for lists of strings, numbers or other objects."""
     kind, entries = _opened(value)
     listed = kind in ("list", "tuple") and entries
-    if kind is None or (listed and not any(_is_leaf(item) or _opened(item)[0] for item in entries.values())):
-        raise _no_tensor(value, path, call)
+    if kind is None or (listed and not any(is_leaf(item) or _opened(item)[0] for item in entries.values())):
+        raise no_tensor(value, path, call)
     return kind, entries
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor | np.ndarray | np.generic) or is_numbers(value)
-
-
-def _are_of_numpy(numbers: object) -> bool:
-    """Of a number or a list of some: whether all of them are NumPy's, and have a dtype."""
-    return all(map(_are_of_numpy, numbers)) if isinstance(numbers, list) else isinstance(numbers, np.generic)
-
-
-#: dtypes of Python's numbers, by the kind that NumPy makes of them.
-_NUMBERS = {"b": torch.bool, "i": torch.int64, "f": torch.float32}
-
-
-def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor, or one over the memory of an array where torch can use that.
-
-    Numbers of Python's become ``dtype`` if it can hold them: an int also a float, a float no int. Lists of NumPy's keep theirs.
-    """
-    if isinstance(value, Tensor):
-        return value
-    if not _is_leaf(value):
-        raise _no_tensor(value, key, call)
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(
-            f"{call}: {at(key)}: expected lists of one length, got ragged ones. Use a ListStorage."
-        ) from error
-    if array.dtype.kind in _NUMBERS and is_numbers(value) and not _are_of_numpy(value):
-        numbers = torch.as_tensor(array, device="cpu")
-        wanted = dtype or _NUMBERS[array.dtype.kind]
-        holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
-        cast = numbers.to(wanted if holds else _NUMBERS[array.dtype.kind])
-        if wanted.is_floating_point:
-            return numbers if dtype is not None and overflows(numbers, cast) else cast
-        wraps = wanted is torch.uint64 and bool((numbers < 0).any())  # and back, when it is compared
-        return cast if not wraps and torch.equal(cast.to(numbers.dtype), numbers) else numbers
-    # Another name of uint64, which torch does not know: Python's ints from 2**63 on are these.
-    if array.dtype.char == "Q":
-        array = array.view(np.uint64)
-    if not (array.flags.carray and array.dtype.isnative) or min(array.strides, default=0) < 0:
-        array = np.array(array, array.dtype.newbyteorder("="), order="C")
-    try:
-        with torch.device("cpu"):
-            return torch.from_numpy(array)
-    except TypeError as error:
-        raise TypeError(
-            f"{call}: {at(key)}: an array of {array.dtype} cannot be stored. Use a ListStorage for strings and other objects."
-        ) from error
 
 
 def check_tensor(value: object, key: tuple[str, ...], call: str) -> None:
     """Raise ``TypeError`` where a TensorDict holds strings or other objects, in the entry or below it."""
-    if is_non_tensor(value):
-        raise _no_tensor(value, key, call)
-    if is_tensor_collection(value):
-        for name, child in children(value, whole=True).items():
+    if tensordicts.is_non_tensor(value):
+        raise no_tensor(value, key, call)
+    if tensordicts.is_tensor_collection(value):
+        for name, child in tensordicts.children(value, whole=True).items():
             check_tensor(child, (*key, name), call)
-
-
-def _no_tensor(value: object, key: tuple[str, ...], call: str) -> TypeError:
-    advice = "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
-    known = isinstance(value, np.ndarray | np.generic) or is_tensor_collection(value)
-    if "shape" in dir(value) and not known:  # such as a data set of h5py
-        advice = f"Read it first: {key[-1] if key else 'data'}[:], an array."
-    return TypeError(f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. {advice}")
 
 
 def device_of(data: object) -> torch.device:
     """Where the first tensor of data is."""
-    first = first_leaf(data)
-    if is_tensor_collection(first):
+    first = nested.first_leaf(data)
+    if tensordicts.is_tensor_collection(first):
         first = next(iter(first.values(include_nested=True, leaves_only=True)))
     return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
@@ -617,7 +566,7 @@ def stacked(
     ``dtypes``: as for :meth:`Structure.of`. ``known``: the structure of rows that are stored already, if there are any.
     """
     if not items:
-        raise NoRows(f"{call}: expected at least one row, got an empty list.")
+        raise nested.NoRows(f"{call}: expected at least one row, got an empty list.")
     if known is not None:
         with contextlib.suppress(KeyError):  # of other fields: those of the first one tell them apart
             return _stacked(known, items, call, ignored)
@@ -640,7 +589,7 @@ def leading_size(data: object, call: str, least: int = 1) -> int:
         RuntimeError: leaves of different leading sizes. NoRows: less than ``least`` rows.
     """
     sizes: dict[int, tuple[str, ...]] = {}
-    if is_tensor_collection(data) and data.batch_size:  # the common case
+    if tensordicts.is_tensor_collection(data) and data.batch_size:  # the common case
         sizes[int(data.batch_size[0])] = ()
     else:
         _note_sizes(data, (), sizes, call)
@@ -648,25 +597,25 @@ def leading_size(data: object, call: str, least: int = 1) -> int:
         listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
         raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
     if not sizes and data not in ([], ()):
-        raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
+        raise TypeError(f"{call}: expected at least one tensor, got {nested.describe(data)}.")
     n = next(iter(sizes), 0)
     if n < least:
-        raise NoRows(f"{call}: expected at least one row, got an empty batch.")
+        raise nested.NoRows(f"{call}: expected at least one row, got an empty batch.")
     return n
 
 
 def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
     """The leading sizes of all leaves, and where each was met first."""
-    if is_tensor_collection(data) and not is_non_tensor(data):
+    if tensordicts.is_tensor_collection(data) and not tensordicts.is_non_tensor(data):
         shape = data.batch_size
-    elif _is_leaf(data):
+    elif is_leaf(data):
         shape = as_tensor(data, path, call).shape
     else:
         for key, child in _contained(data, path, call)[1].items():
             _note_sizes(child, (*path, str(key)), sizes, call)
         return
     if not shape:
-        collection = is_tensor_collection(data)
-        got = f"{describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
+        collection = tensordicts.is_tensor_collection(data)
+        got = f"{nested.describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
         raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {got}. Did you mean add()?")
     sizes.setdefault(int(shape[0]), path)

@@ -7,8 +7,8 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from engram._words import count, said_size
-from engram.field_paths import public
+from engram._support.field_paths import public
+from engram._support.words import count, said_size
 from engram.format.layout import SINGLE
 from engram.format.schema import name_of
 

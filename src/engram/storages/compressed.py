@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import check_count
-from engram._dtypes import DTYPE_NAMES, DTYPE_OF
-from engram._raw import raw_bytes
-from engram._streams import deflated, inflated, zstd
-from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type
-from engram.nested import map_leaves
-from engram.storages._item_groups import ItemGroups
+from engram._support.checks import check_count
+from engram._support.copies import raw_bytes
+from engram._support.nested import map_leaves
+from engram._support.streams import deflated, inflated, zstd
+from engram._support.tensordicts import children, is_plain_tensordict, is_tensor_collection, tensordict_type
+from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tensordict import TensorDict
 
-    from engram._unsupported import TracingArguments
-    from engram.field_paths import FieldPath
-    from engram.groups import Groups
+    from engram._support.field_paths import FieldPath
+    from engram._support.unsupported import TracingArguments
+    from engram.store.row_indexes import Groups
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"

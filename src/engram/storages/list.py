@@ -8,22 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._devices import existing_device
-from engram._tensordict import detached, is_tensor_collection, is_tensorclass
-from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
-from engram.consumption import ConsumptionIndex
+from engram._support.devices import existing_device
+from engram._support.nested import NoRows, describe, find, is_named_tuple, map_with_paths
+from engram._support.state import check_keys, integer, tensor_in, typed
+from engram._support.tensordicts import detached, is_tensor_collection, is_tensorclass
+from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.nested import NoRows, describe, find, is_named_tuple, map_with_paths
-from engram.packing import pack, unpack
 from engram.persist.rows import named_writes
 from engram.persist.snapshot import WholeSnapshot
-from engram.priorities import PriorityConfig, PriorityIndex
-from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._base import Count, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
-from engram.storages._indexes import checked_priorities, saved_priorities
-from engram.storages._item_groups import ItemGroups
+from engram.storages.items import ItemGroups, pack, unpack
+from engram.storages.tensor_state import checked_priorities, saved_priorities
 from engram.store import check_index_name
+from engram.store.priorities import PriorityConfig, PriorityIndex
+from engram.store.row_indexes import ConsumptionIndex
 from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.field_paths import FieldPath
-    from engram.groups import Groups
+    from engram._support.field_paths import FieldPath
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._base import Rows
+    from engram.store.row_indexes import Groups
     from engram.types import Decompress, ItemsSource, StorageLoad
 
 

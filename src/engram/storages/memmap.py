@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Unpack
 
 import torch
 
-from engram._checks import check_path
-from engram._tensordict import is_tensor_collection
-from engram._unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
+from engram._support.checks import check_path
+from engram._support.tensordicts import is_tensor_collection
+from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.storages._dtypes import NO_DTYPES, Dtypes
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
+from engram.storages._types import NO_DTYPES, Dtypes
 from engram.storages.own import LazyTensorStorage
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
 

@@ -1,4 +1,4 @@
-"""Storages of one's own: the four methods of a user's object, with the rest of what a buffer asks of a storage."""
+"""Storages that a buffer completes: a user's object with four methods, and the default, which becomes tensors or a list when rows come."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import contextlib
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, Unpack, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_checkable
 
 import msgspec
 import torch
 
-from engram._checks import check_path
-from engram._tensordict import is_tensor_collection, wrap
-from engram._words import count, warn
+from engram._support.checks import check_path
+from engram._support.state import copied
+from engram._support.tensordicts import is_tensor_collection, wrap
+from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, decode, differences, encode
-from engram.limits import Rules
 from engram.persist.snapshot import RowsSnapshot
-from engram.state import copied
 from engram.storages._base import Storage
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
 from engram.storages._home import Home
 from engram.storages._structure import Structure, device_of
-from engram.storages.announcing import advice, announce, creation_line, warn_of_lanes
+from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
+from engram.storages.list import ListStorage
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
+from engram.store.limits import Rules
 from engram.types import Extent, RowStorage, Traits
+
+if TYPE_CHECKING:
+    from engram.format.parts import PartReader
+    from engram.types import Form, StorageLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -422,13 +427,13 @@ class LazyTensorStorage(TensorStorage):
             self._looking = True  # it is still there
             try:
                 del self.memory
-                self._tell_moved()  # samplers keep what their indexes know, as long as there are any
+                self._notify_moved()  # samplers keep what their indexes know, as long as there are any
                 gone = store.discard(self)
             finally:
                 self._looking = False
             if not gone:
                 self._adopt(store, before)
-                self._tell_moved()
+                self._notify_moved()
                 if error is not None:
                     error.args = (f"{error.args[0]}{_TAKEN}",)
                 return False
@@ -521,3 +526,94 @@ class LazyTensorStorage(TensorStorage):
         assert folder is not None  # it was just created there
         announce(creation_line(schema.fields, schema.capacity, folder))
         return store
+
+
+def _of_tensors(name: str) -> Any:
+    """A method that makes the storage one of tensors, and calls that one's."""
+
+    def call(self: DefaultStorage, *args: object, **kwargs: object) -> object:
+        return getattr(self.become_tensors(), name)(*args, **kwargs)
+
+    return call
+
+
+class DefaultStorage(ListStorage):
+    """A list without rows. It becomes a :class:`LazyTensorStorage` when the first ones are dicts that such a storage takes, and when it
+    is shared, limited or loaded with rows of tensors; else a :class:`ListStorage`.
+
+    Dicts may hold tensors, arrays, numbers, and dicts of them; several come as a list of dicts or as a dict of columns. The buffer
+    goes on with the same object.
+
+    >>> import torch
+    >>> from engram import ReplayBuffer
+    >>> rb = ReplayBuffer(100, batch_size=4)
+    >>> rb.storage
+    ListStorage(size=0/100, a LazyTensorStorage if the first rows are dicts)
+    >>> _ = rb.extend([{"obs": torch.zeros(3), "reward": 0.5}] * 2)
+    >>> rb.storage
+    LazyTensorStorage(size=2/100, 2 fields, cpu)
+    """
+
+    #: In a text about the buffer.
+    described = "ListStorage, or LazyTensorStorage for rows that are dicts"
+
+    def prepare(self, data: object, call: str, *, batched: bool, **options: Any) -> tuple[Any, int]:
+        with self._lock:
+            if isinstance(self, DefaultStorage):  # else another thread was faster
+                if len(self) or not self._are_of_tensors(data, call, batched=batched):
+                    prepared = ListStorage.prepare(self, data, call, batched=batched, **options)
+                    self.__class__ = ListStorage  # type: ignore[assignment]
+                    return prepared
+                self.become_tensors()
+        return self.prepare(data, call, batched=batched, **options)
+
+    def _are_of_tensors(self, data: object, call: str, *, batched: bool) -> bool:
+        """Whether rows are dicts that a tensor storage takes. Raises what that does of a dict of columns, which no list takes."""
+        rows = data if batched and isinstance(data, list) else [data]
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            return False
+        try:
+            with temporary():
+                LazyTensorStorage(1).prepare(data, call, batched=batched)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            if batched and rows is not data:
+                raise
+            announce(
+                f"{call}: rows are kept in a list, which is several times slower than a LazyTensorStorage: {error}"
+            )
+            return False
+        return True
+
+    def become_tensors(self) -> LazyTensorStorage:
+        with self._lock:
+            made = cast("LazyTensorStorage", self)
+            if isinstance(self, DefaultStorage):
+                # First what the other class needs: threads may be amid a method of this one.
+                twin = LazyTensorStorage(self.max_size, device=self._device or "cpu")
+                vars(self).update({**vars(twin), "_lock": self._lock, "listeners": self.listeners})
+                made.__class__ = LazyTensorStorage
+                made.remedy = " Rows of several kinds are for storage=ListStorage(…)."
+                made._notify_moved()
+        return made
+
+    @property
+    def form(self) -> Form:
+        return super().form._replace(takes_rows=True)
+
+    share, limit, prepare_rows, schema_here = map(_of_tensors, ("share", "limit", "prepare_rows", "schema_here"))
+
+    def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
+        if isinstance(state_dict, dict) and state_dict.get("schema"):  # type: ignore[redundant-expr] # a user's
+            return self.become_tensors().prepare_load(state_dict)
+        return super().prepare_load(state_dict)
+
+    def prepare_part(self, reader: PartReader, **options: Any) -> StorageLoad:
+        if reader.type in LazyTensorStorage._loads:
+            return self.become_tensors().prepare_part(reader, **options)
+        return super().prepare_part(reader, **options)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, a LazyTensorStorage if the first rows are dicts)"
+
+
+DefaultStorage.__name__ = ListStorage.__name__  # which states of it say, and messages

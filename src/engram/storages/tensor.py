@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
-from engram._devices import existing_device
-from engram._words import count
+from engram._support.devices import existing_device
+from engram._support.nested import NoRows, is_number
+from engram._support.state import check_keys, copied, tensor_in, typed
+from engram._support.words import count
 from engram.errors import EngramError, RowError
-from engram.nested import NoRows, is_number
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
-from engram.priorities import KIND as PRIORITIES
-from engram.priorities import PriorityIndex, priorities_of
-from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
     check_even,
@@ -29,7 +27,8 @@ from engram.storages._columns import (
 )
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
-from engram.storages._structure import Structure, as_tensor, device_of, leading_size
+from engram.storages._structure import Structure, device_of, leading_size
+from engram.storages._types import as_tensor
 from engram.storages.tensor_state import (
     ENTRIES,
     OPTIONAL,
@@ -42,6 +41,7 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
+from engram.store.priorities import PriorityIndex, priorities_of
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.format.schema import Schema
     from engram.persist.snapshot import StoragePreparation
-    from engram.priorities import Priorities, PriorityConfig
+    from engram.store.priorities import Priorities, PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
 
@@ -226,7 +226,7 @@ class TensorStorage(Storage):
                 except BaseException:
                     self._home = None
                     raise
-        self._tell_moved()
+        self._notify_moved()
 
     def check_inherited(self) -> None:
         if self._unshared and self._home is None:
@@ -760,7 +760,7 @@ class TensorStorage(Storage):
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
         store = self.memory
-        index: Priorities | None = None if store is None else store.indexes.refreshed().get((name, PRIORITIES))
+        index: Priorities | None = None if store is None else store.indexes.refreshed().get((name, PriorityIndex.kind))
         return None if store is None or index is None else index.state(store.rows_in_use(store.lane_states()))
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:

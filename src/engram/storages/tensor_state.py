@@ -6,21 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from engram import _native
-from engram.epochs import KIND as EPOCHS
-from engram.epochs import NONE as NO_EPOCH
-from engram.epochs import EpochIndex, checked_progress
+from engram._support import native
+from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.persist.rows import bytes_of, named_writes
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
-from engram.priorities import KIND as PRIORITIES
-from engram.priorities import PriorityIndex, priorities_of
-from engram.state import integer, tensor_in, typed
-from engram.storages._indexes import check_names, checked_priorities, saved_priorities
-from engram.store import StoreState, add_field, fill_rows
+from engram.store import StoreState, add_field, check_index_name, fill_rows
+from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
+from engram.store.row_indexes import NONE as NO_EPOCH
+from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
 from engram.types import RowsTarget
-from engram.usage import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -28,12 +24,57 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.epochs import Progress
     from engram.format.schema import Schema
     from engram.persist.snapshot import StorageSnapshot
-    from engram.priorities import PriorityConfig
     from engram.store import Store
+    from engram.store.priorities import PriorityConfig, PriorityIndex
+    from engram.store.row_indexes import Progress
     from engram.types import RowsSource
+
+
+def saved_priorities(
+    indexes: Mapping[str, PriorityIndex],
+    without: Collection[tuple[str, str]],
+    rows: int | None = None,
+    room: Mapping[str, Tensor] | None = None,
+) -> dict[str, dict[str, object]]:
+    """The states of priorities, by name. Copies.
+
+    Args:
+        indexes: by name.
+        without: names and kinds of those that are left out.
+        rows: whose leaves; default all.
+        room: for leaves, by name.
+    """
+    return {
+        name: index.state(rows, (room or {}).get(name))
+        for name, index in sorted(indexes.items())
+        if (name, PriorityIndex.kind) not in without
+    }
+
+
+def checked_priorities(
+    state: Any, indexes: Mapping[str, PriorityIndex], rows: int, where: str
+) -> dict[str, tuple[PriorityConfig, dict[str, object]]]:
+    """What to make each index with, and its state. Raises: as :func:`check_priorities`."""
+    checked = {}
+    for name in check_names(state, where):
+        entries = typed(state, name, dict, where)
+        check_keys(entries, NAMES, f"{where}: {name!r}")
+        known = indexes.get(name)
+        config = None if known is None else known.config
+        checked[name] = (check_priorities(entries, config, rows, f"{where}: {name!r}"), entries)
+    return checked
+
+
+def check_names(state: object, where: str) -> list[str]:
+    """The names in a dict of indexes. Raises ``TypeError``, ``ValueError``: it is none, or one is no name."""
+    if not isinstance(state, dict):
+        raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
+    for name in state:
+        check_index_name(name, where)
+    return list(state)
+
 
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
@@ -78,15 +119,17 @@ def describe_store(
         zeroed: memory for the leaves of priorities, by name.
     """
     now, usage = int(store.core.next_ticket), UsageIndex.in_use(store)
-    passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
+    passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EpochIndex.kind}
     clock, lanes = now - store.base, store.lane_states()
     return {
         "schema": schemas.encode(store.schema).decode(),
         "clock": clock,
         "lanes": lanes,
         "write_count": int(store.core.write_count),
-        "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), zeroed),
-        "passes": {name: walk for name, walk in passes.items() if (name, EPOCHS) not in without},
+        "priorities": saved_priorities(
+            _of_kind(indexes, PriorityIndex.kind), without, store.rows_in_use(lanes), zeroed
+        ),
+        "passes": {name: walk for name, walk in passes.items() if (name, EpochIndex.kind) not in without},
         "windows": dict(store.indexes.windows),
         **({} if usage is None else {USAGE: usage.saved(store.rows_in_use(lanes))}),
     }
@@ -137,7 +180,9 @@ class SnapshotPreparation:
         if store is not None:
             self._indexes = dict(store.indexes.refreshed())
             n = min(store.capacity, store.rows_in_use(store.lane_states()) + _SLACK)
-            for name in {name for name, kind in self._indexes if kind == PRIORITIES and (name, kind) not in without}:
+            for name in {
+                name for name, kind in self._indexes if kind == PriorityIndex.kind and (name, kind) not in without
+            }:
                 self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
             if whole:
                 n = min(n, _COPIED // max(1, store.schema.row_bytes))
@@ -237,7 +282,7 @@ class RowsState(NamedTuple):
         kept = numbers if writes is None else writes
         try:
             said = numbers.data_ptr(), kept.data_ptr()
-            _native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
+            native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
@@ -247,7 +292,7 @@ class RowsState(NamedTuple):
         walks = typed(state, "passes", dict, where)
         check_names(walks, where)
         passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
-        indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PRIORITIES)
+        indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PriorityIndex.kind)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
         configs = {name: config for name, (config, _) in priorities.items()}
         usage = tensor_in(state, USAGE, torch.int32, (None,), where) if USAGE in state else None

@@ -3,11 +3,10 @@ blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; 
 """
 
 from engram.store.adding import add_field, fill_rows
-from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
+from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Key, Masses, ThreadKey
 from engram.store.device import DevicePriorities, DeviceStore, Mirror, copy_rows
 from engram.store.elsewhere import ForeignStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, TicketIndex, check_index_name
-from engram.store.keys import Key, ThreadKey
 from engram.store.lifetime import (
     Process,
     erase,
@@ -17,7 +16,17 @@ from engram.store.lifetime import (
     shared_memory,
     sweep_shared_memory,
 )
-from engram.store.memory import Block, Copied, as_rows, dlpack_specs, private_block, read_block, torch_dtype
+from engram.store.memory import (
+    DTYPE_NAMES,
+    DTYPE_OF,
+    Block,
+    Copied,
+    as_rows,
+    dlpack_specs,
+    private_block,
+    read_block,
+    torch_dtype,
+)
 from engram.store.opening import (
     create_store,
     holds_store,
@@ -32,6 +41,8 @@ from engram.store.requests import OutOfOrder, Requests, Written
 from engram.store.store import Repair, Saved, Store, StoreState
 
 __all__ = [
+    "DTYPE_NAMES",
+    "DTYPE_OF",
     "GENERATION",
     "INDEX",
     "INDEX_KINDS",

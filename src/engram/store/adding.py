@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,23 +18,45 @@ import torch
 from engram.errors import CorruptStore, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
-from engram.store.lifetime import schema_in
-from engram.store.locks import exclusive
+from engram.store.lifetime import exclusive, schema_in
 from engram.store.memory import column_field, private_field
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
 
+    from engram._support import native
     from engram.format.schema import Field, Schema
-    from engram.store.store import Store
 
 #: How often a pause is tried: who holds one may be waiting for the lock of the folder.
 _TRIES = 3
 
 
-def add_field(store: Store, field: Field, fill: bytes) -> None:
+class Growing(Protocol):
+    """A store, as far as its fields are added to."""
+
+    schema: Schema
+    readonly: bool
+
+    @property
+    def folder(self) -> Path | None: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def core(self) -> native.Store: ...
+    @property
+    def adding(self) -> AbstractContextManager[object]: ...
+    def paused(self) -> AbstractContextManager[object]: ...
+    def grow(self, schema: Schema, tensors: Sequence[Tensor]) -> None: ...
+    def map_column(self, schema: Schema, number: int) -> Tensor: ...
+
+
+def add_field(store: Growing, field: Field, fill: bytes) -> None:
     """One field more, which holds ``fill`` in every row. Nothing is done if there is one of the same key, dtype, shape and fill.
 
     If this raises, or the process dies, there is the field in all rows, or none.
@@ -63,7 +85,7 @@ def add_field(store: Store, field: Field, fill: bytes) -> None:
             return
 
 
-def _add_in_memory(store: Store, field: Field, fill: bytes) -> None:
+def _add_in_memory(store: Growing, field: Field, fill: bytes) -> None:
     with store.adding:
         schema = _grown(store.schema, field, fill)
         if schema is None:
@@ -74,7 +96,7 @@ def _add_in_memory(store: Store, field: Field, fill: bytes) -> None:
             store.grow(schema, [tensor])
 
 
-def _add_in(directory: Path, store: Store, field: Field, fill: bytes) -> None:
+def _add_in(directory: Path, store: Growing, field: Field, fill: bytes) -> None:
     with exclusive(directory):
         adopt_fields(store)
         schema = _grown(store.schema, field, fill)
@@ -126,7 +148,7 @@ def fill_rows(tensor: Tensor, fill: bytes, *, zeroed: bool = True) -> None:
         rows[:] = np.frombuffer(fill, np.uint8)
 
 
-def adopt_fields(store: Store) -> None:
+def adopt_fields(store: Growing) -> None:
     """Take over what other processes have added since.
 
     Raises:

@@ -1,12 +1,15 @@
-"""Batches as blocks of bytes: one piece of memory holds all columns, and both ends compute where each one begins."""
+"""Batches as blocks of bytes, and the keys that they are drawn with: one piece of memory holds all columns, and both ends compute where
+each one begins.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _native
+from engram._support import native
 from engram.format.schema import Field, validate_fields
 from engram.store.memory import dlpack_specs
 
@@ -19,6 +22,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.types import Entry
+
+
+class Key:
+    """64 random bits, from which a sample follows. Drawing costs 0.6 µs; the core reads them at :attr:`address`, which saves a
+    conversion.
+    """
+
+    def __init__(self) -> None:
+        with torch.inference_mode(mode=False):  # else it could not be drawn into outside of inference mode
+            self._bits = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.address = self._bits.data_ptr()
+        self.draw = self._bits.random_
+        """``draw()`` or ``draw(generator=…)``."""
+        self.mix = self._bits.bitwise_xor_
+        """``mix(stream)``: into the bits of a draw those of :func:`engram._support.fork.stream`."""
+
+    @classmethod
+    def of(cls, value: int) -> Key:
+        """These bits, ``0 <= value < 2 ** 64``."""
+        key = cls()
+        key.set(value)
+        return key
+
+    def set(self, value: int) -> None:
+        """To these bits, ``0 <= value < 2 ** 64``, in place of a draw."""
+        self._bits.fill_(value - (1 << 64) if value >= 1 << 63 else value)
+
+    @property
+    def value(self) -> int:
+        """The bits, as an int."""
+        return int(self._bits)
+
+
+class ThreadKey(Key, threading.local):
+    """A key that is drawn again for every sample. Each thread has its own, so that no thread sees another's."""
+
 
 #: Rows that were drawn, their tickets, and the weights of draws by priority: what native draws add behind the fields, in this order.
 INDEX = Field(("index",), "int64", ())
@@ -65,7 +104,7 @@ class BlockLayout:
         self.fields = tuple(fields)
         validate_fields(self.fields, 1)
         self._row_bytes = [field.row_bytes for field in self.fields]
-        self._native = _native.Layout(dlpack_specs(self.fields))
+        self._native = native.Layout(dlpack_specs(self.fields))
 
     @classmethod
     def of(cls, columns: Mapping[Entry, Tensor], *, ndim: int = 1) -> BlockLayout:
@@ -132,7 +171,7 @@ class BlockLayout:
                 f"views: expected {self.nbytes(rows)} bytes for {rows} rows at {at}, got {available} in all."
             )
         try:
-            return _native.block_views(block, self._native, [at + offset for offset in self.offsets(rows)], n)
+            return native.block_views(block, self._native, [at + offset for offset in self.offsets(rows)], n)
         except ValueError as error:
             raise ValueError(f"views: expected {error}.") from error
 
@@ -180,7 +219,7 @@ class DrawingInto:
     """
 
     def __init__(self, block: object) -> None:
-        self._native = _native.OutputBlock(block)
+        self._native = native.OutputBlock(block)
 
     def __enter__(self) -> DrawingInto:
         self._native.__enter__()
@@ -218,7 +257,7 @@ class DrawingPart:
     """
 
     def __init__(self) -> None:
-        self._native = _native.OutputBlock(None)
+        self._native = native.OutputBlock(None)
 
     def __enter__(self) -> DrawingPart:
         self._native.__enter__()

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 import torch
 
-from engram import _fork, _progress
+from engram._support import fork, progress
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
-from engram.store.locks import exclusive
+from engram.store.lifetime import exclusive
 from engram.store.memory import Block, file_block, private_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+    from typing import Self
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram import _native
+    from engram._support import native
 
-C = TypeVar("C", bound=_fork.Forked)
+C = TypeVar("C", bound=fork.Forked)
 K = TypeVar("K", bound="Ordered")
 
 #: Name and kind of an index.
@@ -38,7 +39,7 @@ IndexKey: TypeAlias = tuple[str, str]
 class Host(NamedTuple):
     """What an index needs of its store."""
 
-    core: _native.Store
+    core: native.Store
     control: Tensor
     tickets: Tensor
     directory: Path | None
@@ -69,20 +70,31 @@ class IndexKind(Protocol):
         """The memory of an index that others may be changing, copied, its lock free."""
 
 
-class Ordered(_fork.Forked, Protocol):
+class Ordered(fork.Forked, Protocol):
     """The core of an index that knows which rows hold something."""
 
     def put_in_order(self) -> None: ...
+
+
+#: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
+INDEX_KINDS: dict[str, IndexKind] = {}
 
 
 class LockedIndex(Generic[C]):
     """What indexes with a lock in their memory have in common. Each says how its core is made and its lock is freed."""
 
     core: C
+    #: Names the kind of index in a store's folder: never changes.
+    kind: str
     #: Makes the core around memory of an address and a size; the last argument keeps it alive. Raises ``ValueError``: it is no such memory.
     make_core: Callable[..., C]
     #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory.
     reset_mutex: Callable[[int, int], None]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "kind" in vars(cls):
+            INDEX_KINDS[cls.kind] = cls
 
     def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
@@ -92,7 +104,13 @@ class LockedIndex(Generic[C]):
         """Its memory."""
         if host is None or host.directory is None:
             # The lock of a shared index is held by a process that still exists after a fork.
-            _fork.registered(self.core)
+            fork.registered(self.core)
+
+    @classmethod
+    def of_name(cls, indexes: Indexes, name: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Self, bool]:
+        """As :meth:`Indexes.lasting`. Raises ``TypeError``, ``ValueError``, too: not a name of an index."""
+        check_index_name(name)
+        return indexes.lasting(name, cls.kind, nbytes, make)
 
     def made_around(self, block: Block, host: Host | None) -> C:  # noqa: ARG002 - it depends on no row
         """The core. Raises ``ValueError``: it is no such memory."""
@@ -160,9 +178,6 @@ def _of_memory() -> Iterator[None]:
         raise IncompatibleStore(f"index: {error}.") from error
 
 
-#: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
-INDEX_KINDS: dict[str, IndexKind] = {}
-
 _INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -198,8 +213,8 @@ def _unscanned(index: Path) -> Path:
 
 def _scan(core: Any, rows: int) -> Iterator[int]:
     """Let an index scan all rows in pieces, so that writers wait for one piece only. Yields how many rows are left."""
-    for row in range(0, rows, _progress.CHUNK):
-        end = min(row + _progress.CHUNK, rows)
+    for row in range(0, rows, progress.CHUNK):
+        end = min(row + progress.CHUNK, rows)
         core.scan(row, end)
         yield rows - end
 
@@ -217,16 +232,16 @@ class Indexes(Mapping[IndexKey, Any]):
         """Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it."""
         self.made_with: dict[str, int] = {}
         """Of each table of trajectories, by name: how many fields there were. Usual boundaries are looked for among them."""
-        self.drains: weakref.WeakSet[_native.UpdateDrain] = weakref.WeakSet()
+        self.drains: weakref.WeakSet[native.UpdateDrain] = weakref.WeakSet()
         """Threads that change priorities without a call, until :meth:`close`."""
         self._host = host
         self._closed = False
         self._capacity = capacity
         self._lasting: dict[IndexKey, Any] = {}
-        self._lock = _fork.lock()
+        self._lock = fork.lock()
         self._copied: dict[IndexKey, Block] = {}
         self._tables: dict[IndexKey, tuple[object, Any]] = {}
-        self._tables_lock = _fork.rlock()
+        self._tables_lock = fork.rlock()
 
     def __getitem__(self, key: IndexKey) -> Any:
         return self._lasting[key]
@@ -237,7 +252,7 @@ class Indexes(Mapping[IndexKey, Any]):
     def __len__(self) -> int:
         return len(self._lasting)
 
-    def close(self, core: _native.Store) -> None:
+    def close(self, core: native.Store) -> None:
         """Replaces the store's core, and those of its indexes, by one that raises. Threads apply what has arrived, and end."""
         self.core, self._closed = core, True
         for index in self._lasting.values():
@@ -341,7 +356,7 @@ class Indexes(Mapping[IndexKey, Any]):
     def scan(self, index: Index, kind: str) -> None:
         """Let an index scan all rows."""
         try:
-            _progress.watch(_scan(index.core, self._capacity), f"giving rows {kind}")
+            progress.watch(_scan(index.core, self._capacity), f"giving rows {kind}")
         except BaseException:  # Ctrl-C: an index that has scanned only some rows would hide the others for good
             index.core.scan(0, self._capacity)
             raise

@@ -1,8 +1,12 @@
-"""How long a store in a folder lives: this process's attachment to it, temporary folders, and the removal of files."""
+"""How long a store in a folder lives: the locks on the folder, this process's attachment to it, temporary folders, and the removal of
+files. One lock is held to create, open or close it; one byte of ``alive`` per process that has it open is another.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -12,18 +16,103 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engram import _fork, _native
+from engram._support import fork, native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
 from engram.format import files, layout, series
 from engram.format import schema as schemas
-from engram.store import locks
-from engram.store.locks import AliveFile, exclusive, others_attached, others_have_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from engram.format.schema import Schema
     from engram.store.memory import Block
+
+#: Timeout for another process that is creating, opening or closing the store; an index scan may take that long.
+WAIT_S = 60.0
+
+
+def exclusive(
+    directory: Path, made: files.Creation | None = None, wait_s: float | None = None
+) -> AbstractContextManager[None]:
+    """A context manager: no other process or thread creates, opens or closes the store in the folder meanwhile.
+
+    Re-entrant within a thread, because the collector may close a store at any point.
+
+    Args:
+        directory: the folder.
+        made: creates it, if it does not exist.
+        wait_s: how long to wait; default :data:`WAIT_S`; 0.0: not at all.
+
+    Raises (when entered):
+        StoreInUse: another process or thread holds it. OSError: there is no such folder.
+    """
+    wait_s = WAIT_S if wait_s is None else wait_s
+    if made is not None:
+        made.folder(directory)
+
+    def busy() -> StoreInUse:
+        return StoreInUse(
+            f"{str(directory)!r}: another process or thread has been creating, opening or closing the store for {wait_s:g} s."
+        )
+
+    lock: AbstractContextManager[None] = native.folder_lock(directory, wait_s, busy)
+    return lock
+
+
+class AliveFile:
+    """``.engram/alive``, in which the core locks one byte for as long as this process has the store open.
+
+    A process opens it once, because closing any descriptor of the file drops that lock.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / layout.FOLDER / layout.ALIVE
+        files.check_size(path, 0)
+        self.fd = files.open_regular(path, os.O_RDWR)
+        self.pid = os.getpid()
+
+    def locked_by_others(self) -> bool:
+        """Whether another process has the store open. Only for a process that has not."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            return True
+        return False
+
+    def release(self) -> None:
+        self.fd.close()
+
+
+def others_have_open(directory: Path) -> bool:
+    """Whether another process has a store open that this process has not."""
+    try:
+        alive = AliveFile(directory)
+    except (FileNotFoundError, CorruptStore):
+        return False
+    try:
+        return alive.locked_by_others()
+    finally:
+        alive.release()
+
+
+def others_attached(participants: native.Participants, directory: Path) -> bool:
+    """Whether another process has the store open. Waits for processes that are just being forked."""
+    with files.Descriptor.open(directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        deadline = time.monotonic() + WAIT_S
+        while not participants.others:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return True
+                time.sleep(0.001)
+            else:
+                return bool(participants.others)  # a child that was being forked at the first look has joined by now
+    return True
 
 
 class Process(NamedTuple):
@@ -35,16 +124,16 @@ class Process(NamedTuple):
     @classmethod
     def this(cls) -> Process:
         pid = os.getpid()
-        return cls(pid, _native.start_time_of(pid))
+        return cls(pid, native.start_time_of(pid))
 
     def runs(self) -> bool:
-        return self.start_time != 0 and _native.start_time_of(self.pid) == self.start_time
+        return self.start_time != 0 and native.start_time_of(self.pid) == self.start_time
 
 
 # ---- stores that this process has open -------------------------------------------------------------------------------
 
 _registry: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
-_registry_lock = _fork.lock()
+_registry_lock = fork.lock()
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
@@ -90,18 +179,18 @@ class Attachment:
         """Whether the rows lie in the folder, and not in memory that a program shared before."""
         self._alive = alive
         self._control, self._tickets = control, tickets  # mapped until the participant has left
-        self._participants: _native.Participants
+        self._participants: native.Participants
         self.participant = 0
         """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
         self._finalizer: weakref.finalize[..., Any] | None = None
 
-    def begin(self, owner: object, core: _native.Store) -> None:
+    def begin(self, owner: object, core: native.Store) -> None:
         """From here on :meth:`end`, or the collection of the owner, releases all that was taken.
 
         Raises:
             ValueError: control memory that is none.
         """
-        participants = _native.Participants(
+        participants = native.Participants(
             self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, self._alive.fd
         )
         self._participants = participants
@@ -116,7 +205,7 @@ class Attachment:
         """Whether another process has the store open."""
         return others_attached(self._participants, self.directory)
 
-    def join(self, core: _native.Store, attach_new: Callable[[], None], *, beside: bool = True) -> None:
+    def join(self, core: native.Store, attach_new: Callable[[], None], *, beside: bool = True) -> None:
         """Take an entry in the table, ``beside`` those of others. From now on writes attach indexes that other processes make.
 
         Raises:
@@ -130,7 +219,7 @@ class Attachment:
         known = weakref.WeakMethod(attach_new)  # the store owns both: a reference would keep it
         core.on_new_index(lambda: (attach := known()) and attach())
 
-    def rejoin(self, owner: object, core: _native.Store, attach_new: Callable[[], None]) -> None:
+    def rejoin(self, owner: object, core: native.Store, attach_new: Callable[[], None]) -> None:
         """In a forked child: join beside the parent. The child has its descriptors and maps, but not its locks."""
         self._detach()
         check_store(self.directory)
@@ -158,7 +247,7 @@ class Attachment:
         forget(owner)
         finalizer.detach()
 
-    def _leave(self, core: _native.Store, participants: _native.Participants) -> None:
+    def _leave(self, core: native.Store, participants: native.Participants) -> None:
         if self._alive.pid != os.getpid():
             return  # a forked child that could not join
         try:
@@ -235,7 +324,7 @@ def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None
         with exclusive(directory, wait_s=wait_s):
             if not (directory / layout.FOLDER).exists():  # the process that was creating it died
                 remove_unfinished(directory)
-                if time.time() - directory.stat().st_mtime > locks.WAIT_S:  # else a process may be about to lock it
+                if time.time() - directory.stat().st_mtime > WAIT_S:  # else a process may be about to lock it
                     directory.rmdir()
                 return
             _leave_temporary(directory, last=not others_have_open(directory))

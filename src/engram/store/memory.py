@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from engram import _native
-from engram._mappings import bytes_of, map_piece, open_files
-from engram._memory import available_memory
-from engram._words import no_space
+from engram._support import native
+from engram._support.mappings import bytes_of, map_piece, open_files
+from engram._support.memory import available_memory
+from engram._support.words import no_space
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 _Number = Annotated[int, msgspec.Meta(ge=0)]
+
+#: The dtypes that can be stored, by name; some are missing in older versions of torch.
+DTYPE_OF: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 #: Device, inode and size of a file in memory, and where a field begins in it.
 Segment: TypeAlias = tuple[_Number, _Number, _Number, _Number]
@@ -78,7 +82,7 @@ def torch_dtype(field: Field) -> torch.dtype:
 
 def dlpack_specs(fields: Sequence[Field]) -> list[DlpackSpec]:
     """The dtypes and shapes of rows, as DLPack names them."""
-    return [(*_native.DLPACK[getattr(torch, f.dtype)], f.shape) for f in fields]
+    return [(*native.DLPACK[getattr(torch, f.dtype)], f.shape) for f in fields]
 
 
 def as_rows(rows: Tensor, call: str) -> Tensor:
@@ -122,8 +126,8 @@ def private_block(nbytes: int, field: Field | None = None) -> Block:
 
 def new_control_memory(schema: Schema, fingerprint: int = 0) -> tuple[Block, Block]:
     """Control block and tickets of a new store in private memory."""
-    control = private_block(_native.control_bytes(schema.lanes))
-    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    control = private_block(native.control_bytes(schema.lanes))
+    native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
     return control, private_block(layout.tickets_bytes(schema.capacity))
 
 

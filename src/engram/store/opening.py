@@ -1,4 +1,4 @@
-"""Creating a store in a folder, opening it, and copies of stores."""
+"""Creating a store in a folder, opening it to write or to read only, and copies of stores."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ import json
 import os
 import secrets
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram import _fork, _native
-from engram._memory import available_memory
-from engram._sizes import resident_bytes
-from engram._words import said_size, warn
-from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, UncleanStore
+import torch
+
+from engram._support import fork, native
+from engram._support.memory import available_memory
+from engram._support.words import said_size, warn
+from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import control as controls
 from engram.format import files, layout
 from engram.format import schema as schemas
+from engram.format.sizes import resident_bytes
 from engram.store.adding import put_in_order
 from engram.store.device import DeviceStore
+from engram.store.indexes import INDEX_KINDS, Host, Indexes
 from engram.store.lifetime import (
+    AliveFile,
     Attachment,
     check_store,
+    exclusive,
     maker_of,
     occupied,
     opened,
@@ -32,34 +38,144 @@ from engram.store.lifetime import (
     remove_unfinished,
     temporary_note,
 )
-from engram.store.locks import AliveFile, exclusive
 from engram.store.memory import (
+    Block,
     column_field,
     fields_in,
     file_block,
     new_control_memory,
     private_field,
     read_block,
+    read_field,
     segment_fields,
     segments_in,
 )
-from engram.store.readonly import ReaderStore, anyone_has_open
-from engram.store.store import Repair, Store
+from engram.store.store import Repair, Saved, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
-    from engram._mappings import Piece
+    from torch import Tensor
+
+    from engram._support.mappings import Piece
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
-    from engram.store.memory import Block
+    from engram.store.memory import Block, Segment
     from engram.store.store import Saved
+
+
+class IndexCopies(Indexes):
+    """Indexes in private memory. Each begins as a copy of the one in a folder, when it is first asked for."""
+
+    source: Path
+    """Where the others are."""
+
+    def _copy_of(self, name: str, kind: str) -> Block | None:
+        path = self.source / name / kind
+        return INDEX_KINDS[kind].copied(read_block(path, path.stat().st_size).tensor) if path.exists() else None
+
+
+class ReaderStore(Store):
+    """Rows that others write, or have written. Every write raises the error ``ReadOnlyStore``.
+
+    It joins no participants, recovers nothing and keeps no index of the folder.
+    """
+
+    readonly = True
+
+    def __init__(
+        self,
+        schema: Schema,
+        folder: Path,
+        control: Block,
+        tickets: Block,
+        segments: Sequence[Segment | None] | None,
+        *,
+        abandoned: bool,
+    ) -> None:
+        self._folder = folder
+        self._segments = segments
+        super().__init__(schema, self._mapped(schema, control, private=False), control, tickets, abandoned=abandoned)
+        self.indexes = IndexCopies(Host(self.core, control.tensor, tickets.tensor, None), schema.capacity)
+        self.indexes.source = folder / layout.FOLDER / layout.INDEXES
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process other than this one has the store open for writing."""
+        return anyone_has_open(self._folder, self._control, self._tickets)
+
+    @property
+    def participant(self) -> int:
+        """It is none of them: the number of the process stands for it."""
+        return os.getpid() if self.in_use else 0
+
+    def _mapped(self, schema: Schema, control: Block, *, private: bool) -> list[Tensor]:
+        """The fields. ``private``: what is written to them is not seen elsewhere."""
+        if self._segments is None:
+            return fields_in(
+                self._folder,
+                schema,
+                partial(read_field, private=private),
+                lambda path, nbytes: read_block(path, nbytes, private=private).tensor,
+            )
+        inside = self._folder / layout.FOLDER
+        return segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
+
+    def map_column(self, schema: Schema, number: int) -> Tensor:
+        return read_field(layout.column_path(self._folder, schema, number), schema.fields[number], schema.capacity)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def place(self) -> str:
+        return f"{self._folder} (read-only)"
+
+    @property
+    def has_files(self) -> bool:
+        return self._segments is None
+
+    def views(self) -> list[Tensor]:
+        """As for every store, but what is written to them stays in them: the core reads other mappings of the same files."""
+        with self._viewing:
+            self._views = self._views or self._mapped(self.schema, self._control, private=True)
+            return self._views
+
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        left = torch.tensor([self.core.left_behind(row) for row in rows.tolist()], dtype=torch.bool, device="cpu")
+        return super().hold_nothing(rows) | left
+
+    def check_writable(self) -> None:
+        raise ReadOnlyStore(
+            f"expected a store that may be written to, got the one in {str(self._folder)!r}, which was opened with readonly=True: its rows "
+            "and all that belongs to them stay as they are. Open it without readonly=True."
+        )
+
+    def remove(self) -> bool:
+        raise ReadOnlyStore(
+            f"cleanup: the store in {str(self._folder)!r} was opened with readonly=True: its files stay. Open it without readonly=True."
+        )
+
+    def detached(self) -> Saved:
+        return Saved(None, self._folder, None, {}, readonly=True)
+
+    def after_fork(self) -> None:
+        """In a child: the maps are its own, and it has nothing to recover."""
+
+
+def anyone_has_open(directory: Path, control: Block, tickets: Block) -> bool:
+    """Whether a process other than this one has the store in a folder open for writing. This one must not."""
+    with files.open_regular(directory / layout.FOLDER / layout.ALIVE, os.O_RDONLY) as fd:
+        return native.Participants(control.address, control.nbytes, tickets.address, tickets.nbytes, int(fd)).others
+
 
 #: Fields of a store whose files may be open. A process has 1,024 descriptors, most often.
 _MOST_FILES = 64
 
 #: Held while a store is created or opened, so that two threads do not attach to one folder twice.
-_attaching = _fork.rlock()
+_attaching = fork.rlock()
 
 
 def create_store(
@@ -243,7 +359,7 @@ def reattach(saved: Saved) -> Store:
     return store
 
 
-def skip_numbers(core: _native.Store, given: int) -> None:
+def skip_numbers(core: native.Store, given: int) -> None:
     """Let a new store begin behind that many ticket numbers, so that no earlier draw matches: each emptying takes one."""
     for _ in range(given):
         core.empty(False)
@@ -288,18 +404,18 @@ def _make_control(
     begin: Callable[[Any], None],
 ) -> None:
     """Control memory and notes of a new store; the description of its rows exists already."""
-    made.file(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    made.file(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     made.file(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
     made.text(folder / layout.ALIVE, b"")
     made.text(folder / layout.MAKER, maker.encode())
     if guest_of is not None:
         made.text(folder / layout.TEMPORARY, temporary_note(guest_of))
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
-    control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
     fingerprint, _ = schemas.first_fingerprints(schema, schemas.encode_store(schema))
-    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
-    begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
+    native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    begin(native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
 
 
 # ---- attaching -------------------------------------------------------------------------------------------------------
@@ -324,7 +440,7 @@ def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
 
 def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[Block, Block]:
     """Control block and tickets, for reading alone. An upgrade that was interrupted has left the tickets of an earlier store longer."""
-    control = read_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    control = read_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     path, nbytes = folder / layout.TICKETS, layout.tickets_bytes(schema.capacity)
     if earlier and not (path.is_file() and path.stat().st_size == nbytes):
         nbytes = layout.tickets_bytes(schema.capacity, earlier=True)
@@ -390,7 +506,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
     alive, store = AliveFile(directory), None
     put_in_order(directory, schema)
     try:
-        control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+        control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
         tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
         segments = segments_in(folder)
         if segments is None:
@@ -450,12 +566,12 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
             index.put_in_order()
     store.indexes.finish_scans()
     core.boot_id = _boot_id()
-    core.pid_namespace = _native.pid_namespace()
+    core.pid_namespace = native.pid_namespace()
     core.clean = False  # before others see this process: if it dies now, they may take it for alive, and write
     store.join(beside=False)
 
 
-def _closed_in_order(core: _native.Store, directory: Path, unclean: str) -> bool:
+def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
     """Whether the last process closed a store that no process has open. Raises ``UncleanStore``."""
     last = _last_boot_id(core)
     clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
@@ -467,7 +583,7 @@ def _closed_in_order(core: _native.Store, directory: Path, unclean: str) -> bool
     return clean
 
 
-def _check_closed(core: _native.Store, directory: Path) -> None:
+def _check_closed(core: native.Store, directory: Path) -> None:
     """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
     try:
         core.check_closed()
@@ -482,7 +598,7 @@ def _boot_id() -> str:
         return "unknown"
 
 
-def _last_boot_id(core: _native.Store) -> str:
+def _last_boot_id(core: native.Store) -> str:
     """The boot that a store was last opened in, "" for none yet."""
     try:
         return str(core.boot_id)

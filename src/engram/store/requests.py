@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _native
+from engram._support import native
 from engram.errors import EngramError, RowError
-from engram.store.indexes import INDEX_KINDS, LockedIndex
+from engram.store.indexes import LockedIndex
 from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from engram.store.memory import Block
     from engram.store.store import Store
 
-#: Names the table of writers in a store's folder: never changes.
-KIND, NAME = "writers", "main"
+#: The name of the table of writers in a store.
+NAME = "main"
 #: Writers that a table has room for.
 WRITERS = 1024
 #: Requests of one writer that may be in doubt at a time.
-IN_DOUBT = _native.requests_in_doubt
+IN_DOUBT = native.requests_in_doubt
 
 
 class OutOfOrder(EngramError, RuntimeError):
@@ -46,15 +46,13 @@ class Written(NamedTuple):
     """How many of them this call wrote: 0 for a request that was done before."""
 
 
-class WritersIndex(LockedIndex[_native.Writers]):
+class WritersIndex(LockedIndex[native.Writers]):
     """The table of writers that share lanes, as a lasting index of their store."""
 
-    reset_mutex = staticmethod(_native.reset_writers_mutex)
+    reset_mutex = staticmethod(native.reset_writers_mutex)
 
-    make_core = _native.Writers
-
-
-INDEX_KINDS[KIND] = WritersIndex
+    kind = "writers"
+    make_core = native.Writers
 
 
 class Requests:
@@ -99,7 +97,7 @@ class Requests:
             raise RuntimeError(f"Requests: expected a store on the CPU, got one on {store.device}.")
         self._store = store
         #: Of the fields that the store has now: those that are added later may be left out.
-        self._layout, self._fields = _native.Layout(dlpack_specs(store.schema.fields)), store.schema.fields
+        self._layout, self._fields = native.Layout(dlpack_specs(store.schema.fields)), store.schema.fields
         self._room = writers
         self._writers: WritersIndex | None = None
 
@@ -130,7 +128,7 @@ class Requests:
             WriterStalled: another process held a row for 5 s; what was written stays. Repeat the request.
         """
         self._check(lane, columns, n, "append_at")
-        rows = _native.empty_rows(n)
+        rows = native.empty_rows(n)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         new, expected = self._store.core.append_at(lane, position, n, addresses, rows.data_ptr())
         if new < 0:
@@ -166,7 +164,7 @@ class Requests:
             OSError: no space for the table.
         """
         self._check(lane, columns, n, "append_by")
-        rows = _native.empty_rows(n)
+        rows = native.empty_rows(n)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
             new, expected = self._store.core.append_by(
@@ -183,16 +181,16 @@ class Requests:
             )
         return Written(rows, new)
 
-    def _table(self) -> _native.Writers:
+    def _table(self) -> native.Writers:
         if self._writers is None:
 
             def make(block: Block) -> None:
-                _native.format_writers(block.address, block.nbytes, self._room)
+                native.format_writers(block.address, block.nbytes, self._room)
 
-            known = self._store.indexes.refreshed().get((NAME, KIND))
-            nbytes = _native.writers_bytes(self._room) if known is None else known.block.nbytes
-            self._writers = self._store.indexes.lasting(NAME, KIND, nbytes, make)[0]
-        table: _native.Writers = self._writers.core
+            known = self._store.indexes.refreshed().get((NAME, WritersIndex.kind))
+            nbytes = native.writers_bytes(self._room) if known is None else known.block.nbytes
+            self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, make)[0]
+        table: native.Writers = self._writers.core
         return table
 
     def _check_lane(self, lane: int, call: str) -> None:
@@ -201,7 +199,7 @@ class Requests:
 
     def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
         self._check_lane(lane, call)
-        if _native.HAS_EXCHANGE and not self._layout.fits(list(columns), n):
+        if native.HAS_EXCHANGE and not self._layout.fits(list(columns), n):
             fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in self._fields)
             got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in columns)
             raise RuntimeError(f"{call}: expected contiguous CPU columns {fields}; got {got}.")

@@ -15,27 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from engram import _fork, _native
+from engram._support import fork
+from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
+from engram.store import memory
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
-from engram.store.lifetime import Attachment, erase, forget, opened, remove_store
-from engram.store.locks import exclusive, others_have_open
-from engram.store.memory import (
-    Block,
-    Copied,
-    alias,
-    as_rows,
-    column_field,
-    dlpack_specs,
-    file_views,
-    new_control_memory,
-    private_block,
-    private_field,
-    row_stride,
-    torch_dtype,
-)
+from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
 from engram.types import Changes, Extent, RowsTarget, Write
 
 if TYPE_CHECKING:
@@ -47,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.store.keys import Key
+    from engram.store.blocks import Key
     from engram.types import WritePlan
 
     T = TypeVar("T")
@@ -99,9 +86,9 @@ class Saved(NamedTuple):
     schema: Schema | None
     """None for a directory."""
     directory: Path | None
-    parts: list[Copied] | None
+    parts: list[memory.Copied] | None
     """Control block, tickets and fields, copied; None for a directory."""
-    indexes: dict[tuple[str, str], Copied]
+    indexes: dict[tuple[str, str], memory.Copied]
     """Memory of the indexes of a private store, copied."""
     readonly: bool = False
     """Whether the directory is only read."""
@@ -140,8 +127,8 @@ class Store:
         self,
         schema: Schema,
         tensors: Sequence[Tensor],
-        control: Block,
-        tickets: Block,
+        control: memory.Block,
+        tickets: memory.Block,
         attachment: Attachment | None = None,
         *,
         abandoned: bool = False,
@@ -157,10 +144,10 @@ class Store:
         self._control = control
         self._tickets = tickets
         self._which = tuple(range(len(schema.fields)))
-        self.layout = _native.Layout(dlpack_specs(schema.fields))
+        self.layout = _native.Layout(memory.dlpack_specs(schema.fields))
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self._views: list[Tensor] = []
-        self._viewing = _fork.lock()
+        self._viewing = fork.lock()
         self.closed = False
         """Whether :meth:`close` was called."""
         #: Storages around it: within a process several may be.
@@ -169,10 +156,10 @@ class Store:
         self.replaced: tuple[int, int] | None = None
         native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
         #: Held while a field is added to private memory.
-        self.adding = _fork.rlock()
-        self._placing = _fork.rlock()
-        self._pausing = _fork.rlock()
-        _fork.registered(self, uses_others=True)  # recovery tells the indexes
+        self.adding = fork.rlock()
+        self._placing = fork.rlock()
+        self._pausing = fork.rlock()
+        fork.registered(self, uses_others=True)  # recovery tells the indexes
         #: The core; :attr:`bare` is the same, also where it has yet to hear of what was written.
         self.core = self.bare = _native.Store(
             control.address,
@@ -181,7 +168,7 @@ class Store:
             tickets.nbytes,
             tuple(map(torch.Tensor.data_ptr, native)),
             tuple([field.row_bytes for field in fields]),
-            tuple(map(row_stride, native)),
+            tuple(map(memory.row_stride, native)),
             readonly=self.readonly,
             abandoned=abandoned,
         )
@@ -197,13 +184,13 @@ class Store:
     @classmethod
     def private(cls, schema: Schema) -> Store:
         """A store in private memory. Pages are taken when rows are first written."""
-        control, tickets = new_control_memory(schema)
-        return cls(schema, [private_field(field, schema.capacity) for field in schema.fields], control, tickets)
+        control, tickets = memory.new_control_memory(schema)
+        return cls(schema, [memory.private_field(field, schema.capacity) for field in schema.fields], control, tickets)
 
     @classmethod
     def around(cls, schema: Schema, tensors: Sequence[Tensor]) -> Store:
         """A store around existing contiguous CPU tensors, all of whose rows are live."""
-        control, tickets = new_control_memory(schema)
+        control, tickets = memory.new_control_memory(schema)
         store = cls(schema, tensors, control, tickets)
         store.core.fill()
         return store
@@ -303,8 +290,8 @@ class Store:
         # A row that was written meanwhile may be torn: its copy is void.
         words = tickets[: 8 * self.capacity].view(torch.int64)
         words.copy_(torch.where(before == words, words, words | _VOID))
-        indexes = {key: Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
-        parts = [Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
+        indexes = {key: memory.Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
+        parts = [memory.Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
         return Saved(self.schema, None, parts, indexes)
 
     def take_over(self, control: Tensor, tickets: Tensor) -> None:
@@ -419,8 +406,12 @@ class Store:
             ValueError: a state that no such store has. Nothing is changed.
             WriterStalled: as :meth:`paused`. Nothing is changed.
         """
-        lanes, numbers, n = as_rows(state.lanes, "replace"), as_rows(state.numbers, "replace"), self.core.next_ticket
-        writes = numbers + (n - 1) * numbers.sign() if state.writes is None else as_rows(state.writes, "replace")
+        lanes, numbers, n = (
+            memory.as_rows(state.lanes, "replace"),
+            memory.as_rows(state.numbers, "replace"),
+            self.core.next_ticket,
+        )
+        writes = numbers + (n - 1) * numbers.sign() if state.writes is None else memory.as_rows(state.writes, "replace")
         if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,) or writes.shape != numbers.shape:
             raise ValueError(
                 f"replace: expected {self.lanes} lanes and {self.capacity} rows, got shapes {list(lanes.shape)} and "
@@ -484,9 +475,9 @@ class Store:
             if self.directory is not None and self.has_files and opened(self.directory) is self:
                 if any(not view.is_contiguous() and view.is_shared() for view in self._views):  # torch has moved it
                     self._views = []
-                self._views = self._views or file_views(self.directory, self.schema)
+                self._views = self._views or memory.file_views(self.directory, self.schema)
             elif [view.data_ptr() for view in self._views] != self._addresses:  # also if the folder was removed
-                self._views = [alias(tensor) for tensor in self.tensors]
+                self._views = [memory.alias(tensor) for tensor in self.tensors]
             return self._views
 
     def grow(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
@@ -497,7 +488,9 @@ class Store:
         first, every = len(self.tensors), (*self.tensors, *tensors)
         new, addresses = schema.fields[first:], [tensor.data_ptr() for tensor in every]
         fills = [schema.fill(number) or b"" for number in range(first, len(every))]
-        fields = list(zip(addresses[first:], [it.row_bytes for it in new], fills, dlpack_specs(new), strict=True))
+        fields = list(
+            zip(addresses[first:], [it.row_bytes for it in new], fills, memory.dlpack_specs(new), strict=True)
+        )
         with self._viewing:
             mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
             mine |= {"_addresses": addresses, "_views": []}
@@ -507,7 +500,9 @@ class Store:
     def map_column(self, schema: Schema, number: int) -> Tensor:
         """The rows of a field that another process has added. Raises ``OSError``, ``CorruptStore``."""
         assert self.directory is not None  # only those in a folder have some
-        return column_field(layout.column_path(self.directory, schema, number), schema.fields[number], schema.capacity)
+        return memory.column_field(
+            layout.column_path(self.directory, schema, number), schema.fields[number], schema.capacity
+        )
 
     def _adopt_fields(self) -> None:
         adopt_fields(self)
@@ -582,7 +577,7 @@ class Store:
     @staticmethod
     def zeroed(nbytes: int) -> Tensor:
         """Zeroed private memory for an index, as bytes; pages are taken when they are first touched."""
-        return private_block(nbytes).tensor
+        return memory.private_block(nbytes).tensor
 
     def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
         """Fields where the core reads them, for an index: their numbers there, and CPU tensors ``[C, *row shape]``."""
@@ -623,7 +618,7 @@ class Store:
             first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
         else:
             assert plan.lane is not None  # a WritePlan has rows or a lane
-            lane = as_rows(plan.lane, "extend")
+            lane = memory.as_rows(plan.lane, "extend")
             first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
         return Write(rows, first)
 
@@ -633,7 +628,7 @@ class Store:
         if plan.kept is None:
             rows, pick = _native.empty_rows(n).copy_(planned), 0  # the plan's own tensor is not handed out
         else:
-            rows, kept = as_rows(planned, "write"), as_rows(plan.kept, "write")
+            rows, kept = memory.as_rows(planned, "write"), memory.as_rows(plan.kept, "write")
             if rows.shape != kept.shape:
                 raise RuntimeError(f"write: expected {len(kept)} rows, one for each that is kept, got {len(rows)}.")
             if not len(rows):  # no index need hear of it
@@ -653,7 +648,7 @@ class Store:
         Raises:
             RowError: a row is not live. Nothing is written.
         """
-        rows = as_rows(rows, "edit")
+        rows = memory.as_rows(rows, "edit")
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
             first = self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False)
@@ -676,7 +671,7 @@ class Store:
             RowError: a row is outside ``[-1, capacity)``. Nothing is written.
             WriterStalled: a row has been edited by another writer for 5 s; the entries before it are written.
         """
-        rows, expected = as_rows(rows, "patch"), as_rows(expected, "patch")
+        rows, expected = memory.as_rows(rows, "patch"), memory.as_rows(expected, "patch")
         numbers = torch.empty_like(rows)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
@@ -714,13 +709,13 @@ class Store:
         Raises:
             RowError: a row is outside ``[0, capacity)``.
         """
-        rows = as_rows(rows, "read")
+        rows = memory.as_rows(rows, "read")
         n = rows.numel()
         if expected is not None and expected.shape != rows.shape:
             raise RuntimeError(f"read: expected one ticket per row, {list(rows.shape)}, got {list(expected.shape)}.")
         wanted = 0
         if expected is not None:
-            expected = as_rows(expected, "read")
+            expected = memory.as_rows(expected, "read")
             wanted = expected.data_ptr()
         try:
             if which is None and self.is_native:
@@ -729,7 +724,7 @@ class Store:
                 which, columns = self._which, self.allocate(n)
             else:
                 fields = [self.schema.fields[f] for f in which]
-                columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
+                columns = [torch.empty((n, *f.shape), dtype=memory.torch_dtype(f), device="cpu") for f in fields]
             addresses = tuple(map(torch.Tensor.data_ptr, columns))
             return columns, self.core.gather(rows.data_ptr(), n, tuple(which), addresses, wanted, 0)
         except IndexError as error:
@@ -768,7 +763,7 @@ class Store:
 
     def count_sampled(self, rows: Tensor) -> None:
         """Count rows, int64, that were sampled other than by one native call, which does that itself. -1 is none."""
-        self.core.count_sampled(as_rows(rows, "sample"))
+        self.core.count_sampled(memory.as_rows(rows, "sample"))
 
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.
@@ -798,7 +793,7 @@ class Store:
 
     def tickets_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
-        rows = as_rows(rows, "tickets_of")
+        rows = memory.as_rows(rows, "tickets_of")
         numbers = torch.empty_like(rows)
         self.core.tickets_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
         return numbers
@@ -808,13 +803,13 @@ class Store:
 
         Of a row that was written since it is the ticket, which names nothing any more. -1 stays.
         """
-        rows, numbers = as_rows(rows, "writes_of"), as_rows(tickets, "writes_of").clone()
+        rows, numbers = memory.as_rows(rows, "writes_of"), memory.as_rows(tickets, "writes_of").clone()
         self.core.name_writes(rows.data_ptr(), rows.numel(), numbers.data_ptr())
         return numbers
 
     def tickets_of_writes(self, rows: Tensor, writes: Tensor) -> Tensor:
         """The tickets, int64 ``[B]``, of rows that still hold these writes; -1 of others. Raises ``WriterStalled`` as :meth:`patch`."""
-        rows, expected = as_rows(rows, "patch"), as_rows(writes, "patch")
+        rows, expected = memory.as_rows(rows, "patch"), memory.as_rows(writes, "patch")
         numbers = torch.empty_like(rows)
         self.core.tickets_of_writes(rows.data_ptr(), rows.numel(), expected.data_ptr(), numbers.data_ptr())
         return numbers

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 from tensordict import TensorDict
 
-from engram._tensordict import is_tensorclass
-from engram.nested import attributes, is_dataclass
+from engram._support.nested import attributes, is_dataclass
+from engram._support.tensordicts import is_tensorclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

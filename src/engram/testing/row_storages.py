@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engram._support.nested import map_tensors
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.nested import map_tensors
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyTensorStorage
 from engram.storages._structure import Structure, leading_size

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from engram._words import warn
+from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.folder import Folder
 from engram.format.schema import Schema
+from engram.torchrl.checkpointers import wrapped
 from engram.torchrl.components import (
     Buffer,
+    DumpedStorage,
     Places,
     described_writer,
     find_pickles,
@@ -29,17 +31,22 @@ from engram.torchrl.components import (
     read_sampler,
     read_writer,
 )
-from engram.torchrl.described import Count
-from engram.torchrl.items import CompressedItems, TorchRLItems, is_compressed
-from engram.torchrl.rows import TorchRLDump, TorchRLSteps, validate
-from engram.torchrl.storage import DumpedStorage
+from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
+from engram.torchrl.layouts import Count, Keys
+from engram.torchrl.parts import Layout, prepare_layout
+from engram.torchrl.states import is_torchrl_state, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
+    from engram.format.parts import PartReader
     from engram.persist.foreign import DumpedPriorities, Loading
+    from engram.persist.slots import LaidOut
+    from engram.torchrl.checkpointers import H5StorageCheckpointer
+    from engram.torchrl.items import TorchRLDump, TorchRLItems
     from engram.types import StorageLoad
 
 _MARK = "buffer_metadata.json"
@@ -255,3 +262,33 @@ def _empty_members(folder: Folder, expected: int) -> set[int]:
 
 def _said(numbers: Collection[int]) -> str:
     return f"{sorted(numbers)[:8]}{'…' if len(numbers) > 8 else ''}"
+
+
+class _TorchRL:
+    """As :class:`engram.persist.foreign.ForeignFormat` says."""
+
+    library = "TorchRL"
+
+    def recognises(self, path: Path) -> bool:
+        return is_torchrl_dump(path)
+
+    def read(self, path: Path, *, ndim: int, max_bytes: int) -> TorchRLDump | TorchRLItems:
+        return read(path, ndim=ndim, max_bytes=max_bytes)
+
+    def read_ensemble(self, path: Path, ndims: Sequence[int], *, max_bytes: int) -> TorchRLEnsemble:
+        return read_ensemble(path, ndims, max_bytes=max_bytes)
+
+    def read_state(self, state: dict[str, object], ndim: int) -> TorchRLDump | TorchRLItems | None:
+        return read_state(state, ndim=ndim) if is_torchrl_state(state) else None
+
+    def layout(self, who: str) -> Layout:
+        return Layout("flat", Keys(), who)
+
+    def prepare_layout(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad:
+        return prepare_layout(storage, reader, without)
+
+    def checkpointer(self, theirs: object) -> H5StorageCheckpointer:
+        return wrapped(theirs)
+
+
+FORMAT = _TorchRL()

@@ -1,33 +1,302 @@
-"""Storages saved in a layout: the files that TorchRL reads, and beside them engram's state, with sums of these files."""
+"""Storages saved in a layout: files that TorchRL reads, flat or in folders of nested tensors, and beside them engram's state, with sums."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
+import torch
 
+from engram._support.state import typed
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import beside, disk, layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.folder import Folder, convert
 from engram.format.parts import NO_SCHEMA, PartWriter
+from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
 from engram.persist.components import described_state, read_state
-from engram.persist.rows import SavedRows
-from engram.persist.slots import LAYOUTS, Ring, check_sums, fields_of, ring_of, summed, written_store
-from engram.state import typed
-from engram.torchrl.folders import FolderLeaves, FolderSink
-from engram.torchrl.layouts import Keys, LayoutDump, RowsWriter
+from engram.persist.rows import SavedRows, bytes_of
+from engram.persist.slots import LAYOUTS, METADATA, Ring, check_sums, fields_of, ring_of, summed, written_store
+from engram.store.memory import DTYPE_OF
+from engram.torchrl.layouts import (
+    FULL,
+    MAX_ROWS,
+    SHAPE,
+    SHIFT,
+    TENSORDICT,
+    Count,
+    Keys,
+    LayoutDump,
+    LayoutLeaf,
+    Leaf,
+    RowsWriter,
+    Shape,
+    check_key,
+    known_dtype,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from engram.format.parts import PartReader
     from engram.persist.slots import Key, LaidOut
+    from engram.torchrl.layouts import Keys, Steps
     from engram.types import StorageLoad
+
+_NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
+#: What TensorDict's files say of a TensorDict, and what they are called: no parts of keys.
+_TAKEN = frozenset({"shape", "device", "_type", "meta.json", METADATA})
+
+
+class _Described(dict[str, object]):
+    """What ``meta.json`` says of an entry."""
+
+
+class FolderSink:
+    """Writes a layout into a folder.
+
+    Args:
+        folder: which exists.
+        who: what messages begin with.
+        nested: as nested tensors, of which each row is a trajectory; else flat.
+    """
+
+    def __init__(self, folder: Path, who: str, *, nested: bool) -> None:
+        self._folder, self._who, self._nested = folder, who, nested
+        self._tree: dict[str, object] = {}
+        self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
+        self.files: list[str] = []
+
+    def begin(self, ring: Ring, steps: Steps, keys: Keys) -> None:
+        self._ring, self._steps = ring, steps
+        if self._nested:
+            self._lengths = steps.trajectories()
+        noted = {keys.full: ring.full, keys.shift: ring.shift, SHAPE: [ring.slots, *ring.columns]}
+        for name, data in noted.items():
+            self._tree[name] = _Described(type="NonTensorData")
+            said = {"_type": _NON_TENSOR, "data": data, "_is_non_tensor": True, "_metadata": None}
+            self._put(f"{layout.encode_key(name)}/meta.json", said)
+
+    @contextlib.contextmanager
+    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[_File]:
+        rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
+        name = self._name(key)
+        described = _Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
+        if self._nested:
+            lengths = self._lengths[expanded]
+            sizes = torch.cat([lengths[:, None], torch.tensor(shape, dtype=torch.int64).repeat(len(lengths), 1)], 1)
+            described["shape"] = list(sizes.shape)
+            self._write(_shape_name(name), bytes_of(sizes.contiguous()))
+        self._node(key[:-1])[key[-1]] = described
+        row = shape.numel() * dtype.itemsize
+        fd = disk.create(self._made(name), rows * row)
+        try:
+            yield _File(fd, row)
+            disk.finish(fd)
+        except BaseException:
+            fd.close()
+            raise
+
+    def _name(self, key: Key) -> str:
+        """The name of an entry's file. Raises ``IncompatibleCheckpoint``: TensorDict's files need it."""
+        if taken := sorted(_TAKEN & {*key}):
+            raise IncompatibleCheckpoint(
+                f"{self._who}: field {key}: TensorDict's files need the names {taken} for themselves. Rename the field."
+            )
+        name = layout.field_name(key)
+        if not {name, _shape_name(name)}.isdisjoint(self.files):
+            raise IncompatibleCheckpoint(
+                f"{self._who}: field {key}: another field needs a file of the same name, {_shape_name(name)} or {name}. Rename one."
+            )
+        return name
+
+    def finish(self, length: int) -> None:
+        """Describe what was written. ``length``: live rows."""
+        self._put_node((), self._tree)
+        self._put(METADATA, {"metadata": {}, "is_pytree": False, "len": length})
+
+    def _node(self, path: Key) -> dict[str, object]:
+        node = self._tree
+        for part in path:
+            below = node.setdefault(part, {})
+            assert isinstance(below, dict)
+            node = below
+        return node
+
+    def _put_node(self, path: Key, node: dict[str, object]) -> None:
+        meta: dict[str, object] = {}
+        for key, below in node.items():
+            if isinstance(below, _Described) or not isinstance(below, dict):
+                meta[key] = below
+            else:
+                self._put_node((*path, key), below)
+                meta[key] = {"type": "TensorDict"}
+        meta["shape"] = [len(self._lengths[0])] if self._nested else []
+        meta |= {"device": "cpu", "_type": TENSORDICT}
+        self._put("/".join([*map(layout.encode_key, path), "meta.json"]), meta)
+
+    def _made(self, name: str) -> Path:
+        """The path of a new file."""
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.files.append(name)
+        return path
+
+    def _put(self, name: str, content: object) -> None:
+        disk.put(self._made(name), json.dumps(content).encode())
+
+    def _write(self, name: str, raw: memoryview) -> None:
+        fd = disk.create(self._made(name), len(raw))
+        try:
+            disk.write(fd, raw, 0)
+            disk.finish(fd)
+        except BaseException:
+            fd.close()
+            raise
+
+
+def _shape_name(name: str) -> str:
+    """The file with the sizes of trajectories, beside an entry's file."""
+    return name.removesuffix(".memmap") + ".shape.memmap"
+
+
+class _File:
+    """The file of an entry."""
+
+    def __init__(self, fd: int, row_bytes: int) -> None:
+        self._fd, self._row_bytes = fd, row_bytes
+
+    def write(self, at: int, values: Tensor) -> None:
+        if values.numel():
+            disk.write(self._fd, bytes_of(values), at * self._row_bytes)
+
+
+class _Description(msgspec.Struct):
+    len: Count
+    is_pytree: bool = False
+
+
+class FolderLeaves:
+    """A layout in a folder, flat or nested.
+
+    Args:
+        folder: what lies around it.
+        parts: names of the folders that it lies in, below that.
+        names: of what says that it is full, and the shift.
+
+    Raises:
+        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it is no such layout, or holds something else than tensors.
+    """
+
+    def __init__(self, folder: Folder, parts: tuple[str, ...], names: tuple[str, str] = (FULL, SHIFT)) -> None:
+        self._folder, self._parts = folder, parts
+        self.name = folder.name(parts)
+        full, shift = names
+        self._reserved = {full, shift, SHAPE}
+        description: _Description = folder.described(_Description, (*parts, METADATA))
+        self.length = description.len
+        shape: int | tuple[int, ...] = convert(*self._noted(SHAPE, int | Shape))
+        shape = (shape,) if isinstance(shape, int) else shape
+        if not shape or 0 in shape or math.prod(shape) >= MAX_ROWS:
+            raise CorruptCheckpoint(f"{self.name}: {SHAPE}: expected sizes of at least 1, got {list(shape)}.")
+        self.ring = Ring(shape[0], shape[1:], convert(*self._noted(shift, int)), convert(*self._noted(full, bool)))
+        if not 1 <= self.ring.shift <= shape[0]:
+            raise CorruptCheckpoint(f"{self.name}: {shift}: expected 1 to {shape[0]}, got {self.ring.shift}.")
+        self.leaves: dict[Key, LayoutLeaf] = {}
+        self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
+        self._read_node(parts, ())
+
+    @staticmethod
+    def recognised(folder: Folder, parts: tuple[str, ...]) -> bool:
+        """Whether a folder looks like such a layout."""
+        return folder.is_folder((*parts, SHAPE)) and "meta.json" in folder.names((*parts, SHAPE))
+
+    def read(self, key: Key, first: int, n: int) -> Tensor:
+        leaf, (parts, nbytes) = self.leaves[key], self._files[key]
+        values = torch.empty((n, *leaf.shape), dtype=DTYPE_OF[leaf.dtype], device="cpu")
+        if values.numel():
+            row = math.prod(leaf.shape) * DTYPES[leaf.dtype]
+            if (first + n) * row > nbytes:
+                raise CorruptCheckpoint(
+                    f"{self._folder.name(parts)}: expected at least {first + n} values, it ends earlier."
+                )
+            self._folder.read_into(bytes_of(values), parts, nbytes, first * row)
+        return values
+
+    def check(self, steps: Steps) -> None:
+        for key, leaf in self.leaves.items():
+            parts, nbytes = self._files[key]
+            rows = steps.observations if leaf.expanded else self.ring.slots * self.ring.width
+            expected = rows * math.prod(leaf.shape) * DTYPES[leaf.dtype]
+            if nbytes != expected:
+                raise CorruptCheckpoint(
+                    f"{self._folder.name(parts)}: expected {expected} bytes, as {rows} values of {key} have by the ends of its "
+                    f"trajectories, got {nbytes}."
+                )
+
+    def _noted(self, name: str, kind: object) -> tuple[object, object, str]:
+        parts = (*self._parts, layout.encode_key(name), "meta.json")
+        meta = self._folder.json(parts)
+        return meta.get("data"), kind, self._folder.name(parts)
+
+    def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
+        name = self._folder.name((*parts, "meta.json"))
+        meta = self._folder.json((*parts, "meta.json"))
+        if meta.get("_type") != TENSORDICT:
+            raise IncompatibleCheckpoint(f"{name}: expected a TensorDict, got {meta.get('_type')!s:.100}.")
+        for entry, value in meta.items():
+            if not isinstance(value, dict) or (not key and entry in self._reserved):
+                continue
+            own = (*key, entry)
+            check_key(own, name)
+            if value.get("type") == "TensorDict" and len(own) < MAX_DEPTH:
+                self._read_node((*parts, layout.encode_key(entry)), own)
+            elif "type" in value:
+                raise IncompatibleCheckpoint(f"{name}: field {own}: expected a tensor, got {value['type']!s:.100}.")
+            else:
+                self._read_leaf(parts, own, convert(value, Leaf, f"{name}: field {own}"))
+
+    def _read_leaf(self, parts: tuple[str, ...], key: Key, meta: Leaf) -> None:
+        stem = layout.encode_key(key[-1])
+        file = (*parts, stem + ".memmap")
+        dtype = known_dtype(meta.dtype, f"{self.name}: field {key}")
+        shape = meta.shape
+        if meta.is_nested:
+            shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape)
+        if not shape:
+            raise CorruptCheckpoint(f"{self.name}: field {key}: expected values of steps, got a single one.")
+        row = math.prod(shape[1:]) * DTYPES[dtype]
+        nbytes = 0
+        if row or file[-1] in self._folder.names(parts):
+            with self._folder.open(file) as fd:
+                nbytes = os.fstat(fd).st_size
+        rows = nbytes // row if meta.is_nested and row else shape[0]
+        if nbytes != rows * row:
+            raise CorruptCheckpoint(
+                f"{self._folder.name(file)}: expected {rows * row} bytes, got {nbytes}. The file was truncated or replaced."
+            )
+        self._files[key] = file, nbytes
+        self.leaves[key] = LayoutLeaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
+
+    def _nested_shape(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all values of a nested tensor: those of its rows, which differ in their length only."""
+        name = self._folder.name(parts)
+        if len(sizes) != 2 or not 1 <= sizes[1] <= MAX_DIMS or not 1 <= sizes[0] <= self.ring.slots * self.ring.width:
+            raise CorruptCheckpoint(f"{name}: expected sizes of trajectories, got an array of shape {list(sizes)}.")
+        table = np.empty(sizes, np.int64)
+        self._folder.read_into(table.reshape(-1).view(np.uint8).data, parts, table.nbytes)
+        if (table < 0).any() or (table >= MAX_ROWS).any() or (table[:, 1:] != table[0, 1:]).any():
+            raise CorruptCheckpoint(f"{name}: expected trajectories of steps of one shape.")
+        return (int(table[:, 0].sum()), *map(int, table[0, 1:]))
 
 
 class Layout(NamedTuple):

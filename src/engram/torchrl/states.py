@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engram._dtypes import DTYPE_NAMES
-from engram._tensordict import children, is_tensor_collection, tensordict_type
-from engram._words import warn
+from engram._support.nested import map_with_paths
+from engram._support.state import integer, real, typed
+from engram._support.tensordicts import children, is_tensor_collection, tensordict_type
+from engram._support.words import warn
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, put_leaf
-from engram.nested import map_with_paths
 from engram.persist.foreign import DumpedPriorities
-from engram.state import integer, real, typed
-from engram.torchrl.items import TorchRLItems
-from engram.torchrl.rows import TorchRLDump
+from engram.store.memory import DTYPE_NAMES
+from engram.torchrl.items import TorchRLDump, TorchRLItems
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

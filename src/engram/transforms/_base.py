@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import nested
-from engram._tensordict import is_tensor_collection, tensordict_type
-from engram.field_paths import as_paths, checked_path, public
-from engram.nested import is_tensordict
-from engram.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
+from engram._support import nested
+from engram._support.field_paths import as_paths, checked_path, public
+from engram._support.nested import is_tensordict
+from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
+from engram._support.tensordicts import is_tensor_collection, tensordict_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

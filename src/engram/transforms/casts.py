@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from engram._devices import existing_device
-from engram.nested import has_entries, is_tensordict
+from engram._support.devices import existing_device
+from engram._support.nested import has_entries, is_tensordict
 from engram.transforms._base import (
     KeyedTransform,
     Keys,

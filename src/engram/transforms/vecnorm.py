@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram.nested import is_tensordict
-from engram.state import Change, Stateful, check_keys, tensor_in
+from engram._support.nested import is_tensordict
+from engram._support.state import Change, Stateful, check_keys, tensor_in
 from engram.transforms._base import Compose, KeyedTransform, entry, find, is_tensor, put, shallow
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram._checks import check_count
-from engram.field_paths import WINDOW_ENDS
+from engram._support.checks import check_count
+from engram._support.field_paths import WINDOW_ENDS
 from engram.transforms._base import Transform, as_key, entry, find, path_of, put, shallow
 
 if TYPE_CHECKING:

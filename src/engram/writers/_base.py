@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import as_numbers
-from engram._overrides import meanwhile, overrides
-from engram._unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
-from engram.components import Component, adopt
-from engram.nested import NoRows
+from engram._support.checks import as_numbers
+from engram._support.nested import NoRows
+from engram._support.overrides import meanwhile, overrides
+from engram._support.unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
+from engram.persist.noted import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:

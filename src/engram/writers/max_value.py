@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram._checks import as_numbers
-from engram._tensordict import is_tensorclass
-from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
+from engram._support import native
+from engram._support.checks import as_numbers
+from engram._support.field_paths import checked_path, public
+from engram._support.nested import find, has_entries
+from engram._support.state import Loads, check_keys
+from engram._support.tensordicts import is_tensorclass
+from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint
-from engram.field_paths import checked_path, public
-from engram.nested import find, has_entries
-from engram.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst
-from engram.state import Loads, check_keys
 from engram.types import Extent, Ranking, Traits, Write, WritePlan
 from engram.writers._base import NativeWriter, free_rows
+from engram.writers.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engram.storages import Storage
     from engram.store import Store
     from engram.types import Commit
 
@@ -311,7 +310,7 @@ class _Stored:
         self._storage = storage
         self._key = key
         self._reduced = reduced
-        self._ranking = _native.Ranking(capacity)
+        self._ranking = native.Ranking(capacity)
         #: Ticket numbers that the rows had when they were last looked at, and which one was the next: those from there to
         #: the one that is next now are of our own writes.
         self._numbers, self._looked = np.full(capacity, -1), 0
@@ -441,7 +440,7 @@ class RemovingWriter(NativeWriter):
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: Any) -> None:
         """As for every writer. Raises ``ValueError`` for a storage without fields, with ``ndim > 1`` or several lanes.
 
         >>> from engram import LazyTensorStorage, Lifo, RemovingWriter

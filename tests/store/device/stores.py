@@ -3,9 +3,9 @@
 import torch
 
 from engram.format.schema import Field, Node, Schema
-from engram.priorities import PriorityConfig, PriorityIndex
 from engram.store import Key, Store
 from engram.store.memory import torch_dtype
+from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.types import WritePlan
 
 FIELDS = (("int64", ()), ("float32", (3,)), ("uint8", (7,)), ("bool", ()))

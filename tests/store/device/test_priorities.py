@@ -16,7 +16,7 @@ from engram import (
     RowError,
     TensorDictReplayBuffer,
 )
-from engram.priorities import DeviceIndex, PriorityIndex
+from engram.store.priorities import DeviceIndex, PriorityIndex
 from tests.store.device.there import There, both_ways  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("both_ways")

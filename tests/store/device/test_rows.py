@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
-from engram.priorities import KIND, DeviceIndex, PriorityConfig, PriorityIndex
 from engram.store import DeviceStore, Key
+from engram.store.priorities import DeviceIndex, PriorityConfig, PriorityIndex
 from engram.types import WritePlan
 from tests.store.device.test_priorities import steps_of
 from tests.store.device.there import There
@@ -130,7 +130,7 @@ def test_an_edit_is_known_although_another_row_was_removed_since():
 
 def test_too_little_memory(monkeypatch):
     taken = []
-    monkeypatch.setattr("engram.store.device.accelerator.Accelerator.room", lambda _: (1_000, 2_000))
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: 1_000)
     monkeypatch.setattr("engram.store.device.store.DeviceRows", lambda *given: taken.append(given))
     rb = ReplayBuffer(storage=There(100_000))
     with pytest.raises(RuntimeError, match=r"100,000 rows on cpu need [\d,]+ bytes, and 1,000 are free"):
@@ -308,7 +308,7 @@ def test_two_threads_move_one_index_to_the_host(monkeypatch):
     live = int((store.rows.numbers > 0).sum())
     index.update_there(torch.arange(live), torch.arange(1.0, live + 1), None)
     expected = index.leaves(live)
-    (name,) = [name for name, kind in store.indexes if kind == KIND]
+    (name,) = [name for name, kind in store.indexes if kind == PriorityIndex.kind]
     meeting, state = threading.Barrier(2), DeviceIndex.state
 
     def look(*given):

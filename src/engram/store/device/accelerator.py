@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from engram._devices import missing_for_kernels
+from engram._support.devices import free_bytes, missing_for_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -186,11 +186,8 @@ class Accelerator:
 
     def room(self) -> tuple[int, int]:
         """Bytes of a device's memory: those that new tensors may have, and all; of others than CUDA's no limit is known."""
-        if self.device.type != "cuda":
-            return sys.maxsize, sys.maxsize
-        free, total = self._module.mem_get_info(self.device)
-        kept = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
-        return int(free + kept), int(total)
+        free = free_bytes(self.device)
+        return (sys.maxsize, sys.maxsize) if free is None else (free, int(self._module.mem_get_info(self.device)[1]))
 
     # ---- captures ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _fork, _native
+from engram._support import fork, native
 from engram.store.memory import dlpack_specs, private_field
 from engram.store.store import Store
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.store.keys import Key
+    from engram.store.blocks import Key
     from engram.store.memory import Block
     from engram.types import Write
 
@@ -32,13 +32,13 @@ class HostedStore(Store):
     is_native = False
 
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
-        self._lock = _fork.rlock()
+        self._lock = fork.rlock()
         #: What a call enters: it holds the lock.
         self._turn: AbstractContextManager[object] = self._lock
         #: By number of the field, in the order in which the core has them.
         self._copies: dict[int, Tensor] = {}
         super().__init__(schema, tensors, control, tickets)
-        self.layout = _native.Layout([])
+        self.layout = native.Layout([])
 
     def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
         """Replace fields of rows; of a row that is named twice the last entry stays."""
@@ -60,7 +60,7 @@ class HostedStore(Store):
                     copy = private_field(field, self.capacity).copy_(self.tensors[number])
                     self.core.add_field(copy.data_ptr(), field.row_bytes)
                     self._copies[number] = copy
-            self.layout = _native.Layout(dlpack_specs([self.schema.fields[number] for number in self._copies]))
+            self.layout = native.Layout(dlpack_specs([self.schema.fields[number] for number in self._copies]))
             order = list(self._copies)
             return tuple(order.index(number) for number in numbers), [self._copies[number] for number in numbers]
 

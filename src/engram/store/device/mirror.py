@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _fork, _native
-from engram._words import warn
+from engram._support import fork, native
+from engram._support.devices import check_room
+from engram._support.words import warn
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.priorities import DevicePriorities
 from engram.store.memory import torch_dtype
@@ -107,6 +108,7 @@ class Mirror:
         needed = sum(nbytes for *_, nbytes in self._parts)
         self._most = max(1, min(BLOCK_BYTES // needed, store.capacity), math.prod(store.schema.columns))
         room = self._size(self._most)
+        check_room("the blocks of a mirror", 2 * room, store.device)
         self._rooms = [
             (
                 torch.empty(room, dtype=torch.uint8, device=store.device),
@@ -115,7 +117,7 @@ class Mirror:
             for _ in range(2)
         ]
         self._leaves: dict[str, tuple[Tensor, Tensor]] = {}
-        self._turn, self._stop = _fork.lock(), threading.Event()
+        self._turn, self._stop = fork.lock(), threading.Event()
         self.error: Exception | None = None
         """Why the last try to copy failed; None: it did not."""
         self._lost, self._resting, self._prioritized, self._tried = 0, 0.0, 0.0, 0.0
@@ -123,7 +125,7 @@ class Mirror:
         target.owners.add(self)  # a buffer that opens the folder in this process does not close it
         run = threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="engram-mirror", daemon=True)
         run.start()
-        self._end = weakref.finalize(_fork.registered(self), _end, self._stop, run)
+        self._end = weakref.finalize(fork.registered(self), _end, self._stop, run)
 
     def _begin(self) -> None:
         """The folder holds the rows as they are now."""
@@ -240,7 +242,7 @@ class Mirror:
             self._look_for_edits(core, int(positions.sum()))
             return self._block(positions, emptied, due=due)
 
-    def _look_for_edits(self, core: _native.Store, seen: int) -> None:
+    def _look_for_edits(self, core: native.Store, seen: int) -> None:
         """Learn which rows were written elsewhere than at the ends of lanes since the last look."""
         store, clock = self._store, core.next_ticket
         if clock - self._clock != seen - self._seen:
@@ -455,9 +457,9 @@ class Mirror:
         (alpha, beta, *_), capacity = leaves.parameters, self._target.capacity
 
         def make(block: Block) -> None:
-            _native.format_priorities(block.address, block.nbytes, capacity, *leaves.parameters)
+            native.format_priorities(block.address, block.nbytes, capacity, *leaves.parameters)
 
-        nbytes = _native.priority_bytes(capacity, leaves.parameters[3])
+        nbytes = native.priority_bytes(capacity, leaves.parameters[3])
         core = self._target.indexes.lasting(leaves.name, _KIND, nbytes, make)[0].core
         here = torch.empty(capacity, dtype=torch.float64, device="cpu")
         core.leaves(here, True)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
+from engram.format.sizes import device_priority_bytes
 from engram.store.blocks import Masses
 from engram.store.device.row_chain import RowKernels, tree_state
 from engram.store.device.row_operations import Drawing
@@ -16,9 +18,9 @@ from engram.store.device.tree import SumTree
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from engram.store.blocks import Key
     from engram.store.device.rows import DeviceRows
     from engram.store.device.store import DeviceStore
-    from engram.store.keys import Key
 
 
 class DevicePriorities:
@@ -29,6 +31,7 @@ class DevicePriorities:
     """
 
     def __init__(self, rows: DeviceRows, alpha: float, beta: float, eps: float, within_buffer: bool) -> None:
+        check_room(f"priorities of {rows.capacity:,} rows", device_priority_bytes(rows.capacity), rows.device)
         self._rows, self.eps, self.within_buffer = rows, eps, within_buffer
         self.rows = rows.capacity
         self.most = 1e300 / rows.capacity

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engram import _fork
-from engram._mappings import shared_pieces
-from engram._memory import available_memory
-from engram._words import no_space
+from engram._support import fork
+from engram._support.mappings import shared_pieces
+from engram._support.memory import available_memory
+from engram._support.words import no_space
 from engram.errors import ForkedHandle
 from engram.store.device.accelerator import ALREADY_REGISTERED, DriverError
 
@@ -190,7 +190,7 @@ class Registry:
 
     def __init__(self, available: Callable[[], int] = available_memory) -> None:
         self._available = available
-        self._lock, self.turn = _fork.lock(), _fork.rlock()
+        self._lock, self.turn = fork.lock(), fork.rlock()
         #: By address; no two overlap.
         self._spans: list[_Span] = []
         #: What handles needed that have ended. A finalizer may run anywhere, and waits for no lock.
@@ -200,7 +200,7 @@ class Registry:
         self.forks = 0
         #: How many registrations that no handle needs wait for the end of a capture.
         self.waiting = 0
-        _fork.registered(self)
+        fork.registered(self)
 
     @property
     def nbytes(self) -> int:

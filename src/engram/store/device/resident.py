@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._words import no_space
+from engram._support.words import no_space
+from engram.format.sizes import resident_sizes
 from engram.store.blocks import ALIGNMENT
 from engram.store.device.columns import Column, Columns
 from engram.store.memory import torch_dtype
@@ -15,8 +16,6 @@ from engram.store.memory import torch_dtype
 if TYPE_CHECKING:
     from engram.store.device.accelerator import Accelerator
     from engram.store.store import Store
-
-_LINE = 64
 
 
 class NoRoom(RuntimeError):
@@ -37,7 +36,7 @@ class ResidentRows:
 
     def __init__(self, store: Store, accelerator: Accelerator) -> None:
         capacity, fields = store.capacity, store.schema.fields
-        sizes = [8 * capacity, 8 * capacity, _LINE * store.lanes, *(field.row_bytes * capacity for field in fields)]
+        sizes = resident_sizes(capacity, store.lanes, [field.row_bytes for field in fields])
         begins, nbytes = [], 0
         for size in sizes:
             begins.append(nbytes)

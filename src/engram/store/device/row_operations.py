@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _native
+from engram._support import native
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,8 +78,8 @@ class RowOperations:
         """int64 ``[n]`` below ``end``, on the device."""
         if ledger.capturing:
             return torch.randint(end, (n,), device=ledger.device)
-        numbers = _native.empty_rows(n)
-        _native.uniform(key, end, numbers)
+        numbers = native.empty_rows(n)
+        native.uniform(key, end, numbers)
         return ledger.sent(numbers, "sample")
 
     def append(

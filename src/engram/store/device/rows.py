@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram import _fork
-from engram._words import warn
+from engram._support import fork
+from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.row_chain import RowKernels
@@ -58,7 +58,7 @@ class DeviceRows:
         self._checked = [0, 0, 0]
         self._stream = self.accelerator.after(None)
         #: Held around every call by what enters these rows, so that the operations of two threads do not mix.
-        self.lock = _fork.rlock()
+        self.lock = fork.rlock()
         # What the host knows of it, in one place for all stores around these rows.
         #: Appended rows that the core has not been told of.
         self.pending = 0

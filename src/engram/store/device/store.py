@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _native
+from engram._support import native
+from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable
-from engram.store.device.accelerator import Accelerator
+from engram.format.sizes import device_row_bytes
 from engram.store.device.hosted import HostedStore
 from engram.store.device.row_operations import Drawing
 from engram.store.device.rows import DeviceRows
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
+    from engram.store.blocks import Key
     from engram.store.device.mirror import Mirror
-    from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
     from engram.types import Changes, RowsTarget
@@ -59,28 +60,23 @@ class DeviceStore(HostedStore):
 
         Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
         """
-        needed, (free, _) = (schema.capacity + 1) * (schema.row_bytes + 24), Accelerator(device).room()
-        if free < needed:
-            raise RuntimeError(
-                f"{schema.capacity:,} rows on {device} need {needed:,} bytes, and {free:,} are free. Store fewer rows, or smaller ones, or "
-                'keep them on the host with device="cpu".'
-            )
+        check_room(f"{schema.capacity:,} rows", device_row_bytes(schema.capacity, schema.row_bytes), device)
         return cls(schema, DeviceRows(schema, device, tensors), *new_control_memory(schema))
 
     # ---- what the core has of the rows -------------------------------------------------------------------------------
 
     @property
-    def core(self) -> _native.Store:
+    def core(self) -> native.Store:
         """The core, which was told of all that was written. After a captured ``extend``: what the device says was written."""
         if (self.rows.pending or self.rows.captured) and not self.closed:
             self._settle()
         return self.bare
 
     @core.setter
-    def core(self, core: _native.Store) -> None:
+    def core(self, core: native.Store) -> None:
         self.bare = core
 
-    def settled(self) -> _native.Store:
+    def settled(self) -> native.Store:
         """The core, which was told of all that was written and edited. Waits for the device where graphs, or indexes on it, did that."""
         self._settle_edits()
         return self.core

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _fork, _native
+from engram._support import fork, native
 from engram.store.device.chain import call, kernels_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class UpdateRing:
         self.counters = self._state[64:]
         """On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full."""
         self._attached: tuple[Index, Indexes] | None = None
-        self._drain: _native.UpdateDrain | None = None
+        self._drain: native.UpdateDrain | None = None
         if not self._kernels.INTERPRETED:  # compiled and loaded now; the ring counts one empty batch
             self.send(*(torch.zeros(0, dtype=kind, device=self.device) for kind in (torch.int64, torch.int64, dtype)))
 
@@ -132,7 +132,7 @@ class UpdateRing:
         """Wait until all batches are applied that were sent on the current stream, for which the device is waited for.
 
         Args:
-            timeout_s: default :func:`engram._native.wait_limit`.
+            timeout_s: default :func:`engram._support.native.wait_limit`.
 
         Returns:
             False: they were not applied in that time, or no priorities are attached.
@@ -141,7 +141,7 @@ class UpdateRing:
         """
         drain = self._run()
         sent = int(self.counters[_SENT])
-        return drain is not None and drain.flush(sent, _native.wait_limit() if timeout_s is None else timeout_s)
+        return drain is not None and drain.flush(sent, native.wait_limit() if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """Apply what has arrived, and detach the priorities. Repeatable. Call it before the ring's memory is given back.
@@ -159,7 +159,7 @@ class UpdateRing:
         batches, *others = (int(self._memory[_CONSUMED]),) if self._drain is None else self._drain.counts
         return Drained(batches - (not self._kernels.INTERPRETED), *others)  # without the one that the constructor sent
 
-    def _run(self) -> _native.UpdateDrain | None:
+    def _run(self) -> native.UpdateDrain | None:
         """The thread that applies updates, started if there is none yet. None: no priorities are attached. Raises what ended it."""
         if self._drain is None and self._attached is not None:
             priorities, indexes = self._attached
@@ -169,8 +169,8 @@ class UpdateRing:
                     f"{priorities.core.rows}. Attach those of the store that is drawn from."
                 )
             ring = (self._memory.data_ptr(), self._memory.nbytes, self.slots, self.entries)
-            drain = _native.UpdateDrain(*ring, self.dtype is torch.float32, priorities.core, self._memory)
-            self._drain, self._stop = _fork.registered(drain, uses_others=True), weakref.finalize(self, drain.stop)
+            drain = native.UpdateDrain(*ring, self.dtype is torch.float32, priorities.core, self._memory)
+            self._drain, self._stop = fork.registered(drain, uses_others=True), weakref.finalize(self, drain.stop)
             indexes.drains.add(drain)
         if self._drain is not None:
             self._drain.check()

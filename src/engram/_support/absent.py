@@ -1,0 +1,234 @@
+"""Names that are not where a program looks for them: those of TorchRL's that engram does not have, and modules that moved."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+#: Modules by the paths that they had in the package, which are imported until 1.0, and where they are. Those inside of a folder
+#: moved with it, unless they are named, too.
+_MOVED = {
+    "cluster": "serving.on_ray",
+    "cluster.lists": "serving.actors",
+    "cluster.replay_buffer": "serving.on_ray",
+    "cluster.shard": "serving.actors",
+    "collate": "storages.items",
+    "components": "persist.noted",
+    "consumption": "store.row_indexes",
+    "ensembles": "members",
+    "ensembles.members": "members.reading",
+    "ensembles.refusing": "members.components",
+    "ensembles.samplers": "members.components",
+    "ensembles.storages": "members.components",
+    "epochs": "store.row_indexes",
+    "expanders": "around",
+    "expanders._base": "around.expander",
+    "expanders.cat_frames": "around.reductions",
+    "expanders.expansion": "around.reading",
+    "expanders.n_step": "around.reductions",
+    "expanders.next_from_following": "around.following",
+    "expanders.relabelling": "around.hindsight",
+    "expanders.reward_to_go": "around.reductions",
+    "field_paths": "_support.field_paths",
+    "fleet": "remote.fleet",
+    "groups": "store.row_indexes",
+    "layouts": "torchrl.checkpointers",
+    "layouts.checkpointers": "torchrl.checkpointers",
+    "layouts.folders": "torchrl.parts",
+    "layouts.hdf5": "torchrl.checkpointers",
+    "layouts.hooked": "persist.hooked",
+    "layouts.hooks": "torchrl.checkpointers",
+    "layouts.parts": "torchrl.parts",
+    "layouts.reading": "torchrl.layouts",
+    "limits": "store.limits",
+    "limits.gate": "store.limits",
+    "limits.rules": "store.limits",
+    "loader": "device.loader",
+    "members.samplers": "members.components",
+    "members.storages": "members.components",
+    "metrics": "inspect.metrics",
+    "metrics.catalog": "inspect.catalog",
+    "metrics.server": "inspect.metrics",
+    "migrate": "torchrl",
+    "migrate.torchrl": "torchrl",
+    "migrate.torchrl.dump": "torchrl.dumps",
+    "migrate.torchrl.state": "torchrl.states",
+    "nested": "_support.nested",
+    "offline_to_online": "members.offline_to_online",
+    "packing": "storages.items",
+    "plotting": "inspect.plots",
+    "plotting.plots": "inspect.plots",
+    "prefetch": "buffer.prefetch",
+    "priorities": "store.priorities",
+    "query": "around.query",
+    "query.buffers": "around.query",
+    "query.predicates": "around.predicates",
+    "query.trajectory": "around.trajectory",
+    "ranks": "checkpoint.ranks",
+    "remote.addresses": "remote.protocol",
+    "remote.commands": "remote.protocol",
+    "remote.components": "remote.served",
+    "remote.fleet.ledger": "remote.fleet.members",
+    "remote.savers": "remote.shards",
+    "remote.streaming": "remote.storage",
+    "removers": "writers.removers",
+    "removers.ranked": "writers.removers",
+    "retries": "_support.retries",
+    "samplers.prioritized_slices": "around.slices",
+    "samplers.slices": "around.slices",
+    "samplers.slices_epoch": "around.slices",
+    "samplers.trajectory_tables": "around.episodes",
+    "samplers.window_settings": "around.settings",
+    "samplers.window_spec": "around.settings",
+    "samplers.windows": "around.windows",
+    "schedulers": "buffer.schedulers",
+    "serving.process": "serving",
+    "serving.run": "serving.server",
+    "sizing": "inspect.sizing",
+    "state": "_support.state",
+    "trajectories": "around",
+    "units": "around",
+    "units._base": "around.sequence",
+    "units.anchor_priorities": "around.sequence",
+    "usage": "store.row_indexes",
+}
+#: Names that modules had, which are where they were, and where the names are.
+_MOVED_NAMES = {
+    "engram.samplers": {
+        "engram.around": "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec"
+    },
+    "engram.types": {
+        "engram.checkpoint.checkpointable": "Checkpointable Savers",
+        "engram.store.sampled": "SampledStorage",
+    },
+}
+
+_INSTEAD = {
+    "InPlaceSampler": "TorchRL has deprecated it.",
+    "stack_tensors": "TorchRL has deprecated it. Batches are stacked without it.",
+    "VecNormV2": "It is for environments: TorchRL's buffers do not take it, either. engram.VecNorm normalizes the rows of a buffer.",
+}
+
+#: Names that engram had, and what to use.
+_REMOVED = {
+    "Plan": "engram.WritePlan is its other name.",
+    **dict.fromkeys(
+        ("DrawReplay", "ReplayedDraw", "SamplingLog", "replay_draws"),
+        "sample(return_info=True) says which rows a batch has: examples/sampling_log.py writes them down and reads them again.",
+    ),
+}
+
+#: What programs go on importing from TorchRL, by where it is, and what buffers do with it.
+_ELSEWHERE = {
+    ("torchrl.data", ""): """
+    ActionTokenizerBase AdaptiveKLController Binary BinaryToDecimal Bounded BoundedContinuous Categorical Choice Composite
+    ConstantKLController ContentBase DEVICE_TYPING DensifyReward HashToInt History
+    MCTSForest MultiCategorical MultiOneHot MultiStep NonTensor OneHot PairwiseDataset PromptData PromptTensorDictTokenizer
+    QueryModule RandomProjectionHash RewardData RobotDatasetMetadata RolloutFromModel SipHash Stacked StackedComposite
+    TensorDictMap TensorDictTokenizer TensorMap TensorSpec TokenizedDatasetLoader TopKRewardSelector Tree Unbounded
+    UnboundedContinuous UnboundedDiscrete UniformActionTokenizer VideoClipRef VocabTailActionTokenizer
+    check_no_exclusive_keys clear_video_decoder_cache consolidate_spec contains_lazy_spec create_infinite_iterator
+    get_dataloader set_video_decoder_cache_size validate_vla_tensordict
+    """,
+    ("torchrl.data.datasets", " A buffer takes its rows: rb.extend(dataset[:])."): """
+    AtariDQNExperienceReplay BaseDatasetExperienceReplay D4RLExperienceReplay GenDGRLExperienceReplay LeRobotExperienceReplay
+    MinariExperienceReplay OpenMLExperienceReplay OpenXExperienceReplay RobosetExperienceReplay VD4RLExperienceReplay
+    """,
+    ("torchrl.data.datasets", ""): "lerobot_columns_to_tensordict load_dataset register_dataset",
+    ("torchrl.envs.transforms", " Buffers take it as TorchRL's do: transform=…."): """
+    ActionDiscretizer ActionMask ActionScaling ActionTokenizerTransform AutoResetTransform BatchSizeTransform BinarizeReward
+    BurnInTransform CatTensors CenterCrop ClipTransform ConditionalPolicySwitch ConditionalSkip Crop DecodeVideoTransform
+    DiscreteActionProjection EndOfLifeTransform ExpandAs FiniteTensorDictCheck FlattenAction FlattenObservation FrameSkipTransform
+    GrayScale Hash InitTracker LineariseRewards MacroPrimitiveTransform MeanActionSelector ModuleTransform MultiAction
+    MultiStepTransform NextObservationDelta NextStateReconstructor NoopResetEnv ObservationTransform PermuteTransform
+    PinMemoryTransform PolicyAgeFilter R3MTransform RNDTransform RandomCropTensorDict RandomTruncationTransform RayTransform
+    RemoveEmptySpecs Resize Reward2GoTransform RewardClipping RewardSum SatelliteAttitudeTransform SignTransform SqueezeTransform
+    Stack StepCounter SuccessReward TargetReturn TensorDictPrimer TerminateTransform TimeMaxPool Timer ToTensorImage Tokenizer
+    TrajCounter Transform URScriptPrimitiveTransform UnaryTransform UnsqueezeTransform VC1Transform VIPRewardTransform VIPTransform
+    VecGymEnvTransform gSDENoise
+    """,
+    ("torchrl.envs.transforms", ""): """
+    AutoResetEnv CartesianSolver HumanoidMacroAction MacroAction MacroPrimitive RobotMacroAction RobotMacroActionMode RunningMeanStd
+    SatelliteMacroAction TargetMacroAction TransformedEnv URScriptPrimitive
+    """,
+    ("torchrl.objectives.llm", ""): "MCAdvantage",
+}
+
+
+class StoreStorage:
+    """The name of TorchRL's storage in a Redis server, for imports and ``isinstance``. engram has none: making one says what to use.
+
+    Raises ``NotImplementedError``: always.
+
+    >>> from engram import StoreStorage
+    >>> StoreStorage(1_000, host="localhost")
+    Traceback (most recent call last):
+    NotImplementedError: StoreStorage: expected a storage of engram's, got TorchRL's in a Redis server. ...
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise NotImplementedError(
+            "StoreStorage: expected a storage of engram's, got TorchRL's in a Redis server. For rows that several machines write and "
+            "sample, use LazyMemmapStorage(size, scratch_dir=DIR), engram serve DIR, and ReplayBuffer.connect(ADDRESS) elsewhere."
+        )
+
+
+_MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names.split()}
+
+
+def moved_to(path: str) -> str | None:
+    """Where the module is that had this path; None: none had."""
+    package, _, name = path.partition(".")
+    if package != "engram" or not name:
+        return None
+    if name in _MOVED:
+        return f"engram.{_MOVED[name]}"
+    folder, _, inside = path.rpartition(".")
+    there = moved_to(folder)
+    return None if there is None else f"{there}.{inside}"
+
+
+class MovedModules:
+    """Imports modules by the paths that they had. Python asks it where nothing else finds one."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """As of ``sys.meta_path``."""
+        return None if moved_to(name) is None else ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As of any module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module the names of the one that has its place."""
+        there = vars(importlib.import_module(str(moved_to(module.__name__))))
+        vars(module).update({name: value for name, value in there.items() if name not in vars(module)})
+
+
+def moved_names(module: str) -> Callable[[str], object]:
+    """The ``__getattr__`` of a module that had other names, too."""
+    homes = {name: home for home, names in _MOVED_NAMES[module].items() for name in names.split()}
+
+    def found(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return found
+
+
+# The module of types stands below this one: it is given what it cannot ask for.
+vars(importlib.import_module("engram.types"))["__getattr__"] = moved_names("engram.types")
+
+
+def said_of(name: str) -> str:
+    """A sentence on a name that engram had, or a name of TorchRL's that is not here; empty for other names."""
+    if name in _REMOVED:
+        return f". It was removed. {_REMOVED[name]}"
+    module, what = _MODULES.get(name, ("", ""))
+    instead = f"Import it from {module}.{what}" if module else _INSTEAD.get(name)
+    return "" if instead is None else f". It is a name of TorchRL's that engram does not have. {instead}"

@@ -1,1 +1,0 @@
-"""Stores that actors of Ray keep and serve: Ray places, names and restarts them, and never carries a row."""

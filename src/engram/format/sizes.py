@@ -1,0 +1,158 @@
+"""Sizes of stores, for commands that do not wait for torch, which :mod:`engram._support.native` imports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engram._core import priority_bytes
+from engram._support.memory import available_memory
+from engram._support.words import said_size
+from engram.format import layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = [
+    "DevicePlan",
+    "device_priority_bytes",
+    "device_row_bytes",
+    "priority_bytes",
+    "resident_bytes",
+    "resident_sizes",
+]
+
+#: Children of a node of a sum tree on a device; a line of memory, at which parts of a block begin; bytes of a mirror's two blocks.
+_FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
+
+
+def resident_bytes(directory: Path, capacity: int) -> int:
+    """Of the store in a folder: bytes that every draw touches."""
+    indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
+    return layout.tickets_bytes(capacity) + indexes * priority_bytes(capacity, True)
+
+
+def device_row_bytes(capacity: int, row_bytes: int) -> int:
+    """Of rows on a device, with a spare one: the fields, the number of the write, two counts of edits and a position."""
+    return (capacity + 1) * (row_bytes + 24)
+
+
+def device_priority_bytes(capacity: int) -> int:
+    """Of the priorities of such rows: float64 leaves, and above them the sum and the smallest of every node."""
+    nodes = -(-(capacity + 1) // _FANOUT)
+    nbytes = 8 * _FANOUT * nodes
+    while nodes > 1:
+        nodes = -(-nodes // _FANOUT)
+        nbytes += 16 * _FANOUT * nodes
+    return nbytes + 16
+
+
+def resident_sizes(capacity: int, lanes: int, row_bytes: Sequence[int]) -> list[int]:
+    """Of rows that stay on a device once they were read: ticket words, numbers of writes, lanes, and each field."""
+    return [8 * capacity, 8 * capacity, _LINE * lanes, *(nbytes * capacity for nbytes in row_bytes)]
+
+
+class DevicePlan(msgspec.Struct, frozen=True):
+    """Memory that rows take on a device, and that a device which reads rows takes on the host, in bytes. ``print`` shows it.
+
+    >>> import torch, engram
+    >>> found = engram.plan({"obs": torch.zeros(4)}, 1_000_000, device="cuda").on_device
+    >>> found.storage, found.batch
+    (40000040, 9472)
+    """
+
+    device: str
+    free: int | None
+    """Free memory of the device; None: that is not known, as on a machine without one."""
+    storage: int
+    """On the device: the rows of ``LazyTensorStorage(device=)``, with final observations that a sampler needs."""
+    priorities: int
+    """On the device, beside those: what a sampler by priority needs."""
+    mirror: int
+    """On the device, and as much pinned memory of the host: what ``mirror=`` needs."""
+    resident: int
+    """On the device: all rows, with ``transport="resident"``."""
+    batch: int
+    """On the device: one batch. A ``DeviceLoader`` has at most :attr:`batches` under way, each in a block of its own."""
+    batches: int
+    pinned: int
+    """On the host: what ``transport="direct"`` pins, which is the whole store."""
+    block: int
+    """On the host: pinned blocks of ``transport="block"``, all together."""
+    available: int
+    """Memory of the host that this process may have."""
+
+    @classmethod
+    def of(
+        cls,
+        device: str,
+        free: int | None,
+        capacity: int,
+        row_bytes: Sequence[int],
+        overhead: int,
+        batch_size: int,
+        finals: int = 0,
+    ) -> DevicePlan:
+        """The plan for rows of fields of that many bytes each. ``overhead``: of a store on the host, beside its rows."""
+        row = sum(row_bytes)
+        parts = (
+            *(nbytes * batch_size for nbytes in row_bytes),
+            8 * batch_size,
+            8 * batch_size,
+            batch_size,
+            4 * batch_size,
+        )
+        batch, batches = sum(-(-nbytes // _LINE) * _LINE for nbytes in parts), 3
+        return cls(
+            device=device,
+            free=free,
+            storage=device_row_bytes(capacity, row) + finals,
+            priorities=device_priority_bytes(capacity),
+            mirror=_MIRROR + 8 * capacity,
+            resident=sum(-(-nbytes // _LINE) * _LINE for nbytes in resident_sizes(capacity, 1, row_bytes)) + _LINE,
+            batch=batch,
+            batches=batches,
+            pinned=row * capacity + overhead + priority_bytes(capacity, True),
+            block=batches * (1 << (batch - 1).bit_length()),
+            available=available_memory(),
+        )
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What does not fit into memory, a sentence each."""
+        ways = {
+            f"LazyTensorStorage(device={self.device!r})": (
+                self.storage,
+                self.free,
+                "Use fewer rows or a smaller dtype",
+            ),
+            'transport="resident"': (self.resident, self.free, 'Leave transport="resident" out'),
+            'transport="direct"': (self.pinned, self.available or None, 'DeviceLoader uses transport="block" then'),
+        }
+        return tuple(
+            f"Too little memory for {way}: expected {said_size(needed)}, got {said_size(free)} that are free. {advice}."
+            for way, (needed, free, advice) in ways.items()
+            if free is not None and free < needed
+        )
+
+    def facts(self) -> Iterator[tuple[str, str, str]]:
+        """What takes memory, how much, and a remark."""
+        free = "free memory unknown on this machine" if self.free is None else f"{said_size(self.free)} free"
+        yield "rows there", said_size(self.storage), f"LazyTensorStorage(device={self.device!r}): {free}"
+        yield "priorities there", said_size(self.priorities), "if a sampler draws by them"
+        yield "a mirror", said_size(self.mirror), 'mirror="DIR", and as much pinned on the host'
+        yield "resident rows", said_size(self.resident), 'transport="resident"'
+        yield (
+            "batches",
+            said_size(self.batch * self.batches),
+            f"{self.batches} of a loader, {said_size(self.batch)} each",
+        )
+        have = f", {said_size(self.available)} available" * bool(self.available)
+        yield "pinned rows", said_size(self.pinned), f'of the host, for transport="direct"{have}'
+        yield "pinned blocks", said_size(self.block), 'of the host, for transport="block"'
+
+    def __str__(self) -> str:
+        lines = (f"  {what}: {size}, {remark}" for what, size, remark in self.facts())
+        return "\n".join([f"On {self.device}, or for it:", *lines, *self.problems])

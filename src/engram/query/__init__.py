@@ -1,1 +1,0 @@
-"""Stored trajectories by what is true of them. What imports tensordict is imported when it is first used."""

@@ -1,0 +1,104 @@
+"""The plan of a batch of several members, stores or buffers: who draws which of its units, by which key, and their order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from tensordict import TensorDict
+    from torch import Tensor
+
+Rows = TypeVar("Rows", bound="Tensor | TensorDict")
+
+#: A row of a batch is ``store << SHIFT | row``.
+SHIFT = 48
+_WORD = (1 << 64) - 1
+#: The number of a store's draws may not meet that of the choice among them.
+_CHOICE = 1 << 62
+#: Numbers that NumPy deals without replacement.
+_MAX_DEALT_ROWS = 10**9
+
+
+def number(rows: Tensor, store: int) -> Tensor:
+    """Rows of a store as rows of the fleet; -1 stays."""
+    return rows if store == 0 else torch.where(rows < 0, rows, rows | store << SHIFT)
+
+
+def places_of(members: Tensor) -> dict[int, Tensor]:
+    """Where the rows of each member are, int64 ``[k]``, by its number. ``members``: of each row, int64 ``[n]`` on the CPU."""
+    return {number: (members == number).nonzero().flatten() for number in sorted(set(members.tolist()))}
+
+
+def rows_at(values: Rows, at: Tensor) -> Rows:
+    """Some rows, wherever they lie."""
+    return cast("Rows", values[at.to(values.device or "cpu")])
+
+
+def key_of(key: int, store: int, attempt: int) -> int:
+    """The key of a store's part of a batch: 63 bits, as of a local one, that follow from the batch's own."""
+    mixed = (key + 0x9E3779B97F4A7C15 * (store * 0x10001 + attempt + 1)) & _WORD
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
+    return (mixed ^ mixed >> 31) >> 1
+
+
+def chosen(masses: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The member at each place in [0, 1) of the line on which members lie side by side, each as long as its mass."""
+    ends = np.cumsum(masses)
+    last = np.flatnonzero(masses)[-1]  # rounding must not choose one without mass
+    members: NDArray[np.int64] = np.minimum(np.searchsorted(ends, at * ends[-1], side="right"), last)
+    return members
+
+
+def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """int64 ``[min(n, all)]``: the store of each in a random order of all that are left, so that counts are hypergeometric."""
+    random, total = random_of(key, attempt), int(left.sum())
+    n = min(n, total)
+    if total < _MAX_DEALT_ROWS:
+        counts = random.multivariate_hypergeometric(left, n, method="marginals")
+    else:  # of so many, with replacement makes no difference that could be seen
+        counts = np.minimum(random.multinomial(n, left / total), left)
+    return random.permutation(np.repeat(np.arange(len(left)), counts))
+
+
+def factor(beta: float, at: int, used: Sequence[float], now: Sequence[float], least: Sequence[float]) -> float:
+    """By how much the weights of the rows of store ``at`` are to be multiplied.
+
+    Rows were drawn with ``used / sum(used) * leaf / now``, and their store's weights are ``(leaf / least) ** -beta``. The products are over
+    the smallest of all stores, ``(p / smallest p) ** -beta``, where ``p`` is how likely a row was.
+
+    Args:
+        beta: exponent.
+        at: the store.
+        used: masses that the stores were chosen by.
+        now: masses when the rows were drawn.
+        least: smallest leaves then, zero where there is none.
+    """
+    likely = [it * use / mass for it, use, mass in zip(least, used, now, strict=True) if it > 0 < use and mass > 0]
+    own = least[at] * used[at] / now[at] if now[at] > 0 else 0.0
+    return float((min(likely) / own) ** beta) if own > 0 else 1.0
+
+
+def order_of(parts: Sequence[NDArray[np.int64]]) -> Tensor | None:
+    """Which unit of all parts, one behind the other, comes at each place, int64; None: they are in order. ``parts``: places of each."""
+    places = np.concatenate(parts)
+    return None if (places[1:] > places[:-1]).all() else torch.from_numpy(np.argsort(places))
+
+
+def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = None) -> Tensor:
+    """Units of several parts, in an order. One part that is in order is not copied. ``units``: so many, of several rows each."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if units is not None:
+        whole = whole.view(units, whole.shape[0] // units, *whole.shape[1:])
+    return whole if order is None else whole.index_select(0, order)
+
+
+def random_of(key: int, attempt: int) -> np.random.Generator:
+    """Draws the choice of members: another one at each attempt."""
+    return np.random.Generator(np.random.Philox(key=[key & _WORD, _CHOICE + attempt]))

@@ -1,0 +1,421 @@
+"""What clients and servers tell each other: addresses and tokens, commands, and errors. Commands are JSON of at most 4 KiB."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from engram import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+_MAX_TOKEN = 4096
+
+
+class Address(NamedTuple):
+    """The address of one server."""
+
+    scheme: str
+    """``unix``, ``grpc`` (TCP) or ``grpc+tls``."""
+    host: str
+    """Of a Unix socket: its path."""
+    port: int = 0
+
+    @property
+    def uri(self) -> str:
+        """As Arrow Flight takes it."""
+        return f"grpc+unix://{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self.place}"
+
+    @property
+    def place(self) -> str:
+        """Host and port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nothing outside this machine reaches it."""
+        if self.scheme == "unix" or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return False
+
+    def __str__(self) -> str:
+        return f"unix:{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self.place}"
+
+
+def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
+    """One address: ``unix:PATH``, ``HOST:PORT``, ``grpc://HOST:PORT`` or ``grpc+tls://HOST:PORT``.
+
+    Raises ``TypeError``: no text. ``ValueError``: none of these.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{call}: address: expected a str, got {type(text).__name__}.")
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path.startswith("/") or len(os.fsencode(path)) > 100:
+            raise ValueError(
+                f"{call}: address: expected unix: and an absolute path of at most 100 bytes, got {text!r}."
+            )
+        return Address("unix", path)
+    named, separator, place = text.partition("://")
+    scheme, place = (named, place) if separator else (scheme, text)
+    host, separator, port = place.rpartition(":")
+    if scheme not in ("grpc", "grpc+tls") or not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(
+            f"{call}: address: expected unix:/PATH, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, got {text!r}."
+        )
+    return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def addresses_of(text: object, call: str) -> list[Address]:
+    """Those of several servers of one store: a list, or text with commas. The first one's scheme holds for those that name none.
+
+    Raises: as :func:`address_of`.
+    """
+    texts = text.split(",") if isinstance(text, str) else text
+    if not isinstance(texts, list | tuple) or not texts:
+        got = type(text).__name__ if texts else "an empty list"
+        raise TypeError(f"{call}: address: expected a str or a list of them, got {got}.")
+    first = address_of(texts[0], call)
+    scheme = "grpc" if first.scheme == "unix" else first.scheme
+    return [first, *(address_of(one, call, scheme=scheme) for one in texts[1:])]
+
+
+def token_in(path: str | os.PathLike[str] | None, call: str) -> bytes:
+    """What a token file says; empty for None.
+
+    Raises:
+        TypeError: no path. ValueError: it is empty, too long or of more than one line. PermissionError: others may read it.
+        OSError: it cannot be read.
+    """
+    if path is None:
+        return b""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{call}: token: expected the path of a file, got {type(path).__name__}.")
+    with Path(path).open("rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(
+                f"{call}: token: expected a file that only its owner, you, may read, got mode {stat.S_IMODE(status.st_mode):04o} of "
+                f"{os.fspath(path)!r}. Use chmod 600."
+            )
+        token = file.read(_MAX_TOKEN + 1).strip()
+    if not token or len(token) > _MAX_TOKEN or not token.isascii() or len(token.split()) != 1:
+        raise ValueError(
+            f"{call}: token: expected one word of 1 to {_MAX_TOKEN} ASCII characters in {os.fspath(path)!r}."
+        )
+    return token
+
+
+#: A client and a server must have the same number.
+PROTOCOL = 1
+MAX_COMMAND = 4096
+#: Batches in one message at most, and the bytes that more than one may have.
+MAX_BATCHES = 8
+COALESCED_BYTES = 256 << 10
+#: Bytes of one message at most, and what each row counts beside its own: its number, its ticket, its weight and the like.
+MAX_MESSAGE, BESIDE_ROW = 1 << 30, 32
+
+#: What a server says last on a stream: it did nothing of what came since.
+LEAVING = b"{}"
+
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+T = TypeVar("T")
+Stream = Literal["learn", "write", "edit"]
+#: What a write does that has no credits.
+Full = Literal["block", "raise", "drop"]
+
+
+def held_bytes(rows: int, row_bytes: int) -> int:
+    """What rows of so many bytes take of a message."""
+    return rows * (row_bytes + BESIDE_ROW)
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="sample"):
+    """Command to draw a batch for each key. The answer is one message with all their rows."""
+
+    rows: int
+    """Of each batch."""
+    keys: list[int]
+    """64 bits for each batch, from which its draw follows."""
+    parts: list[int] = []
+    """So many rows of each batch, which other stores draw the rest of: then its masses come back."""
+    epoch: int = 0
+    """Of parts without replacement: those of this epoch alone. 0: of the one that goes on."""
+    ended: int = 0
+    """And where none goes on, the next one begins if this was the last; 0: none was."""
+
+
+class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="prioritize"):
+    """Command to set new priorities: columns ``row``, ``priority`` and ``ticket``, which is -1 where any will do. Nothing comes back."""
+
+
+class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="append"):
+    """Command to write the rows of this message: column ``row``, their numbers, comes back. Column ``:lane`` says where each goes, if
+    there are several lanes.
+
+    A client that gives itself a name, a random UUID, counts its requests, one for each lane that a message writes to, and may send a
+    message again: its rows are written once. :class:`NotOnce` where that cannot be.
+    """
+
+    writer: UUID | None = None
+    number: Number = 0
+    """Of the message's first request, from 1 on. Those of further lanes follow, in the order of the lanes' numbers: eight at most."""
+    more: list[Number] = []
+    """For lanes beyond eight: the same of the next eight, which are requests of the next name (the UUID plus 1), and so on."""
+
+    def names(self) -> list[tuple[UUID, int]]:
+        """The names of the writers whose requests these are, and the number of the first one of each."""
+        assert self.writer is not None  # else there are none
+        first = self.writer.int
+        return [(UUID(int=(first + k) % (1 << 128)), it) for k, it in enumerate((self.number, *self.more))]
+
+
+class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="tickets"):
+    """Command to say what rows hold, column ``row``: column ``ticket`` comes back, -1 for rows that hold nothing or are being written."""
+
+
+class Remove(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="remove"):
+    """Command to remove rows that still have these tickets, columns ``row`` and ``ticket``: :class:`Removed` comes back.
+
+    A client asks for the tickets first, and may send this again: what was written in between stays.
+    """
+
+
+class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to describe what is served, answered by :class:`Served`. Raises where the protocols differ."""
+
+    protocol: int
+    engram: str
+
+
+class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to count: :class:`State` comes back."""
+
+
+class Gauges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to estimate what ``stats()`` says beyond :class:`State`, by its names, and to say what all processes have counted.
+
+    A server of an older engram refuses it, as it knows no such command.
+    """
+
+
+class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command that any server answers: ``{}``."""
+
+
+class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to say whether a batch of so many rows could be drawn now: ``true`` or ``false``."""
+
+    rows: int
+
+
+class CanRemove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to check that rows can be removed: ``{}``. Raises where not. A server of an older engram does not know it, and refuses."""
+
+
+class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to forget all rows: ``{}``."""
+
+    keep_write_count: bool
+
+
+class EndTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to end the newest step of these lanes: the list of rows that became ends, -1 where nothing changed."""
+
+    lanes: list[int]
+    terminated: bool = False
+    #: What fields mean that are not called as usual: each as its path and its role.
+    roles: list[tuple[list[str], str]] = []
+
+
+class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to set the limits of several stores, of which this one is a part: ``{}``. It counts rows, and clients of all stores wait.
+
+    Newer limits, which have a larger number, stay.
+    """
+
+    ratio: Annotated[float, msgspec.Meta(ge=0)]
+    tolerance: Annotated[float, msgspec.Meta(ge=0)]
+    min_size: Number
+    in_flight: Number
+    fleet: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+    """The number of these limits."""
+    stores: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """For how many stores they are set."""
+    level: float
+    """Where this one's part of the level begins."""
+
+
+class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to say up to which policy version the consumer has come, behind this: a number. Raises where the sampler has none."""
+
+    at_least: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None = None
+    """Raise it to this one, if it is smaller."""
+
+
+#: Actions by name.
+ACTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "describe": Describe,
+    "stats": Stats,
+    "gauges": Gauges,
+    "health": Health,
+    "can_sample": CanSample,
+    "can_remove": CanRemove,
+    "empty": Empty,
+    "end_trajectory": EndTrajectory,
+    "limit": Limit,
+    "version": Version,
+}
+#: What the messages of streams may be.
+STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
+
+
+class Mass(msgspec.Struct, frozen=True, array_like=True):
+    """The masses of a store at the moment when a part of a batch was drawn from it."""
+
+    total: float
+    """What draws over several stores choose it by: live rows, the sum of its priorities, trajectories, the rest of an epoch."""
+    least: float
+    """The smallest priority above zero, raised to alpha, which its weights are over."""
+    live: int
+    """Live rows."""
+    beta: float
+    """Exponent of the weights."""
+    epoch: int
+    """Key of the newest epoch; 0: there was none."""
+    goes_on: bool
+    """Whether something is left of it."""
+    over_batch: bool = False
+    """Weights are to be over the largest of the batch. Those of a part, and ``least``, are over the smallest priority of the part."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A server's description of its store."""
+
+    protocol: int
+    engram: str
+    store: str
+    """Equal for all servers of one store."""
+    schema: str
+    """``store.json``."""
+    recipe: dict[str, object]
+    """What the store notes of its buffer: class, sampler, writer, batch size …"""
+    sampler: str
+    writer: str
+    traits_of_sampler: list[str]
+    """Names of :class:`Traits` that hold."""
+    traits_of_writer: list[str]
+    computed_keys: list[tuple[list[str], bool]]
+    requested_size: int
+    together: tuple[int, int] = (1, 1)
+    """Rows that are drawn together, steps of a window or 1, and how many of a batch size they are."""
+    draws_of_a_row: int | None = None
+    """After how many draws a row is used up; None: never."""
+    alone: str = "its server is of an older engram"
+    """Why batches cannot have rows of other stores, too; empty: they can."""
+    participant: int = 0
+    """Which one this client is of those that are connected; 0: it is the only one."""
+
+
+class State(msgspec.Struct, frozen=True):
+    """Numbers of the store at this moment."""
+
+    size: int
+    write_count: int
+    counters: dict[str, int | float]
+    limit: tuple[float, float, int, int]
+    """As :class:`Rules`."""
+    limit_counts: dict[str, float]
+    mass: Mass | None = None
+    """None: batches cannot have rows of other stores, or there is nothing to draw."""
+    writers: int = 0
+    """Clients that write through this server."""
+    fleet: tuple[int, int] = (0, 0)
+    """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
+    counts began again here since."""
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """The result of a removal."""
+
+    removed: int
+    """How many had the tickets, and are void now."""
+
+
+class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The description of a message of batches, beside its rows."""
+
+    sizes: list[list[int]]
+    """The shape of each batch's rows."""
+    last: bool
+    """An epoch ended with the last of them."""
+    masses: list[Mass] = []
+    """Of each batch, if they are parts."""
+
+
+def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:
+    """A command, checked. Raises ``ValueError``: too long, no JSON, or not what is expected."""
+    if len(raw) > MAX_COMMAND:
+        raise ValueError(f"{call}: expected a command of at most {MAX_COMMAND} bytes, got {len(raw)}.")
+    try:
+        command: msgspec.Struct = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{call}: {error}.") from error
+    return command
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+class NotOnce(RuntimeError):
+    """Raised where a message that may be sent again cannot be written exactly once. Nothing of it was written."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error on its way to the client."""
+
+    error: str
+    message: str
+
+
+_OTHERS = (
+    NotOnce,
+    KeyError,
+    IndexError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    TimeoutError,
+    OSError,
+    RuntimeError,
+)
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """An error that a client can raise again: its class, or the nearest one that both sides know."""
+    known = [*(getattr(errors, name) for name in errors.__all__), *_OTHERS]
+    kind = next((base for base in error.__class__.__mro__ if base in known), RuntimeError)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return Refusal(kind.__name__, text[: MAX_COMMAND // 2])
+
+
+def raised(refusal: Refusal) -> Exception:
+    """The error again. A class that is no exception of engram's or a builtin one is a ``RuntimeError``."""
+    kind = getattr(errors, refusal.error, None) if refusal.error in errors.__all__ else None
+    if kind is None:
+        kind = next((one for one in _OTHERS if one.__name__ == refusal.error), RuntimeError)
+    made: Exception = kind(refusal.message)
+    return made

@@ -1,0 +1,488 @@
+"""The indexes that a store has besides priorities: how often rows were drawn and sampled, where an epoch is, which rows changed, which
+belong together, and the version of who consumes them. Each belongs to the rows' storage under a name, and every write of every
+process keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import torch
+
+from engram._support import native
+from engram._support.field_paths import public
+from engram._support.state import check_keys, integer
+from engram.errors import IncompatibleStore
+from engram.format import layout
+from engram.format.schema import DTYPES
+from engram.store.indexes import LockedIndex, TicketIndex
+from engram.store.memory import dlpack_specs, private_block, read_block
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram._support.field_paths import FieldPath
+    from engram.format.schema import Field
+    from engram.store.memory import Block
+    from engram.store.store import Store
+
+    #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
+    #: None: there is no group.
+    Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
+
+#: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
+#: many numbers were given since.
+Progress: TypeAlias = tuple[int, int, int, int]
+#: Before the first draw.
+NONE: Progress = (0, 0, 0, 0)
+#: Bytes of a key of a group at most.
+MAX_KEY_BYTES = 1024
+
+
+class ConsumptionIndex(TicketIndex[native.Consumption]):
+    """How often each row of one store, or of a list, was drawn. Made by :meth:`of_store` and :meth:`of_list`."""
+
+    kind = "draws"
+    make_core = native.Consumption
+    reset_mutex = staticmethod(native.reset_consumption_mutex)
+    copy_memory = staticmethod(native.copy_consumption)
+
+    def count(self, stats: dict[str, float]) -> None:
+        """As :meth:`Index.count`: rows that are not used up."""
+        stats["drawable_rows"] = stats.get("drawable_rows", 0) + self.core.drawable
+
+    @classmethod
+    def of_store(cls, store: Store, name: str, most: int) -> ConsumptionIndex:
+        """The index of that name, of rows that are drawn ``most`` times. A new index scans the tickets once.
+
+        Raises:
+            ValueError: not a name of an index, or a store of 2^32 rows.
+            IncompatibleStore: the rows of that index are drawn another number of times.
+            OSError: no space for its file.
+        """
+
+        def make(block: Block) -> None:
+            native.format_consumption(block.address, block.nbytes, store.capacity, most)
+
+        return cls.of_name(store.indexes, name, native.consumption_bytes(store.capacity), make)[0].checked(name, most)
+
+    @classmethod
+    def of_list(cls, rows: int, most: int) -> ConsumptionIndex:
+        """Counts of a list's items, which are live as long as the index knows a ticket of theirs."""
+        block = private_block(native.consumption_bytes(rows))
+        native.format_consumption(block.address, block.nbytes, rows, most)
+        return cls(block, None)
+
+    def checked(self, name: str, most: int) -> ConsumptionIndex:
+        """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times."""
+        if self.core.most != most:
+            raise IncompatibleStore(
+                f"index {name!r}: expected max_sample_count={self.core.most}, as the store's index of that name has, got {most}. Give "
+                "it another name: index=…."
+            )
+        return self
+
+    def claim(self, key: int, n: int) -> tuple[Tensor, Tensor]:
+        """Draw up to ``n`` rows, each once, and count them: int64 rows, and the tickets that they must still have. Perhaps none."""
+        rows, numbers = self.core.claim(key, n)
+        return rows, numbers
+
+    def were_read(self, rows: Tensor, tickets: Tensor, *, failed: bool = False) -> None:
+        """Rows that were claimed have been read: those that are used up may be written over. ``failed``: not read, and not drawn."""
+        (self.core.take_back if failed else self.core.were_read)(rows, tickets)
+
+    def counts(self, n: int) -> Tensor:
+        """int32 ``[n]``: how often the first rows were drawn. A copy."""
+        out = torch.empty(n, dtype=torch.int32, device="cpu")
+        self.core.counts(out)
+        return out
+
+    def restore(self, counts: Tensor) -> None:
+        """Take over :meth:`counts`. Rows that it says nothing of were not drawn yet."""
+        self.core.restore(counts)
+
+    def reset(self, rows: Tensor) -> None:
+        """Let live rows be drawn as often as new ones. Raises ``IndexError``: a row outside the store."""
+        self.core.reset(rows)
+
+    # ---- what a list calls, which has no native write path ------------------------------------------------------------
+
+    def written(self, rows: Tensor, first: int) -> None:
+        """Rows of a list hold new items, under the tickets ``first``, ``first + 1``, …"""
+        self.core.written(rows, first)
+
+    def edited(self, rows: Tensor, first: int) -> None:
+        """Items of a list were replaced, and have these tickets now."""
+        self.core.edited(rows, first)
+
+    def lost(self, rows: Tensor) -> None:
+        """Rows of a list hold nothing."""
+        self.core.lost(rows)
+
+    def emptied(self) -> None:
+        """A list was emptied."""
+        self.core.emptied()
+
+
+class UsageIndex(LockedIndex[native.Usage]):
+    """Counts of samples of the rows of one store. It has no lock: each count is an atomic word."""
+
+    kind = "usage"
+    #: Its name, of which there is one.
+    NAME = "main"
+    make_core = native.Usage
+
+    @classmethod
+    def free_lock(cls, block: Block) -> None:
+        """There is none."""
+
+    @classmethod
+    def of_store(cls, store: Store) -> UsageIndex:
+        """The index, made if there is none: then no row counts as sampled. Raises ``OSError``: no space for its file."""
+
+        def make(block: Block) -> None:
+            native.format_usage(block.address, block.nbytes, store.capacity)
+
+        index, made = cls.of_name(store.indexes, cls.NAME, native.usage_bytes(store.capacity), make)
+        if made:
+            store.core.ask_for_usage()
+        return index
+
+    @classmethod
+    def in_use(cls, store: Store) -> UsageIndex | None:
+        """The index, if samples are counted. Of a store that is only read, as others count them."""
+        index: UsageIndex | None = store.indexes.get((cls.NAME, cls.kind))
+        if index is None and store.core.asked_usage:
+            if store.readonly and store.folder is not None:
+                path = store.folder / layout.FOLDER / layout.INDEXES / cls.NAME / cls.kind
+                return cls(read_block(path, path.stat().st_size), None) if path.exists() else None
+            index = store.indexes.refreshed().get((cls.NAME, cls.kind))
+        return index
+
+    def counts(self, rows: Tensor) -> Tensor:
+        """int64 ``[n]``: how often these rows, int64 ``[n]``, were sampled."""
+        rows = rows.contiguous()
+        out = torch.empty(len(rows), dtype=torch.int64, device="cpu")
+        self.core.counts(rows, out)
+        return out
+
+    def saved(self, n: int) -> Tensor:
+        """int32 ``[n]``: how often the first rows were sampled, copied."""
+        return self._words[:n].clamp(min=0)  # above 2^31 - 1 they are negative; no row is sampled as often
+
+    def restore(self, counts: Tensor) -> None:
+        """Take over such counts; the other rows were not sampled."""
+        self._words.zero_()[: len(counts)] = counts
+
+    @property
+    def _words(self) -> Tensor:
+        return self.block.tensor[native.usage_bytes(0) : native.usage_bytes(self.core.rows)].view(torch.int32)
+
+
+class EpochIndex(LockedIndex[native.Epoch]):
+    """Each call of ``core.next`` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
+
+    reset_mutex = staticmethod(native.reset_epoch_mutex)
+
+    kind = "pass"
+    make_core = native.Epoch
+
+    @classmethod
+    def own(cls) -> EpochIndex:
+        """One in private memory."""
+        block = private_block(native.epoch_bytes)
+        native.format_epoch(block.address, block.nbytes)
+        return cls(block, None)
+
+    @classmethod
+    def of_store(cls, store: Store, name: str, begun: Progress) -> EpochIndex:
+        """The index of a directory store under a name. A new one continues from ``begun``.
+
+        Raises:
+            ValueError: not a name of an index.
+            OSError: no space for its file.
+        """
+
+        def make(block: Block) -> None:
+            native.format_epoch(block.address, block.nbytes)
+            native.Epoch(block.address, block.nbytes, block.tensor).state = begun
+
+        return cls.of_name(store.indexes, name, native.epoch_bytes, make)[0]
+
+    @property
+    def progress(self) -> Progress:
+        """See :data:`Progress`. Rows that were written after it began are not in it."""
+        return self.core.state
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self.core.state = progress
+
+    def state(self, clock: int) -> dict[str, int]:
+        """The :attr:`progress`, under ``key, rows, visited``; ``begun`` if writes came since. ``clock``: the next one's number."""
+        key, rows, visited, begun = self.progress
+        return {"key": key, "rows": rows, "visited": visited, **({"begun": begun} if 0 < begun < clock else {})}
+
+    def go_on(self, saved: Progress, clock: int) -> None:
+        """From a :meth:`state` on, in which the last number is that of the first write that came later; 0: there was none."""
+        key, rows, visited, begun = saved
+        self.progress = key, rows, visited, min(begun or clock, clock)
+
+
+def checked_progress(state: dict[str, object], where: str, *others: str) -> Progress:
+    """What an :meth:`EpochIndex.state` says, and ``others`` beside it. Raises ``KeyError``, ``TypeError``, ``ValueError``."""
+    check_keys(state, ("key", "rows", "visited", *others), where, optional=("begun",))
+    key = integer(state, "key", 0, 1 << 63, where)
+    rows = integer(state, "rows", 0, 1 << 62, where)
+    begun = integer(state, "begun", 1, 1 << 62, where) if "begun" in state else 0
+    return key, rows, integer(state, "visited", 0, rows + 1, where), begun
+
+
+class ChangesIndex(LockedIndex[native.Changes]):
+    """Which rows of one store may have changed since they were looked at. It has no lock: each mark is an atomic word.
+
+    Every write of every process keeps it. A look costs what was written since the one before, not what the store holds.
+    """
+
+    #: Looks of before mean nothing to those that come.
+    reset_mutex = staticmethod(native.reset_changes)
+
+    kind = "changes"
+    make_core = native.Changes
+
+    @classmethod
+    def of_store(cls, store: Store, *, samples: bool = False) -> ChangesIndex:
+        """The index, made if there is none. Raises ``OSError``: no space for its file.
+
+        Args:
+            store: whose rows these are.
+            samples: rows that are sampled count as changed.
+        """
+
+        def make(block: Block) -> None:
+            native.format_changes(block.address, block.nbytes, store.capacity, samples)
+
+        # Processes attach indexes by name, and a row is counted before it is marked only if the counts come first: they are "main".
+        name = "sampled" if samples else "written"
+        index, made = cls.of_name(store.indexes, name, native.changes_bytes(store.capacity), make)
+        if made and samples:
+            store.core.ask_for_usage()
+        return index
+
+    def look(self, since: int) -> tuple[int, NDArray[np.int64]]:
+        """The number of this look, and int64 ``[n]``, in order: rows that may have changed since that one. 0: all rows."""
+        return self.core.look(since)
+
+
+class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
+    """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`own`."""
+
+    kind = "consumer"
+    make_core = native.ConsumerVersion
+
+    @classmethod
+    def free_lock(cls, block: Block) -> None:
+        """There is none. Raises as :meth:`LockedIndex.free_lock`."""
+        cls(block, None)
+
+    def count(self, stats: dict[str, float]) -> None:
+        """As :meth:`Index.count`: the version; of several the newest."""
+        stats["consumer_version"] = max(self.core.version, stats.get("consumer_version", self.core.version))
+
+    @classmethod
+    def own(cls) -> ConsumerVersionIndex:
+        """One in private memory."""
+        block = private_block(native.consumer_version_bytes)
+        native.format_consumer_version(block.address, block.nbytes)
+        return cls(block, None)
+
+    @classmethod
+    def of_store(cls, store: Store, name: str) -> ConsumerVersionIndex:
+        """The index of a store under a name. Raises ``ValueError``: not a name of an index. ``OSError``: no space for its file."""
+
+        def make(block: Block) -> None:
+            native.format_consumer_version(block.address, block.nbytes)
+
+        return cls.of_name(store.indexes, name, native.consumer_version_bytes, make)[0]
+
+
+class GroupIndex(TicketIndex[native.Groups]):
+    """The rows of one store by the content of a field. Made by :meth:`of_store`."""
+
+    kind = "groups"
+    make_core = native.Groups
+    reset_mutex = staticmethod(native.reset_groups_mutex)
+    copy_memory = staticmethod(native.copy_groups)
+
+    @classmethod
+    def of_store(cls, store: Store, name: str, key: FieldPath) -> GroupIndex:
+        """The index of that name, of rows by a field. A new index scans the rows once.
+
+        Raises:
+            KeyError: no such field. TypeError: its content is no key.
+            ValueError: not a name of an index, or a store of 2^32 rows.
+            IncompatibleStore: the index of that name has groups by another field.
+            OSError: no space for its file.
+        """
+        number = _field_of(store, key)
+        field = store.schema.fields[number]
+
+        def make(block: Block) -> None:
+            native.format_groups(block.address, block.nbytes, store.capacity, number, field.row_bytes)
+
+        known: GroupIndex | None = store.indexes.get((name, cls.kind))
+        if known is not None:  # perhaps with keys of another length
+            known.check_field(store, name, number)
+        nbytes = native.groups_bytes(store.capacity, field.row_bytes)
+        index, _ = cls.of_name(store.indexes, name, nbytes, make)
+        index.check_field(store, name, number)
+        return index
+
+    def check_field(self, store: Store, name: str, number: int) -> None:
+        """Raise ``IncompatibleStore`` if the keys are another field."""
+        if self.core.field != number:
+            fields = store.schema.fields
+            raise IncompatibleStore(
+                f"index {name!r}: expected groups by {public(fields[self.core.field].key)!r}, as the store's index of that name has, got "
+                f"{public(fields[number].key)!r}. Give it another name: index=…."
+            )
+
+    def draw(
+        self, key: int, groups: int, each: int, *, newest: bool, without: Tensor
+    ) -> tuple[Tensor, Tensor, bool] | None:
+        """int64 rows, their tickets, and whether some come again; None: there is no group.
+
+        Args:
+            key: of the draw.
+            groups: how many, each once.
+            each: rows of each.
+            newest: the newest, the oldest of them first. Else any.
+            without: int64, contiguous: rows whose groups are left out, if there are enough others.
+        """
+        return self.core.draw(key, groups, each, newest, without)
+
+    def best(
+        self, store: Store, reward: Field, key: int, groups: int, each: int, *, spread: bool, without: Tensor
+    ) -> tuple[Tensor, Tensor, bool] | int | None:
+        """As :meth:`draw`, rows that are chosen by their rewards. A row: all rows of its group were just being written.
+
+        Raises ``ValueError``: a reward is not finite.
+
+        Args:
+            store: whose rows these are.
+            reward: its field with the rewards.
+            key, groups, each, without: as for :meth:`draw`.
+            spread: those with the largest variance, and of equal ones the largest sum, in ascending order. Else the highest, the highest
+                first, and of equal ones the newest.
+        """
+        numbered = store.schema.fields.index(reward), dlpack_specs([reward])[0]
+        return self.core.draw_best(store.core, numbered, key, groups, each, spread, without)
+
+
+class Groups(Protocol):
+    """The groups of the rows of a storage."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+        """Rows of some groups.
+
+        Raises:
+            KeyError: a row has no key, or no reward. TypeError: what it has there is none. ValueError: a reward is not finite.
+
+        Args:
+            strategy: ``"random"``, ``"recency"``, ``"reward"`` or ``"variance"``, as :class:`PromptGroupSampler` says it.
+            key: of the draw.
+            groups: how many, each once.
+            each: rows of each.
+            without: int64, contiguous: rows whose groups are left out, if there are enough others.
+        """
+
+
+class StoredGroups:
+    """The groups of a store's rows.
+
+    Args:
+        store: the rows.
+        name: of its index.
+        key: the field that says the group of a row.
+        reward: the field with its reward; None: none is asked for.
+
+    Raises:
+        TypeError: the rows are not on the CPU. As :meth:`GroupIndex.of_store`.
+    """
+
+    def __init__(self, store: Store, name: str, key: FieldPath, reward: FieldPath | None) -> None:
+        if not store.is_native:
+            raise TypeError(
+                f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
+                "DeviceLoader for batches on an accelerator."
+            )
+        self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key)
+
+    def _current(self) -> GroupIndex:
+        """The groups as they are now, also of a store that this process only reads."""
+        if self._store.readonly:
+            self._index.core.catch_up()
+        return self._index
+
+    @property
+    def count(self) -> int:
+        return self._current().core.groups
+
+    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+        """As :meth:`Groups.draw`."""
+        index = self._current()
+        if strategy in ("random", "recency"):
+            return index.draw(key, groups, each, newest=strategy == "recency", without=without)
+        assert self._reward is not None  # the strategy asks for it
+        reward = self._rewards(self._reward)
+        return index.best(self._store, reward, key, groups, each, spread=strategy == "variance", without=without)
+
+    def _rewards(self, reward: FieldPath) -> Field:
+        """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
+        fields = {field.key: field for field in self._store.schema.fields}
+        field = fields.get(reward)
+        if field is None:
+            raise no_rewards(reward, sorted(fields))
+        if field.dtype.startswith("complex") or not field.row_bytes:
+            raise TypeError(
+                f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
+            )
+        return field
+
+
+def no_rewards(reward: FieldPath, known: list[FieldPath]) -> KeyError:
+    """The error of rows without rewards."""
+    return KeyError(
+        f"sample: expected rows with the field {public(reward)!r}, by which the sampler's strategy compares them, got "
+        f"{list(map(public, known))}. Store it with every row, or name another field: reward_key=…."
+    )
+
+
+def no_key(key: FieldPath, known: list[FieldPath]) -> KeyError:
+    """The error of rows that say no group."""
+    return KeyError(
+        f"sample: expected rows with the field {public(key)!r}, which says what group a row is in, got {list(map(public, known))}. "
+        "Store it with every row, or name another field: group_key=…."
+    )
+
+
+def _field_of(store: Store, key: FieldPath) -> int:
+    """The number of the field whose content says which group a row is in. Raises ``KeyError``, ``TypeError``."""
+    numbers = {field.key: number for number, field in enumerate(store.schema.fields)}
+    if key not in numbers:
+        raise no_key(key, sorted(numbers))
+    field = store.schema.fields[numbers[key]]
+    integers = not field.dtype.startswith(("float", "bfloat", "complex"))
+    text = field.dtype == "uint8" and len(field.shape) == 1
+    if not integers or not (field.row_bytes == DTYPES[field.dtype] or text) or field.row_bytes > MAX_KEY_BYTES:
+        raise TypeError(
+            f"sample: {public(key)!r}: expected one integer per row, or the bytes of a text, uint8 [n] with n of at most {MAX_KEY_BYTES}, "
+            f"filled up with zeros; got {field.dtype} {list(field.shape)}. Number the prompts, or hash them."
+        )
+    return numbers[key]
