@@ -336,7 +336,10 @@ class TensorStorage(Storage):
     def priorities(
         self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
     ) -> tuple[Priorities, bool] | None:
-        return None if self.memory is None else priorities_of(self.memory, name, config, device)
+        memory = self.memory
+        if memory is not None and not memory.is_native:
+            return priorities_of(memory, name, config, device)
+        return None if memory is None else PriorityIndex.of_store(memory, name, config)
 
     def __len__(self) -> int:
         return 0 if self.memory is None else int(self.memory.core.size())
