@@ -21,7 +21,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import engram
-from engram.buffer.on_ray import NAMESPACE
+from engram.buffer.connecting import NAMESPACE
 from examples.demo.agent import BATCH, Agent, checksums, mean_return, progress
 
 CAPACITY, NAME = 200_000, "demo"

@@ -412,7 +412,7 @@ def test_random_programs_in_a_directory(tmp_path_factory, program):
 
 def test_the_model_notices_a_row_that_comes_back(monkeypatch):
     """The negative control: a removal that says it has removed what it has not."""
-    monkeypatch.setattr("engram.buffer.row_access.removing.remove_rows", lambda wiring, rows, generation: len(rows))
+    monkeypatch.setattr("engram.buffer.row_access.remove_rows", lambda wiring, rows, generation: len(rows))
     with pytest.raises(AssertionError):
         run_program([("write", 3), ("remove", [1])], None)
 

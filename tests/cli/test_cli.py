@@ -108,7 +108,7 @@ def test_commands_that_need_no_torch_do_not_load_it(tmp_path, monkeypatch):
         "from click.testing import CliRunner\n"
         "from engram.cli import main\n"
         "import importlib\n"
-        "importlib.import_module('engram.cli.plan')._TRIAL = 1 << 20\n"
+        "importlib.import_module('engram.cli.doctor')._TRIAL = 1 << 20\n"
         "for words in json.loads(sys.argv[1]):\n"
         "    result = CliRunner().invoke(main, words)\n"
         "    print(json.dumps([words, result.exit_code, sorted({'torch', 'tensordict'} & set(sys.modules))]))\n"
@@ -123,14 +123,14 @@ def test_commands_that_need_no_torch_do_not_load_it(tmp_path, monkeypatch):
 
 
 def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypatch):
-    disk_plan = importlib.import_module("engram.cli.plan")  # the package has a command of this name
-    monkeypatch.setattr(disk_plan, "_TRIAL", 1 << 20)
-    monkeypatch.setattr(disk_plan, "available_memory", lambda: 12_000 + 100 * 4_005 // 4)
+    doctor = importlib.import_module("engram.cli.doctor")  # the package has a command of this name
+    monkeypatch.setattr(doctor, "_TRIAL", 1 << 20)
+    monkeypatch.setattr(doctor, "available_memory", lambda: 12_000 + 100 * 4_005 // 4)
     rb = ReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=tmp_path / "store", lanes=2))
     rb.extend({"a": torch.zeros(100, 1000), "b": torch.zeros(100, 5, dtype=torch.uint8)}, lane=torch.arange(100) % 2)
     try:
-        rows, disk, memory = disk_plan.disk_speed(tmp_path / "store", 0.01)
-        free_rows, free_disk = disk_plan.disk_speed(tmp_path, 0.01)
+        rows, disk, memory = doctor.disk_speed(tmp_path / "store", 0.01)
+        free_rows, free_disk = doctor.disk_speed(tmp_path, 0.01)
     except OSError as error:
         pytest.skip(f"this file system cannot be read past memory: {error}")
     assert rows == Finding("rows", "4 kB each, 4 MB in all")

@@ -25,7 +25,7 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.buffer.on_ray import attached
+from engram.buffer.connecting import attached
 from tests import stress
 from tests.cluster.on_nodes import AWAY, HERE, made, rows
 from tests.test_docs import OF_RAY, ON_RAY, examples_of, run, run_page

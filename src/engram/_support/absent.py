@@ -125,6 +125,8 @@ _MOVED = {
     "serving.run": "serving.server",
     "sizing": "inspect.sizing",
     "state": "_support.state",
+    "_support.raw": "_support.copies",
+    "_support.streams": "_support.copies",
     "trajectories": "around",
     "units": "around",
     "units._base": "around.sequence",

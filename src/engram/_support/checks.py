@@ -14,10 +14,10 @@ from torch import Tensor
 from engram.errors import RowError
 
 #: Above any number of rows, and an int64 with room to add to.
-_MOST = 1 << 62
+_MAX_COUNT = 1 << 62
 
 
-def check_count(what: str, value: object, noun: str = "", *, least: int = 1, most: int = _MOST) -> int:
+def check_count(what: str, value: object, noun: str = "", *, least: int = 1, most: int = _MAX_COUNT) -> int:
     """A number of things: an int, or what Python takes for one, such as ``np.int64``. Returns it as an int.
 
     Raises ``TypeError``: it is none. ``ValueError``: it is below ``least`` or above ``most``.

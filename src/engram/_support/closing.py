@@ -27,7 +27,7 @@ _COPYING = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 class Closes:
-    """What ``with`` closes at its end."""
+    """Base of objects that ``with`` closes at its end."""
 
     def close(self) -> None:
         raise NotImplementedError

@@ -15,7 +15,7 @@ import xxhash
 
 
 class Forked(Protocol):
-    """What has something to do in a forked child."""
+    """An object that has something to do in a forked child."""
 
     def after_fork(self) -> None: ...
 
@@ -75,7 +75,7 @@ def keep_for_child(thing: object) -> None:
 
 
 class _Forks(threading.local):
-    """What was prepared for the forks that this thread has begun."""
+    """Preparations for the forks that this thread has begun."""
 
     def __init__(self) -> None:
         self.prepared: list[list[tuple[Any, object]]] = []
@@ -109,7 +109,7 @@ def _identity() -> tuple[int, ...]:
 
 
 class _Lineage:
-    """How this process came from the first one of its program."""
+    """The descent of this process from the first one of its program."""
 
     def __init__(self) -> None:
         self._before: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is answered. Only what went well has a body."""
+    """An answer. Only that of a request which succeeded has a body."""
 
     code: int
     body: bytes = b""

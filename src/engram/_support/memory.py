@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class _Version(NamedTuple):
-    """Of control groups: where their tree is, and what their files are called."""
+    """A version of control groups: the folder of their tree, and the names of their files."""
 
     tree: str
     limit: str

@@ -47,7 +47,7 @@ def refuse_others(component: object, **more: str) -> None:
 
 
 class _Meanwhile(threading.local):
-    """What methods do in this thread, of which the user's override is running: by component."""
+    """The methods whose overrides by users are running in this thread, and what they do, by component."""
 
     of: Mapping[int, Callable[..., object] | None] = MappingProxyType({})
 

@@ -28,7 +28,7 @@ _NEVER = float("inf")
 
 
 class Progress(NamedTuple):
-    """How far some work is: what a function gets that is passed as ``progress=``.
+    """The progress of some work, passed to the function that is given as ``progress=``.
 
     It is called at most ten times a second, by whatever thread does the work, one call at a time; and once more, with ``done`` equal to
     ``total``, when all is done. So short work calls it once. What it raises ends the work, as an I/O error would, and comes out of the

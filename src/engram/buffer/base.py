@@ -1,17 +1,26 @@
-"""What buffers and ensembles of them have alike: their text, their generator, the batches ahead, and components by name."""
+"""What buffers and ensembles have alike, and a buffer for people: its text, its tree, its table and its numbers."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+import torch
+
 from engram._support.closing import Closes
+from engram._support.words import count, said_number, said_share, said_size
+from engram.around import finals_of
 from engram.around.query import Query
-from engram.buffer.display import Display
 from engram.buffer.wiring import checked_generator
+from engram.format.schema import name_of
+from engram.inspect import gauges
+from engram.inspect.plots import Scan
+from engram.remote.served import ServedStorage
+from engram.saved.inspection import histogram
+from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from rich.tree import Tree
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.wiring import Wiring
+    from engram.saved.inspection import Histogram
+    from engram.storages import Storage
     from engram.transforms import Compose
 
 B = TypeVar("B")
@@ -118,3 +129,201 @@ class Shown:
         if self._settings.unmade is not None:
             return f"<table><caption>{escape(repr(self))}</caption></table>"
         return Display(self._wiring, self._settings).html()
+
+
+#: Writers that are worth no mention.
+_USUAL_WRITERS = ("RoundRobinWriter()", "TensorDictRoundRobinWriter()")
+#: What a text says last.
+_DISPENSABLE = ("asked for", "transform", "writer", "fields", "lanes", "batch_size", "prefetch", "memory")
+#: Characters of a text, at most.
+_LONGEST = 120
+#: Characters of the end of a path, which tells more than its beginning.
+_PLACE = 20
+#: Rows of a storage, at most, whose priorities are copied for a histogram in a text.
+_LOOKED_AT = 1 << 24
+#: Bars of a histogram in a line of text.
+_BARS = " ▁▂▃▄▅▆▇█"
+_LEFT = "style='text-align:left'"
+
+
+class _Rows:
+    """The storage and the sampler of a buffer, as a scan of priorities reads them."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.storage: Storage = wiring.storage
+        self.sampler: object = wiring.sampler
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Display:
+    """Describes a buffer as it is at this moment."""
+
+    def __init__(self, wiring: Wiring, settings: Settings) -> None:
+        self._wiring = wiring
+        self._settings = settings
+
+    def text(self) -> str:
+        """For ``repr``, of at most 120 characters: what does not fit is said in short, or in the table alone."""
+        facts = dict(self._facts())
+        for name, said in self._shorter(facts):
+            if len(self._joined(facts)) <= _LONGEST:
+                break
+            facts[name] = said
+        while len(self._joined(facts)) > _LONGEST and len(facts) > 1:
+            facts.pop(next((name for name in _DISPENSABLE if name in facts), [*facts][-1]))
+        return self._joined(facts)
+
+    def _shorter(self, facts: dict[str, str]) -> Iterator[tuple[str, str]]:
+        """Facts in fewer characters, the least important ones first."""
+        if "fields" in facts:
+            yield "fields", str(len(self._wiring.storage.store.schema.fields))
+        number, unit, place = [*facts.get("memory", "").split(" ", 2), "", ""][:3]
+        if len(place) > _PLACE:
+            yield "memory", f"{number} {unit} …{place[-_PLACE:]}"
+        for name in ("writer", "transform", "sampler", "storage"):
+            if "(" in facts.get(name, "") and not facts[name].endswith("()"):
+                yield name, f"{facts[name].partition('(')[0]}(…)"
+
+    def _joined(self, facts: dict[str, str]) -> str:
+        return f"{self._settings.kind}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+
+    def tree(self) -> Tree:
+        """For ``rich.print``: components below the buffer, and fields below the storage."""
+        from rich.markup import escape as literal  # the caller is rich
+        from rich.tree import Tree
+
+        facts = dict(self._facts())
+        size = facts.pop("size", "")
+        tree = Tree(f"[bold]{literal(self._settings.kind)}[/bold]{f' {size} rows' if size else ''}")
+        facts.pop("fields", None)
+        memory = facts.pop("memory", None)
+        storage = facts.pop("storage", type(self._wiring.storage).__name__)
+        branch = tree.add(f"[bold]storage[/bold] {literal(storage)}{f', {literal(memory)}' if memory else ''}")
+        for name, dtype, shape, row, _ in self._fields():
+            branch.add(f"{literal(name)}: {dtype} {literal(shape)}, {row} a row")
+        for name, value in facts.items():
+            below = tree.add(f"[bold]{literal(name)}[/bold] {literal(value)}")
+            if name == "sampler" and (found := self._priorities()) is not None:
+                edges, counts = found["edges"], found["counts"]
+                bars = "".join(_BARS[-(-number * (len(_BARS) - 1) // max(counts))] for number in counts)
+                below.add(f"priorities {edges[0]:.3g} {bars} {edges[-1]:.3g}")
+        return tree
+
+    def html(self) -> str:
+        """For notebooks: all facts, how full it is, how priorities are distributed, and the fields."""
+        storage = self._wiring.storage
+        facts = [(name, escape(value)) for name, value in self._facts() if name != "fields"]
+        if not storage.closed and not storage.traits.is_remote:
+            size, capacity = len(storage), storage.max_size
+            if _is_bounded(capacity):
+                facts.insert(0, ("filled", f"<progress value='{size}' max='{capacity}'></progress>"))
+            if (found := self._priorities()) is not None:
+                facts.append(("priorities", _bars(found)))
+            if fields := [*self._fields()]:
+                header = "".join(f"<th {_LEFT}>{name}</th>" for name in ("field", "dtype", "shape", "a row", "in all"))
+                body = "".join(
+                    "<tr>" + "".join(f"<td {_LEFT}>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in fields
+                )
+                facts.append(("fields", f"<table><tr>{header}</tr>{body}</table>"))
+        rows = "".join(f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{cell}</td></tr>" for name, cell in facts)
+        return f"<table><caption>{escape(self._settings.kind)}</caption>{rows}</table>"
+
+    def _fields(self) -> Iterator[tuple[str, str, str, str, str]]:
+        """Name, dtype, shape, bytes of a row and of all rows of each field that is stored as a column."""
+        storage = self._wiring.storage
+        if not storage.closed and not storage.traits.is_remote and storage.memory is not None:
+            for field in storage.memory.schema.fields:
+                nbytes = said_size(field.row_bytes), said_size(field.row_bytes * storage.max_size)
+                yield name_of(field.key), field.dtype, str(list(field.shape)), *nbytes
+
+    def _priorities(self) -> Histogram | None:
+        """Of rows at even distances; None: the sampler has none, or there are no rows, or very many."""
+        storage = self._wiring.storage
+        if storage.closed or storage.traits.is_remote or storage.max_size > _LOOKED_AT or not len(storage):
+            return None
+        scan = Scan(_Rows(self._wiring), "repr")
+        if not scan.has_priorities:
+            return None
+        try:
+            values = scan.priorities().values
+        except RuntimeError:  # such as of a sampler that has seen no rows yet
+            return None
+        numbers: dict[float, int] = {}
+        for value in values[values > 0].tolist():
+            numbers[value] = numbers.get(value, 0) + 1
+        return histogram(numbers) if numbers else None
+
+    def stats(self, prefetched: int) -> dict[str, float]:
+        """A flat dict of numbers. ``prefetched``: batches that are ahead."""
+        storage = self._wiring.storage
+        size, capacity = len(storage), storage.max_size
+        stats: dict[str, float] = {
+            "size": size,
+            "write_count": 0 if self._wiring.of_writer.read_only else storage.write_count,
+            "prefetch_queue_size": prefetched,
+            "initialized": 1,
+            "lanes": storage.lanes,
+            "bytes": storage.nbytes,
+        }
+        if _is_bounded(capacity):
+            stats |= {"capacity": capacity, "utilization": size / capacity}
+        stats.update(storage.counters())
+        if storage.memory is not None:
+            stats.update(limit_stats(storage.memory))
+        served = isinstance(storage, ServedStorage)
+        stats.update(storage.gauges() if served else gauges(storage, self._wiring.source))
+        if (finals := finals_of(self._wiring.sampler)) is not None:
+            stats["final_observations_lost"] = finals.lost
+        return stats
+
+    def _facts(self) -> list[tuple[str, str]]:
+        wiring, settings = self._wiring, self._settings
+        storage = wiring.storage  # a text does not ask a server
+        aside = storage.closed or storage.traits.is_remote
+        facts = [("storage", repr(storage))] if aside else self._facts_of_storage()
+        facts.append(("sampler", repr(wiring.sampler)))
+        if repr(wiring.writer) not in _USUAL_WRITERS:
+            facts.append(("writer", repr(wiring.writer)))
+        if len(wiring.transform):
+            facts.append(("transform", repr(wiring.transform)))
+        if settings.batch_size is not None:
+            facts.append(("batch_size", str(settings.batch_size)))
+        if settings.prefetch:
+            facts.append(("prefetch", str(settings.prefetch)))
+        return facts
+
+    def _facts_of_storage(self) -> list[tuple[str, str]]:
+        storage = self._wiring.storage
+        size, capacity = len(storage), storage.max_size
+        of = f"/{capacity:,} ({said_share(size / capacity)})" if _is_bounded(capacity) else ""
+        facts = [("size", f"{size:,}{of}")]
+        store = storage.memory
+        if store is None:
+            facts.append(("storage", storage.described or type(storage).__name__))
+        else:
+            names = [field.name for field in store.schema.fields]
+            shown = ", ".join(names[:8])
+            facts.append(("memory", f"{said_size(storage.nbytes)} {store.place}"))
+            facts.append(("fields", shown if len(names) <= 8 else f"{len(names)}: {shown}, …"))
+        if storage.lanes > 1:
+            facts.append(("lanes", str(storage.lanes)))
+        if storage.requested_size != capacity:
+            facts.append(("asked for", said_number(storage.requested_size)))
+        return facts
+
+
+def _bars(found: Histogram) -> str:
+    """A histogram as HTML: a bar for each, which says its range and number when the pointer is on it."""
+    edges, counts = found["edges"], found["counts"]
+    bars = "".join(
+        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {count(number, 'row')}' style='display:inline-block;width:1.4em;"
+        f"margin-right:1px;background:#1f77b4;height:{max(3 * number / max(counts), 0.1 if number else 0):.2f}em'></span>"
+        for i, number in enumerate(counts)
+    )
+    return f"{edges[0]:.3g} {bars} {edges[-1]:.3g}"
+
+
+def _is_bounded(capacity: int) -> bool:
+    return capacity < torch.iinfo(torch.int64).max

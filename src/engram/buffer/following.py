@@ -72,8 +72,8 @@ class Taken(NamedTuple):
     """When it was complete, by ``time.monotonic()``."""
 
 
-class Nothing:
-    """What a buffer follows that does not follow anything."""
+class NotFollowing:
+    """Stands in for a :class:`Following` in buffers that follow no checkpoints."""
 
     followed: Followed | None = None
 
@@ -95,8 +95,8 @@ class Nothing:
         """There is nothing to end."""
 
 
-class Wish(NamedTuple):
-    """What the user wants of the buffers that are made."""
+class FollowOptions(NamedTuple):
+    """The user's options for the buffers that are made."""
 
     cls: type[Facade]
     storage: Storage | Callable[[], Storage] | None
@@ -104,7 +104,7 @@ class Wish(NamedTuple):
     arguments: Mapping[str, object]
 
     def made(self, checkpoint: Checkpoint) -> Facade:
-        """An empty buffer of the kind that was saved, or is wished for."""
+        """An empty buffer of the kind that was saved, or was asked for."""
         with parts.open_storage(checkpoint, 0) as reader:
             found = parts.read_parts(checkpoint, 0, without=(parts.STORAGE, "prefetch"))
             kind = kind_of({"buffer": found["buffer"].type}, "follow")
@@ -162,19 +162,21 @@ def _sampler_of(saved: SavedPart, state: Mapping[str, object], capacity: int) ->
     )
 
 
-class Following(Nothing):
+class Following(NotFollowing):
     """The thread that looks for newer checkpoints, the copies that it makes, and what the buffer holds now.
 
     Args:
-        root: of the attempts.
-        wish: what buffers are made.
+        root: of the series.
+        options: what buffers are made.
         every: seconds between two looks.
         shard: ranks whose shards are wanted; None: all.
         cache: local folder of the copies; None: a temporary one.
     """
 
-    def __init__(self, root: Path, wish: Wish, every: float, shard: Sequence[int] | None, cache: Path | None) -> None:
-        self._root, self._wish, self._every, self._ranks = root, wish, every, shard
+    def __init__(
+        self, root: Path, options: FollowOptions, every: float, shard: Sequence[int] | None, cache: Path | None
+    ) -> None:
+        self._root, self._options, self._every, self._ranks = root, options, every, shard
         self._temporary = tempfile.TemporaryDirectory(prefix="engram-follow-") if cache is None else None
         self._mirror = Mirror(root, cache or Path(self._temporary.name) / "copies", shard)  # type: ignore[union-attr]
         self._name: attempts.Name | None = None
@@ -342,7 +344,7 @@ class Following(Nothing):
 
     def _loaded(self, folder: Path) -> Facade:
         with open_shards(folder, self._ranks) as checkpoint, contextlib.ExitStack() as stack:
-            rb = self._wish.made(checkpoint)
+            rb = self._options.made(checkpoint)
             saving: Saving = vars(rb)["_saving"]
             if checkpoint.manifest.world == 1 and _fits(rb.form, checkpoint):
                 load = saving.prepare_load(
@@ -353,7 +355,7 @@ class Following(Nothing):
                 targets = [Target(rb.form.lanes, rb.form.lane_length)]
                 plan = reshard(open_saved(checkpoint, stack), targets, Policy(_KEPT))
                 load = saving.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
-            wished = cast("int | None", self._wish.arguments.get("batch_size"))
+            wished = cast("int | None", self._options.arguments.get("batch_size"))
             load._replace(
                 rng=load.rng._replace(own=None, default=None), iterating=False, batch_size=wished or load.batch_size
             ).commit()
@@ -476,8 +478,10 @@ def follow_buffer(
     ranks = None if given is None else [check_count("follow: shard", rank, "rank", least=0) for rank in given]
     if "writer" in arguments:
         raise TypeError("follow: writer: expected none: the buffer is read-only.")
-    wish = Wish(cls, storage, sampler, arguments)
-    following = Following(Path(root).absolute(), wish, every, ranks, None if cache is None else Path(cache).absolute())
+    options = FollowOptions(cls, storage, sampler, arguments)
+    following = Following(
+        Path(root).absolute(), options, every, ranks, None if cache is None else Path(cache).absolute()
+    )
     try:
         rb = following.first(timeout)
         vars(rb)["_following"] = following

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OnDevice:
-    """What a buffer's batches need of the host, and what an accelerator needs of the buffer: a ``DeviceReadable``."""
+    """A buffer as a ``DeviceReadable``: what an accelerator needs of it, and why a batch needs the host."""
 
     def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
         self._wiring, self._settings, self._reading = wiring, settings, reading

@@ -55,7 +55,7 @@ def check_priorities(theirs: Mapping[str, object], kinds: Mapping[str, str], wir
 
 
 class Conversion(NamedTuple):
-    """What a sampler takes over from a state of another one."""
+    """The part of another sampler's state that a sampler takes over."""
 
     states: dict[str, dict[str, object]]
     """Of all parts, for the buffer here."""

@@ -24,7 +24,7 @@ FORMS = ("torch", "numpy", "namedtuple")
 
 
 class Source(Protocol):
-    """What draws batches."""
+    """Draws batches."""
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """A batch, or ``(batch, info)``."""

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from engram.store.limits import Room
+    from engram.store.limits import LimitWait
 
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0
 
 
 class BatchStages(Protocol):
-    """How a batch is made. The prefetcher holds it only while a batch is being made."""
+    """The stages of making a batch. The prefetcher holds it only while a batch is being made."""
 
     def ask(self, key: Key) -> None:
         """Draw the random bits of the next batch, in the caller's thread."""
@@ -40,7 +40,7 @@ class BatchStages(Protocol):
         Raises ``NoSampleable``, ``NotAdmitted``: not now.
         """
 
-    def room(self) -> Room | None:
+    def room(self) -> LimitWait | None:
         """What the thread that is to read next sleeps on, if it is not admitted; None: there are no limits."""
 
     def finish(self, raw: object) -> object:
@@ -80,7 +80,7 @@ class _Batch:
         self.error: BaseException | None = None
         self.drawn = self.last = False
         #: What its thread sleeps on, while the limits of the store do not admit it; and whether the thread is to give it up.
-        self.room: Room | None = None
+        self.room: LimitWait | None = None
         self.unwanted = False
         #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
         self.there = False
@@ -119,7 +119,7 @@ class _Batch:
         if held is not None:
             held.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """No thread has it any more."""
         self.was_read()
         held, self.making = self.making, None
@@ -183,7 +183,7 @@ class _Workers:
             while True:
                 task = self.tasks.get_nowait()
                 if task is not None:
-                    task[0].let_go()
+                    task[0].release()
         except queue.Empty:
             pass
         for _ in self.threads:
@@ -223,7 +223,7 @@ def _work_once(workers: _Workers) -> bool:
     except BaseException as error:  # noqa: BLE001
         batch.fail(error)
     finally:
-        batch.let_go()
+        batch.release()
     return True
 
 

@@ -15,7 +15,7 @@ from engram.buffer.prefetch import LEAVE_S, Prefetcher
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
 from engram.store import Copied
-from engram.store.limits import Room
+from engram.store.limits import LimitWait
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -120,10 +120,10 @@ class Prefetching:
             with wiring.pinning.gathering():
                 return reading.read(key, batch_size), before
 
-    def room(self) -> Room | None:
+    def room(self) -> LimitWait | None:
         """What the thread that reads sleeps on, if it is not admitted; None: there are no limits."""
         assert self._settings.batch_size is not None  # it prefetches
-        return Room.of(self._wiring.storage.memory, self._settings.batch_size)
+        return LimitWait.of(self._wiring.storage.memory, self._settings.batch_size)
 
     def finish(self, raw: Any) -> object:
         """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""

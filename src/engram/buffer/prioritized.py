@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+_PRIORITIZED_SAMPLER = shows(
+    lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
+)
 #: A keyword of TorchRL's whose values change nothing here: all processes draw and update in one tree.
 _OF_THE_TREE = {"sync": Later("nothing", (True,))}
 
@@ -71,9 +74,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """
 
     _prioritized = True
-    prioritized_sampler = shows(
-        lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
-    )
+    prioritized_sampler = _PRIORITIZED_SAMPLER
 
     def __init__(
         self,
@@ -119,9 +120,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """
 
     _prioritized = True
-    prioritized_sampler = shows(
-        lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
-    )
+    prioritized_sampler = _PRIORITIZED_SAMPLER
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
 
 class _Reference(Protocol):
-    """What stands for a buffer of this process, as ``torch.distributed.rpc.RRef`` does."""
+    """A reference to a buffer of this process, such as a ``torch.distributed.rpc.RRef``."""
 
     def local_value(self) -> TensorDictReplayBuffer:
         """The buffer."""

@@ -14,14 +14,12 @@ from engram._support.closing import end
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
-from engram.buffer.appender import Appender
-from engram.buffer.base import BufferBase, Shown, Shows
+from engram.buffer.base import BufferBase, Display, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
-from engram.buffer.display import Display
-from engram.buffer.following import Nothing, follow_buffer
+from engram.buffer.field_updates import add_field, submit_update_if_present
+from engram.buffer.following import NotFollowing, follow_buffer
 from engram.buffer.lanes import Lanes
-from engram.buffer.new_fields import add_field
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Prefetching
@@ -30,10 +28,9 @@ from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess, remove
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
-from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
-from engram.buffer.write_path import WritePath, rows_of
+from engram.buffer.write_path import Appender, WritePath, rows_of
 from engram.env import record
 from engram.inspect.plots import Plots
 from engram.samplers._base import refuse_batch
@@ -46,8 +43,7 @@ if TYPE_CHECKING:
     from engram._support.progress import OnProgress
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
-    from engram.buffer.output import Output
-    from engram.buffer.submitted_updates import Source
+    from engram.buffer.output import Output, Source
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
     from engram.samplers._base import DeclaredSampler
@@ -121,7 +117,7 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
     _prioritized = False
     #: Whether :meth:`close` was called.
     closed = False
-    _following = Nothing()
+    _following = NotFollowing()
     _service: Service = Direct()
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows by number and fields by key: ``rb[i]``, ``rb[key]``, and edits of both."""
+"""Rows by number: reading, editing, removing and emptying them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from engram import storages
+from engram._support.checks import as_numbers
 from engram._support.field_paths import checked_path, public
 from engram._support.nested import entries_of, find, flatten, has_entries, name_of
 from engram._support.tensordicts import is_tensor_collection
-from engram.buffer import removing
-from engram.buffer.field_updates import CALL, FieldUpdates
-from engram.buffer.new_fields import add_entries
+from engram.buffer.field_updates import CALL, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
 from engram.device.replay import Replays
@@ -171,7 +171,7 @@ class RowAccess:
         """What ``ReplayBuffer.empty`` does; ``lanes``, int64 ``[k]``: in these."""
         storage = self._wiring.storage
         if lanes is not None:
-            removing.remove_rows(self._wiring, self._wiring.user_index(storage.extent().in_order(lanes)), None)
+            remove_rows(self._wiring, self._wiring.user_index(storage.extent().in_order(lanes)), None)
             return
         storage.empty(keep_write_count=keep_write_count)
         storage.notify(None, None)
@@ -179,8 +179,8 @@ class RowAccess:
 
     def remove(self, rows: object, generation: object) -> int:
         """What ``ReplayBuffer.remove`` does."""
-        self._check_editable(removing.CALL)
-        return removing.remove_rows(self._wiring, rows, generation)
+        self._check_editable(REMOVE)
+        return remove_rows(self._wiring, rows, generation)
 
     # ---- ends ------------------------------------------------------------------------------------------------------------
 
@@ -342,3 +342,38 @@ def _marks_of_ends(
             "or name the field that says it with roles=. (Where ids tell trajectories apart, the next step's id ends one.)"
         )
     return marks
+
+
+REMOVE = "remove"
+
+
+def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
+    """What ``ReplayBuffer.remove`` does, once the buffer may be edited."""
+    removed: int = wiring.storage.remove(*checked_removal(wiring, index, generation))
+    return removed
+
+
+def checked_removal(wiring: Wiring, index: object, generation: object) -> tuple[Tensor, Tensor | None]:
+    """Rows and their generations, int64 ``[n]`` on the CPU. Raises as ``ReplayBuffer.remove``, once the buffer may be edited."""
+    storage = wiring.storage
+    if is_tensor_collection(index):
+        raise TypeError(f'{REMOVE}: expected rows, got a {type(index).__name__}. Of a sampled batch: batch["index"].')
+    index = index[0] if isinstance(index, tuple) and len(index) == storage.ndim == 1 else index
+    rows = _ints("rows", wiring.rows_named(index))
+    expected = None if generation is None else _ints("generation", generation)
+    if expected is not None and expected.numel() != rows.numel():
+        raise ValueError(
+            f"{REMOVE}: expected one generation per row, got {rows.numel()} rows and {expected.numel()} generations."
+        )
+    storage.check_removal(rows)
+    return rows, expected
+
+
+def _ints(what: str, given: object) -> Tensor:
+    """Ints ``[n]``, int64 on the CPU."""
+    numbers = as_numbers(f"{REMOVE}: {what}", given)
+    if numbers.numel() == 0:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
+        raise TypeError(f"{REMOVE}: {what}: expected ints, got {numbers.dtype}.")
+    return numbers.to("cpu", torch.int64).reshape(-1).contiguous()

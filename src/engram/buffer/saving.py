@@ -499,7 +499,7 @@ class Saving:
 
 
 class DumpPreparation:
-    """What a dump of a buffer needs, gathered before writers wait for it."""
+    """A dump of a buffer, prepared before writers wait for it."""
 
     def __init__(self, storage: Storage, rows: Callable[[], StoragePreparation], parts: Callable[[], Parts]) -> None:
         self._storage, self._rows, self._parts = storage, rows, parts

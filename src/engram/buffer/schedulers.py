@@ -210,7 +210,7 @@ class LinearScheduler(ParameterScheduler):
 
 
 class StepScheduler(ParameterScheduler):
-    """What the attribute is, times or plus ``gamma``, at every ``n_steps``-th step.
+    """Multiplies the attribute by ``gamma``, or adds ``gamma`` to it, at every ``n_steps``-th step.
 
     Args:
         gamma: the factor or the summand.

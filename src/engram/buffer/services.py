@@ -78,7 +78,7 @@ class Service(Protocol):
 
 
 class Direct:
-    """Of a buffer that runs in the processes that have it."""
+    """The service of a buffer that runs in the processes that have it."""
 
     backend = transport = "direct"
 

@@ -71,11 +71,11 @@ class TensorDictWritePath(WritePath):
         columns = self._wiring.storage.ndim - 1
         priority = priority.flatten(0, columns - 1) if columns else priority.reshape(1, -1)
         lane = self.begin_row(lane)
-        arrived = self.arrived_row(row)
-        if arrived is None:
+        transformed = self.transformed_row(row)
+        if transformed is None:
             return self._wiring.no_index()
-        self.check_rows(arrived.rows, priority)
-        index = self.write_arrived(arrived, lane, timeout)
+        self.check_rows(transformed.rows, priority)
+        index = self.write_transformed(transformed, lane, timeout)
         if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
             self._update_priority(index, priority)
         return index
@@ -98,7 +98,7 @@ class TensorDictWritePath(WritePath):
         columns = self._wiring.storage.ndim - 1
         if columns:  # [*columns, time, ...], but a row is a step of one column
             priority = priority.movedim(self._wiring.storage.dim_extend, 0).flatten(0, columns)
-        rows = self.arrived_rows(data)
+        rows = self.transformed_rows(data)
         if rows is HELD_BACK:
             return self._wiring.no_index()
         self.check_rows(rows_of(rows, columns + 1), priority)
@@ -127,7 +127,7 @@ class TensorDictWritePath(WritePath):
 
 
 class TensorDictRowAccess(RowAccess):
-    """What replaces rows is a TensorDict, too."""
+    """Row access of buffers whose rows are replaced by TensorDicts."""
 
     def storable(self, data: Any, call: str) -> Any:
         return data if is_number(data) else _to_store(data, call)

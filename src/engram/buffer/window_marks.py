@@ -32,7 +32,7 @@ MASKS = (("collector", "mask"), "validity_mask")
 
 
 class WindowMarks:
-    """What transforms see of a batch besides its fields: flags at the end of each window, masks, and :data:`WINDOW_ENDS`."""
+    """The marks that transforms see of a batch besides its fields: flags at the end of each window, masks, and :data:`WINDOW_ENDS`."""
 
     def __init__(
         self, wiring: Wiring, info: Mapping[Entry, object], shape: tuple[int, ...], kept: Collection[Entry]

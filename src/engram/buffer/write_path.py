@@ -1,9 +1,8 @@
 """From what a user writes to rows of the storage: inverse transform, lane, place, write, notify.
 
-Writes of buffers whose components override methods of TorchRL's: the writer's ``add`` and ``extend``, the storage's ``set``, and the
-sampler's ``mark_update``, ``add`` and ``extend``.
-
-They are called in the order in which TorchRL calls them, one write at a time. The limits of the store admit the rows before.
+Buffers whose components override methods of TorchRL's, the writer's ``add`` and ``extend``, the storage's ``set``, and the sampler's
+``mark_update``, ``add`` and ``extend``, call them in the order in which TorchRL does, one write at a time. The limits of the store
+admit the rows before.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ from engram.writers._base import NativeWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from engram._support.nested import Path
     from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lane, Lanes, Layout
@@ -47,11 +48,13 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
 
+    Added = int | Tensor | None
+
 #: What the write transforms leave where they hold all rows back.
 HELD_BACK = object()
 
 
-class Arrived(NamedTuple):
+class TransformedRows(NamedTuple):
     """One row behind the write transforms, or several that they made of it."""
 
     data: Any
@@ -89,8 +92,8 @@ class WritePath:
         lane = self.begin_row(lane)
         if not self._wiring.transform.writes:
             return self.write_row(data, lane, timeout)
-        arrived = self.arrived_row(data)
-        return self._wiring.no_index() if arrived is None else self.write_arrived(arrived, lane, timeout)
+        transformed = self.transformed_row(data)
+        return self._wiring.no_index() if transformed is None else self.write_transformed(transformed, lane, timeout)
 
     def begin_row(self, lane: int | None) -> int | None:
         """Check the lane of a row, before anything else happens."""
@@ -101,14 +104,14 @@ class WritePath:
             self._wiring.storage.unnamed_lanes("add", batched=False)  # refuses
         return lane
 
-    def arrived_row(self, data: object) -> Arrived | None:
+    def transformed_row(self, data: object) -> TransformedRows | None:
         """A row behind the write transforms; None if they hold it back.
 
         Transforms see it as a batch of one: a dimension more behind the batch dimensions that it has.
         """
         transform, at = self._wiring.transform, self._wiring.storage.ndim - 1
         if not transform.writes:
-            return Arrived(data, batched=False, rows=rows_of(data, at))
+            return TransformedRows(data, batched=False, rows=rows_of(data, at))
         self._wiring.storage.check_writable()
         batch = transform.inv(map_with_paths(data, self._in_batch))
         n = 0 if batch is None else _size_of_dim(batch, at)
@@ -116,19 +119,19 @@ class WritePath:
             return None
         if n == 1:
             row = map_dimensioned(batch, lambda x: _without_dim(x, at))
-            return Arrived(row, batched=False, rows=rows_of(row, at))
+            return TransformedRows(row, batched=False, rows=rows_of(row, at))
         batch = map_dimensioned(batch, lambda x: _move_dim(x, at, self._wiring.storage.dim_extend))
-        return Arrived(batch, batched=True, rows=rows_of(batch, at + 1))
+        return TransformedRows(batch, batched=True, rows=rows_of(batch, at + 1))
 
     def _in_batch(self, leaf: object, path: Path) -> object:
         """A leaf of a row as a leaf of a batch of one: numbers, too, where they become a field."""
         leaf = self._wiring.storage.number(leaf, path) if is_numbers(leaf) else leaf
         return _with_dim(leaf, self._wiring.storage.ndim - 1) if has_dimensions(leaf) else leaf
 
-    def write_arrived(self, arrived: Arrived, lane: int | None, timeout: float) -> Any:
-        """Write what arrived."""
-        write = self.write_rows if arrived.batched else self.write_row
-        return write(arrived.data, lane, timeout)
+    def write_transformed(self, transformed: TransformedRows, lane: int | None, timeout: float) -> Any:
+        """Write what the transforms made."""
+        write = self.write_rows if transformed.batched else self.write_row
+        return write(transformed.data, lane, timeout)
 
     def write_row(self, data: object, lane: int | None, timeout: float | None) -> object:
         """Write one row that went through the transforms. ``timeout``: of the wait for the limits of the store; None: try once."""
@@ -164,7 +167,7 @@ class WritePath:
         """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
         if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
             data, lane = self._lanes.arranged(data, lane, layout, lane_key)
-        data = self.arrived_rows(data)
+        data = self.transformed_rows(data)
         if data is HELD_BACK:
             return self._wiring.no_index()
         rows = self.write_rows(data, lane, timeout)
@@ -174,7 +177,7 @@ class WritePath:
                 self._lanes.watch(newest)
         return rows
 
-    def arrived_rows(self, data: object) -> object:
+    def transformed_rows(self, data: object) -> object:
         """A batch behind the write transforms; :data:`HELD_BACK` if they leave no row of it."""
         if self._prefetching is not None:
             self._prefetching.materialize()
@@ -514,3 +517,48 @@ def _following(extent: Extent, lane: object, n: int, width: int) -> Tensor:
         places.append(seam[one])
         seam[one] += 1 if (seam[one] + 1) % length else 1 - length
     return torch.tensor(places, device="cpu")
+
+
+class Appender:
+    """Writes rows whose fields are keyword arguments, always to the same lanes: what :meth:`ReplayBuffer.appender` returns.
+
+    Holds the buffer. Several may write at once, from several threads too.
+
+    >>> import numpy as np
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100, lanes=2))
+    >>> first = rb.appender(lane=0)
+    >>> first.add(obs=np.zeros(3), action=1, reward=0.5)
+    0
+    >>> rb.appender(lane="each").extend(obs=np.ones((2, 3)), action=[0, 1], reward=[0.0, 1.0])
+    tensor([ 1, 50])
+    """
+
+    __slots__ = ("_add", "_extend", "lane")
+
+    def __init__(self, add: Callable[..., Added], extend: Callable[..., Tensor], lane: object) -> None:
+        self._add, self._extend = add, extend
+        #: Where rows go: an int, int64 ``[n]``, or ``"each"``.
+        self.lane = lane
+
+    def add(self, *row: object, **fields: object) -> Added:
+        """Write one row, as :meth:`ReplayBuffer.add` of a dict. Nested fields are dicts: ``next={"obs": …}``.
+
+        Raises: as :meth:`ReplayBuffer.add`. TypeError: a ``row`` by position.
+        """
+        if row:
+            raise _positional("add", row)
+        return self._add(fields, lane=self.lane)
+
+    def extend(self, *rows: object, **fields: object) -> Tensor:
+        """Write a batch of rows, as :meth:`ReplayBuffer.extend` of a dict. Raises: as that, and as :meth:`add`."""
+        if rows:
+            raise _positional("extend", rows)
+        return self._extend(fields, lane=self.lane)
+
+
+def _positional(call: str, given: tuple[object, ...]) -> TypeError:
+    return TypeError(
+        f"appender.{call}: expected fields by keyword, {call}(obs=…, action=…), got a {type(given[0]).__name__}. A dict goes in as "
+        f"{call}(**row), other rows through rb.{call}(row, lane=…)."
+    )

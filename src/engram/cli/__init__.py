@@ -71,13 +71,11 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     Exit code: 0, 1 if engram cannot work here, 2 if there is no DIRECTORY.
     """
     with refusing():
-        from engram.cli.doctor import findings
+        from engram.cli.doctor import disk_speed, findings
         from engram.cli.show import show_findings
 
         found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
-            from engram.cli.plan import disk_speed
-
             found += disk_speed(directory)
     bad = [it for it in found if it.status == "BAD"]
     if as_json:
@@ -112,7 +110,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
 
         show_description(found)
     else:
-        from engram.cli.short import show_short
+        from engram.cli.show import show_short
 
         show_short(found)
     sys.exit(1 if found["problems"] else 0)

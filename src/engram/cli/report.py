@@ -121,10 +121,10 @@ def _about(path: Path) -> Iterator[str]:
         yield from (f"<p class='{style}'>{escape(str(it))}</p>" for it in told(found, name))
     plain = {name: value for name, value in found.items() if not isinstance(value, list | dict)}
     hidden = ("path", "kind", "sha256")
-    yield _table([], [(name, _said(name, value)) for name, value in plain.items() if name not in hidden])
+    yield _table([], [(name, _cell(name, value)) for name, value in plain.items() if name not in hidden])
     for name in ("lanes", "totals"):
         if isinstance(said := found.get(name), dict):
-            yield _table(said, [[_said(key, value) for key, value in said.items()]], name)
+            yield _table(said, [[_cell(key, value) for key, value in said.items()]], name)
     for name in ("checkpoints", "indexes"):
         yield _records(name, found.get(name))
     if found["kind"] not in ("store", "series"):
@@ -173,7 +173,7 @@ def _records(name: str, records: object) -> str:
     """A table of dictionaries; nothing, if there are none."""
     rows = [row for row in (records if isinstance(records, list) else []) if isinstance(row, dict)]
     columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
-    return _table(columns, [[_said(key, row.get(key, "")) for key in columns] for row in rows], name) if rows else ""
+    return _table(columns, [[_cell(key, row.get(key, "")) for key in columns] for row in rows], name) if rows else ""
 
 
 def _table(header: Iterable[object], rows: Iterable[Iterable[object]], title: str = "") -> str:
@@ -183,7 +183,7 @@ def _table(header: Iterable[object], rows: Iterable[Iterable[object]], title: st
     return f"{above}<div class='wide'><table>{f'<tr>{head}</tr>' if head else ''}{body}</table></div>"
 
 
-def _said(name: str, value: object) -> str:
+def _cell(name: str, value: object) -> str:
     if "bytes" in name and isinstance(value, int):
         return said_size(value)
     if isinstance(value, list):

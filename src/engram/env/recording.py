@@ -64,7 +64,7 @@ _ONE = torch.Size()
 
 
 class Recordable(Protocol):
-    """What a recording asks of a buffer."""
+    """A buffer, as a recording needs it."""
 
     @property
     def storage(self) -> Storage:
@@ -81,7 +81,7 @@ class Recordable(Protocol):
 
 
 class Target(NamedTuple):
-    """Where rows of environments go."""
+    """The buffer and the lanes that rows of environments go to."""
 
     buffer: Recordable
     lanes: Tensor

@@ -159,7 +159,7 @@ _STEPS = 1 << 14
 
 
 class Place(NamedTuple):
-    """Where a step is in its trajectory."""
+    """The place of a step in its trajectory."""
 
     before: int
     """Steps of the trajectory that are stored before it."""
@@ -172,7 +172,7 @@ class Place(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What is known of a row: :meth:`ReplayBuffer.explain`."""
+    """All that is known of a row: the result of :meth:`ReplayBuffer.explain`."""
 
     row: int
     ticket: int
@@ -385,7 +385,7 @@ class Finding(NamedTuple):
 
 
 class Health(tuple[Finding, ...]):
-    """What :meth:`ReplayBuffer.health` found, a :class:`Finding` each. ``print`` shows a line each."""
+    """The findings of :meth:`ReplayBuffer.health`, a :class:`Finding` each. ``print`` shows a line each."""
 
     __slots__ = ()
 

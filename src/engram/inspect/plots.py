@@ -52,7 +52,7 @@ class Watched(Protocol):
 
 
 class Priorities(NamedTuple):
-    """Of live rows, in row order, and of the sampler that draws by them."""
+    """Priorities of live rows, in row order, and the sampler that draws by them."""
 
     leaves: Floats
     """``(priority + eps) ** alpha``, which draws are proportional to."""

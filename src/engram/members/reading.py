@@ -16,7 +16,7 @@ from engram.members.components import naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
 from engram.storages import items
-from engram.store.limits import WAIT_S, Room
+from engram.store.limits import WAIT_S, LimitWait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +133,7 @@ class Member:
         Of a buffer with limits that is not known: more rows may be written while it waits for them.
         """
         wiring, memory = self.wiring, self.memory
-        if not wiring.of_sampler.consumes or memory is None or Room.of(memory, rows) is not None:
+        if not wiring.of_sampler.consumes or memory is None or LimitWait.of(memory, rows) is not None:
             return
         source = wiring.bound_sampler()
         if source.draws_of_a_row is None:

@@ -14,11 +14,11 @@ from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer.base import BufferBase, Shows
 from engram.buffer.configuration import NOT_YET, Settings, returns_itself
+from engram.buffer.field_updates import submit_update_if_present
 from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
-from engram.buffer.submitted_updates import submit_update_if_present
 from engram.buffer.wiring import Wiring
 from engram.device.pinning import pinning_for
 from engram.members.components import (

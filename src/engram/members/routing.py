@@ -15,8 +15,8 @@ from engram._support.nested import find, has_entries, map_leaves
 from engram._support.tensordicts import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.around.episodes import END_KEYS
 from engram.around.windows import WindowSampler
-from engram.buffer import removing
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
+from engram.buffer.row_access import REMOVE, checked_removal
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_marks import by_window
 from engram.errors import RowError
@@ -244,7 +244,7 @@ class RoutedWrites:
 
     def remove(self, index: object, generation: object) -> int:
         """What ``ReplayBufferEnsemble.remove`` does."""
-        call = removing.CALL
+        call = REMOVE
         shape, shares = self._shares(index, call)
         numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
         if numbers is not None and len(numbers) != shape.numel():
@@ -254,7 +254,7 @@ class RoutedWrites:
         for share in shares:
             share.member.check_editable(call)
             with share.member.checking():
-                removing.checked(share.member.wiring, share.rows, share.of(numbers))
+                checked_removal(share.member.wiring, share.rows, share.of(numbers))
         return sum(share.member.buffer.remove(share.rows, generation=share.of(numbers)) for share in shares)
 
     def mark_update(self, index: object) -> None:

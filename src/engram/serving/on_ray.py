@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from engram._support.checks import check_count
 from engram.buffer.configuration import READING_ARGUMENTS
-from engram.buffer.on_ray import NAMESPACE, OnRay, Shards, Transport, attached, name_of
+from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.prioritized import ReplayBuffer
 from engram.buffer.services import imported_ray
 from engram.remote.fleet import check_missing

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from engram._support.checks import check_count
-from engram._support.copies import raw_bytes
+from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
-from engram._support.streams import deflated, inflated, zstd
 from engram._support.tensordicts import children, is_plain_tensordict, is_tensor_collection, tensordict_type
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage

@@ -206,15 +206,15 @@ def checked_timeout(timeout: object, call: str) -> float:
     return float(timeout)
 
 
-class Room(NamedTuple):
-    """What a thread that is to sample sleeps on. It keeps the store's memory, and nothing of the buffer."""
+class LimitWait(NamedTuple):
+    """The wait of a thread that is to sample, for the limits of a store. It keeps the store's memory, and nothing of the buffer."""
 
     store: Store
     rows: int
     event: int
 
     @classmethod
-    def of(cls, store: Store | None, rows: int) -> Room | None:
+    def of(cls, store: Store | None, rows: int) -> LimitWait | None:
         """Before it is tried to sample so many rows. None: the store has no limits."""
         return cls(store, rows, store.core.limit_event(True)) if store is not None and store.core.limited else None
 

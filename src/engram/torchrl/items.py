@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support.streams import inflated, is_stream
+from engram._support.copies import inflated, is_stream
 from engram._support.tensordicts import tensordict_type
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
