@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
 from engram.cli import main
 from engram.saved import attempts, description
+from engram.saved.description import KINDS
 from engram.saved.inspection import _trajectories
-from engram.saved.rows import KINDS, count_kinds
+from engram.saved.rows import count_kinds
 from tests.saved import checkpoint_folders as made
 
 

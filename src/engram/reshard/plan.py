@@ -40,7 +40,7 @@ KEPT = -1
 
 
 class Source(NamedTuple):
-    """What one shard holds."""
+    """The trajectories that one shard holds."""
 
     clock: int
     """Its store's ticket counter."""
@@ -63,7 +63,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What one rank has room for."""
+    """The room of one rank that loads."""
 
     lanes: int
     lane_length: int
@@ -74,7 +74,7 @@ class Target(NamedTuple):
 
 
 class Incomplete(NamedTuple):
-    """What becomes of trajectories of which a part is missing. Both count for those that lack both ends."""
+    """The policy for trajectories of which a part is missing. Both entries count for those that lack both ends."""
 
     open: Literal["drop", "truncate", "keep"] = "drop"
     """Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
@@ -524,7 +524,7 @@ def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
 
 
 class Policy(NamedTuple):
-    """What is kept of a checkpoint, and how it is redistributed."""
+    """The policy of a reshard: what is kept of a checkpoint, and how it is redistributed."""
 
     incomplete: Incomplete = Incomplete()
     overflow: Literal["cut", "fill"] = "cut"

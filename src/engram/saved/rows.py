@@ -152,7 +152,7 @@ _RUN_PIECE = 1 << 18
 
 
 class Marks(NamedTuple):
-    """What ``n`` rows say of where trajectories begin and end. None: no field says it."""
+    """Marks of ``n`` rows that say where trajectories begin and end. None: no field says it."""
 
     ids: NDArray[np.signedinteger] | None = None
     """``[n, words]``: of another trajectory where other words stand."""
@@ -329,7 +329,7 @@ def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Boundaries:
-    """Which fields of a store say where trajectories begin and end."""
+    """The fields of a store that say where trajectories begin and end."""
 
     def __init__(self, schema: Schema, roles: Sequence[str]) -> None:
         number = {field.key: i for i, field in enumerate(schema.fields)}
