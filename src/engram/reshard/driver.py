@@ -20,7 +20,7 @@ from engram.format import schema as schemas
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
 from engram.saved import parts as saved_parts
-from engram.saved.rows import SavedRowsSource, count_kinds, read_rows_state
+from engram.saved.rows import SavedRowsSource, count_kinds, counted, named_counts, read_rows_state
 from engram.types import Ranking
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Reshard:
     def check_counts(self) -> None:
         """Raise ``RuntimeError`` unless, of every shard, what is kept and what is dropped is what was saved: a bug otherwise."""
         plan = self.plan
-        found = plans.counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
+        found = counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
         for which, one in enumerate(self.shards):
             if (found[which] != one.source.saved).any():
                 raise RuntimeError(
@@ -266,15 +266,15 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
         lost: shards that were missing.
     """
     plan, shards_there = made.plan, len(made.shards)
-    kept = plans.counted(plan.source, plan.steps, shards_there)
-    cut = plans.counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
+    kept = counted(plan.source, plan.steps, shards_there)
+    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
     shards: list[dict[str, Any]] = [
         {
             "rank": rank,
             "saved": _pair(one.source.saved),
             "kinds": count_kinds(one.source.runs, one.source.columns),
             "kept": _pair(kept[which]),
-            "dropped": plans.by_reason(plan.drops[which]),
+            "dropped": named_counts(plans.DROPPED, plan.drops[which]),
             "truncated": _pair(cut[which]),
         }
         for which, (rank, one) in enumerate(zip(ranks, made.shards, strict=True))
@@ -296,7 +296,7 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
 
 def _load(made: Reshard, rank: int) -> dict[str, int]:
     target, mine = made.targets[rank], made.plan.rank == rank
-    steps = plans.counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
+    steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
     return {
         "rank": rank,
         "lanes": target.lanes,

@@ -20,7 +20,7 @@ from engram.format import layout
 from engram.saved import parts
 from engram.saved.description import HAS_FIRST, HAS_LAST, KINDS
 from engram.saved.documents import corrupt
-from engram.saved.rows import ENDS, kinds_of, read_rows_state
+from engram.saved.rows import ENDS, counted, kinds_of, named_counts, read_rows_state
 
 if TYPE_CHECKING:
     import contextlib
@@ -123,23 +123,7 @@ class ReshardPlan(NamedTuple):
     @property
     def dropped(self) -> dict[str, dict[str, int]]:
         """Episodes and steps that are left out, by reason, of all shards."""
-        return by_reason(self.drops.sum(0))
-
-
-def by_reason(drops: NDArray[np.int64]) -> dict[str, dict[str, int]]:
-    """Episodes and steps by reason, of an int64 ``[reasons, 2]``."""
-    return {
-        reason: {"episodes": int(count[0]), "steps": int(count[1])}
-        for reason, count in zip(DROPPED, drops, strict=True)
-    }
-
-
-def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """int64 ``[groups, 2]``: how many trajectories each group has, and how many steps. ``of``: the group of each."""
-    episodes = np.bincount(of, minlength=groups)
-    total = np.zeros(groups, np.int64)
-    np.add.at(total, of, steps)
-    return np.stack([episodes, total], 1)
+        return named_counts(DROPPED, self.drops.sum(0))
 
 
 def numbered(sources: Sequence[Source]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

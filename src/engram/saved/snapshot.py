@@ -103,7 +103,7 @@ class RowsWriter:
         """
         snapshot = self._snapshot
         state = snapshot.state
-        totals = write_tables(self.part, snapshot.store, state["lanes"].numpy(), numbers, stored, marks)
+        totals = self._write_tables(numbers, stored, marks)
         rest = {name: value for name, value in state.items() if name not in TABLES}
         rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
         lost = snapshot.live - int(np.count_nonzero(stored))
@@ -116,6 +116,23 @@ class RowsWriter:
         )
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
+
+    def _write_tables(
+        self, numbers: NDArray[np.int64], stored: NDArray[np.int64], marks: Callable[[NDArray[np.int64]], Marks]
+    ) -> Totals:
+        """Write lanes, tickets and trajectories."""
+        store, lanes = self._snapshot.store, self._snapshot.state["lanes"].numpy().copy()
+        columns = int(np.prod(store.schema.columns))
+        runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
+        lanes[:, 2] = 0
+        lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
+        for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
+            raw = np.ascontiguousarray(table, dtype="<i8")
+            with self.part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
+                file.write(raw.data)
+        totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
+        counted = count_kinds(runs, columns).items()
+        return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
 def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
@@ -205,37 +222,6 @@ def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryv
     for i in range(begin, end, step):
         piece = tensor[i : min(i + step, end)]
         yield bytes_of(piece.clone() if piece.is_cpu else piece.cpu())
-
-
-def write_tables(
-    part: PartWriter,
-    store: Store,
-    lanes: NDArray[np.int64],
-    numbers: NDArray[np.int64],
-    stored: NDArray[np.int64],
-    marks: Callable[[NDArray[np.int64]], Marks],
-) -> Totals:
-    """Write lanes, tickets and trajectories.
-
-    Args:
-        part: of the storage.
-        store: whose they are.
-        lanes, numbers: as :class:`StoreState` has them.
-        stored: numbers of the rows that the files hold, in their order.
-        marks: what rows say of trajectories.
-    """
-    columns = int(np.prod(store.schema.columns))
-    runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
-    lanes = lanes.copy()
-    lanes[:, 2] = 0
-    lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
-    for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
-        raw = np.ascontiguousarray(table, dtype="<i8")
-        with part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
-            file.write(raw.data)
-    totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
-    counted = count_kinds(runs, columns).items()
-    return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
 def named_writes(numbers: NDArray[np.int64], writes: NDArray[np.int64]) -> dict[str, Tensor]:
