@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("engram.saved.description")
-from engram.saved.rows import KINDS, Marks, count_kinds, find_runs
+from engram.saved.description import KINDS
+from engram.saved.rows import Marks, count_kinds, find_runs
 
 FIRST, LAST, TRUNCATED, OPEN = 1, 2, 4, 8
 
