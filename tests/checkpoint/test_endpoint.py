@@ -397,8 +397,8 @@ def test_no_thread_for_a_connection_costs_that_connection_alone(served, monkeypa
 
 
 def test_a_failure_is_a_code_and_says_nothing_else(served, monkeypatch, caplog):
-    ck, endpoint = served
-    monkeypatch.setattr(ck, "list", lambda: (_ for _ in ()).throw(OSError("no space at /secret")))
+    _, endpoint = served
+    monkeypatch.setattr(endpoint, "_listed", lambda: (_ for _ in ()).throw(OSError("no space at /secret")))
     code, raw = call(endpoint, "GET", "/checkpoints")
     assert code == 500
     assert b"secret" not in raw

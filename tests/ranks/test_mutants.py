@@ -12,7 +12,7 @@ import torch
 
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.save import Job
-from engram.reshard import driver, scatter
+from engram.reshard import driver, plan, scatter
 from engram.reshard.plan import plan_by_trajectory
 from engram.saved import attempts
 from engram.saved.checkpoints import Checkpoint
@@ -230,7 +230,7 @@ def test_a_mutant_that_drops_without_a_count_is_found(tmp_path, caplog):
         plan = real(*args)
         return plan._replace(drops=plan.drops * 0)
 
-    with mock.patch.object(driver, "plan_by_trajectory", silent):
+    with mock.patch.object(plan, "plan_by_trajectory", silent):
         with pytest.raises(RuntimeError, match="a bug of engram"):  # who saves and loads would hear of it, too
             what_is_dropped_is_counted(tmp_path / "checked", caplog)
         with mock.patch.object(driver.Reshard, "check_counts"), pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDictReplayBuffer
-from engram.reshard import driver, plan, scatter
+from engram.reshard import plan, scatter
 from engram.reshard.plan import plan_by_trajectory
 from engram.saved import attempts, checkpoints, parts
 from engram.saved.checkpoints import Checkpoint
@@ -90,7 +90,7 @@ def test_trajectories_of_the_target_stay_apart(tmp_path, roles):
 
 
 def test_a_mutant_that_leaves_nothing_between_open_ones_is_found(tmp_path):
-    with mock.patch.object(driver, "plan_by_trajectory", without_gaps), pytest.raises(AssertionError, match="of two"):
+    with mock.patch.object(plan, "plan_by_trajectory", without_gaps), pytest.raises(AssertionError, match="of two"):
         trajectories_stay_apart(tmp_path, ONLY_ENDS)
 
 
@@ -180,7 +180,7 @@ def nobody_loads_by_another_plan(root):
             checkpointer_of(root, rb, ranks).restore()
         assert steps_of(rb) == before
 
-    with mock.patch.object(driver, "plan_by_trajectory", planned):
+    with mock.patch.object(plan, "plan_by_trajectory", planned):
         results = job(2, act)
     assert results == [None, None]
 

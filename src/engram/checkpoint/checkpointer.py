@@ -498,7 +498,7 @@ class Checkpointer:
         if self._job.ranks.rank:
             yield None
             return
-        with contextlib.closing(Endpoint(self, address, token_file, interval)) as endpoint:
+        with contextlib.closing(Endpoint(self.requests, self.list, address, token_file, interval)) as endpoint:
             yield endpoint
 
     # ---- restoring -------------------------------------------------------------------------------------------------------
@@ -727,8 +727,9 @@ _ENTRY = "checkpoint"
 
 
 class StatefulReplay:
-    """What :meth:`Checkpointer.stateful` returns: ``state_dict`` and ``load_state_dict`` of a replay, as DCP, accelerate and Fabric
-    call them. All ranks call each method together.
+    """The replay of a Checkpointer with ``state_dict`` and ``load_state_dict``, as DCP, accelerate and Fabric call them.
+
+    :meth:`Checkpointer.stateful` returns one. All ranks call each method together.
 
     Args:
         checkpointer: saves and restores.

@@ -18,7 +18,6 @@ from engram.reshard.plan import Policy, checked_incomplete
 from engram.saved import attempts, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.description import KINDS
-from engram.saved.documents import Problem, added, corrupt
 from engram.saved.rows import check_roles
 from engram.saved.series import Series
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.saved.documents import Totals
     from engram.saved.rows import Roles
     from engram.types import Ranking
 
@@ -56,7 +54,7 @@ class RestoreArguments(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """What the constructor is told: see :class:`Checkpointer`."""
+    """Arguments of the constructor: see :class:`Checkpointer`."""
 
     every_steps: int | None
     every_minutes: float | None
@@ -96,7 +94,7 @@ def _check_choices(call: str, *given: tuple[str, object, tuple[str, ...]]) -> No
 
 
 class SaveRequest(NamedTuple):
-    """What a checkpoint is asked for with, checked."""
+    """The checked step and user state of a save."""
 
     step: int
     user: dict[str, object]
@@ -123,7 +121,7 @@ def checked_user(what: str, user: object) -> dict[str, object] | None:
 
 
 class LatestStep(NamedTuple):
-    """What this rank was told of the latest step: a crash checkpoint is of that."""
+    """The latest step that this rank was given, and its user state: a crash checkpoint is of that."""
 
     step: int = 0
     user: dict[str, object] = {}  # noqa: RUF012 - a value
@@ -137,7 +135,7 @@ class LatestStep(NamedTuple):
 
 
 class RestoreOptions(NamedTuple):
-    """How a checkpoint is loaded: see :meth:`Checkpointer.restore`."""
+    """Arguments of a restore that say how a checkpoint is loaded: see :meth:`Checkpointer.restore`."""
 
     incomplete: Mapping[str, str] | None
     overflow: Literal["cut", "fill"]
@@ -173,7 +171,7 @@ _FOLDER = "reports"
 
 
 class SaveReport(NamedTuple):
-    """What a checkpoint holds, and what it took.
+    """The report of a save: what the checkpoint holds, and what it took.
 
     >>> import torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -214,7 +212,7 @@ class SaveReport(NamedTuple):
 
 
 class RestoreReport(NamedTuple):
-    """What was loaded.
+    """The report of a restore: what was loaded.
 
     >>> import torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -232,7 +230,7 @@ class RestoreReport(NamedTuple):
     steps: int
     """Rows that are there now."""
     user: dict[str, object]
-    passed_over: list[Problem]
+    passed_over: list[documents.Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float
     missing: tuple[int, ...] = ()
@@ -263,11 +261,11 @@ class Entry(NamedTuple):
     name: str
     step: int
     path: Path
-    problem: Problem | None
+    problem: documents.Problem | None
     """Why it cannot be loaded; None: it can."""
 
 
-def episodes_of(totals: Totals) -> dict[str, dict[str, int]]:
+def episodes_of(totals: documents.Totals) -> dict[str, dict[str, int]]:
     """Episodes and steps by kind; without the kinds that there are none of."""
     counts = msgspec.to_builtins(totals)
     return {kind: counts[kind] for kind in KINDS if counts[kind]["episodes"]}
@@ -323,7 +321,7 @@ def forget_reports(root: Path, removed: Iterable[str]) -> None:
 
 
 class Wanted(NamedTuple):
-    """Which checkpoint to load."""
+    """The checkpoint that a restore is asked for."""
 
     root: Path
     step: int | None = None
@@ -332,7 +330,7 @@ class Wanted(NamedTuple):
     """The largest step."""
     partial: bool = False
     """One that lacks shards will do."""
-    damaged: tuple[Problem, ...] = ()
+    damaged: tuple[documents.Problem, ...] = ()
     """Folders that turned out to be damaged when they were read."""
 
     def check(self) -> None:
@@ -348,7 +346,7 @@ class Wanted(NamedTuple):
         """Whether another checkpoint will do where one is damaged."""
         return self.step is None and self.name is None
 
-    def find(self, series: Series) -> tuple[Path, list[Problem]]:
+    def find(self, series: Series) -> tuple[Path, list[documents.Problem]]:
         """The checkpoint to load, and what was passed over.
 
         Raises:
@@ -379,19 +377,19 @@ class Wanted(NamedTuple):
                 else f"of step {self.step}, found none at all. Call save(step) first"
             )
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
-        passed_over: list[Problem] = []
+        passed_over: list[documents.Problem] = []
         for path in meant:
             wrong = series.look(path.name)
             if wrong is None:
                 return path, passed_over
             passed_over.append(wrong)
         if self.name is not None:
-            raise corrupt(*passed_over[0])
+            raise documents.corrupt(*passed_over[0])
         raise self._none(
             passed_over, f"restore: no checkpoint of step {self.step} is whole: {'; '.join(map(str, passed_over))}"
         )
 
-    def _none(self, passed_over: list[Problem], why: str) -> Exception:
+    def _none(self, passed_over: list[documents.Problem], why: str) -> Exception:
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
         if not self.partial and any(attempts.is_partial(problem.path) for problem in passed_over):
             why += " allow_partial=True loads what some of the ranks saved."
@@ -411,7 +409,7 @@ class Wanted(NamedTuple):
     def _steps(self) -> list[int]:
         return sorted({name.step for name in attempts.names(self.root)})
 
-    def _newest(self, series: Series) -> tuple[Path, list[Problem]]:
+    def _newest(self, series: Series) -> tuple[Path, list[documents.Problem]]:
         """The newest that is whole, and what was passed over."""
         at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
         path, problems = series.latest(at_most=at_most, without=damaged)
@@ -438,5 +436,5 @@ def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
     with Checkpoint(path) as before:
         if before.manifest.world != manifest.world + len(missing):
             return Lost(missing)
-        totals = added(before.shard(rank).totals for rank in missing)
+        totals = documents.added(before.shard(rank).totals for rank in missing)
     return Lost(missing, path.name, totals.episodes, totals.steps)

@@ -21,14 +21,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engram._support.http import Answer, Server
 from engram.errors import CorruptCheckpoint
 from engram.saved import attempts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from engram._support.http import Call
@@ -184,29 +184,24 @@ _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _STATUS = re.compile(r"/checkpoint/([0-9a-f]{16})")
 
 
-class Requested(Protocol):
-    """A Checkpointer, as far as its endpoint needs it."""
-
-    @property
-    def requests(self) -> Requests:
-        """The saves that were requested."""
-
-    def list(self) -> Sequence[Entry]:
-        """The checkpoints that there are."""
-
-
 class Endpoint:
     """Listens in threads of its own, none of which takes part in a collective.
 
     Args:
-        checkpointer: whose checkpoints are asked for.
+        requests: of the rank that listens.
+        listed: all checkpoints of the series.
         address, token_file, interval: as :meth:`Checkpointer.serve` has them.
     """
 
     def __init__(
-        self, checkpointer: Requested, address: str | None, token_file: str | os.PathLike[str] | None, interval: float
+        self,
+        requests: Requests,
+        listed: Callable[[], list[Entry]],
+        address: str | None,
+        token_file: str | os.PathLike[str] | None,
+        interval: float,
     ) -> None:
-        self._checkpointer, self._interval = checkpointer, interval
+        self._requests, self._listed, self._interval = requests, listed, interval
         with contextlib.ExitStack() as stack:
             if address is None or token_file is None:
                 folder = tempfile.mkdtemp(prefix="engram-")  # 0700
@@ -243,7 +238,7 @@ class Endpoint:
             return 415, None
         if call.body.strip() not in ((b"", b"{}") if call.method == "POST" else (b"",)):
             return 400, None
-        requests = self._checkpointer.requests
+        requests = self._requests
         if call.method == "POST":
             last = requests.latest()
             ended = None if last is None or last.save is None else last.save.ended
@@ -253,8 +248,7 @@ class Endpoint:
         if status:
             request = requests.find(status[1])
             return (404, None) if request is None else (200, {"id": request.id, **_state(request.save)})
-        listed = self._checkpointer.list()
-        return 200, [{"name": it.name, "step": it.step, "good": it.problem is None} for it in listed]
+        return 200, [{"name": it.name, "step": it.step, "good": it.problem is None} for it in self._listed()]
 
 
 def _state(save: SaveHandle | None) -> dict[str, object]:

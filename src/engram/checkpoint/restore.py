@@ -18,7 +18,6 @@ from engram.reshard.plan import Target, open_shards
 from engram.saved import attempts, parts
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.documents import Problem, corrupt
-from engram.saved.parts import check_blocks
 from engram.saved.series import Series
 
 if TYPE_CHECKING:
@@ -271,7 +270,7 @@ class _Load:
         if self._checks_blocks:  # the ranks share out the shards
             for shard in range(rank, self._checkpoint.manifest.world, self._ranks.world):
                 with parts.open_storage(self._checkpoint, shard) as reader:
-                    check_blocks(reader)
+                    parts.check_blocks(reader)
         return load
 
     def _committed(self, load: BufferLoad) -> tuple[None, bytes]:

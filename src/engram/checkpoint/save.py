@@ -19,7 +19,6 @@ from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episo
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.reshard.plan import has_ends, saved_fields
 from engram.saved import attempts, disk, documents, parts
-from engram.saved.disk import WorkerEvent
 from engram.saved.documents import added, rank_folder
 from engram.saved.rows import doubts
 from engram.saved.series import Series
@@ -46,7 +45,7 @@ _GRACE_S = 2.0
 
 
 class JobSeries:
-    """One series of checkpoints of one job.
+    """A series of checkpoints of one job, whose ranks agree on attempts.
 
     Args:
         series: in a folder that is the same for all ranks.
@@ -287,7 +286,7 @@ class SaveHandle:
         """The folder that is written; None: not known yet."""
         self.ended: float | None = None
         """When it ended, by ``time.monotonic()``; None: it has not."""
-        self._over = WorkerEvent()
+        self._over = disk.WorkerEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 

@@ -64,9 +64,7 @@ def reserve(path: Path, nbytes: int) -> None:
     fd = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
         if nbytes and not fallocate(fd, nbytes):
-            written = 0
-            while written < nbytes:
-                written += os.write(fd, _ZEROES[: nbytes - written])
+            _write_zeros(fd, 0, nbytes)
     except OSError as error:
         os.unlink(path)
         told = f"{os.strerror(error.errno or 0)} (reserving {nbytes} bytes)"
@@ -102,9 +100,12 @@ def extend(path: Path, nbytes: int) -> None:
     """
     with open_regular(path, os.O_RDWR) as fd:
         if not fallocate(fd, nbytes):
-            at = os.lseek(fd, 0, os.SEEK_END)
-            while at < nbytes:
-                at += os.write(fd, _ZEROES[: nbytes - at])
+            _write_zeros(fd, os.lseek(fd, 0, os.SEEK_END), nbytes)
+
+
+def _write_zeros(fd: int, at: int, end: int) -> None:
+    while at < end:
+        at += os.write(fd, _ZEROES[: end - at])
 
 
 def take_space(path: Path, nbytes: int) -> None:
@@ -266,7 +267,7 @@ _CLEAN_AT = _SECTIONS["locks"][0] + 56
 
 
 class ControlHeader(NamedTuple):
-    """What never changes of a store, and whether it was closed in order."""
+    """The header of a control block: what never changes of a store, and whether it was closed in order."""
 
     capacity: int
     lanes: int

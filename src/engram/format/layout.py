@@ -96,7 +96,7 @@ def field_name(key: tuple[str, ...]) -> str:
 
 
 class Group(NamedTuple):
-    """Where the small fields of a store lie in their file."""
+    """The layout of the file in which the small fields of a store lie together."""
 
     stride: int
     """Bytes from row to row: a multiple of the widest dtype."""

@@ -19,9 +19,8 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
-from engram.saved import parts
-from engram.saved.parts import STORAGE, check_kind, read_parts, reset
-from engram.saved.rows import SavedRowsSource, count_kinds, read_rows_state
+from engram.saved import parts as saved_parts
+from engram.saved.rows import SavedRowsSource, count_kinds, counted, named_counts, read_rows_state
 from engram.types import Ranking
 
 if TYPE_CHECKING:
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.schema import PartField, Schema
     from engram.saved.checkpoints import Checkpoint
-    from engram.saved.parts import SavedPart
     from engram.types import RowsSource
 
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
@@ -47,7 +44,7 @@ _OTHER_CONVERSIONS = (
 
 
 class PlacedRows(NamedTuple):
-    """What one rank gets."""
+    """The rows that one rank gets."""
 
     state: dict[str, Any]
     """Of its store, without rows."""
@@ -55,7 +52,7 @@ class PlacedRows(NamedTuple):
 
 
 class _NoRows:
-    """Of shards that were never written."""
+    """The rows of shards that were never written."""
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """There is nothing to fill."""
@@ -68,7 +65,7 @@ class Reshard:
         self, shards: Sequence[plans.SavedShard], plan: plans.ReshardPlan, targets: Sequence[plans.Target]
     ) -> None:
         self.shards, self.plan, self.targets = list(shards), plan, list(targets)
-        self._leader_parts: dict[str, SavedPart] | None = None
+        self._leader_parts: dict[str, saved_parts.SavedPart] | None = None
 
     @property
     def leader(self) -> int:
@@ -76,7 +73,7 @@ class Reshard:
         return next((i for i, one in enumerate(self.shards) if one.reader.geometry is not None), 0)
 
     @property
-    def fields(self) -> tuple[PartField, ...]:
+    def fields(self) -> tuple[schemas.PartField, ...]:
         """None, if no shard was ever written."""
         return plans.fields_of(self.shards)
 
@@ -111,15 +108,15 @@ class Reshard:
         seed = seed_of(checkpoint, len(self.targets), rank)
         generator = torch.Generator().manual_seed(seed).get_state()
         others = [
-            (name, it.type, parts.reset(name, it.state, seed, generator))
+            (name, it.type, saved_parts.reset(name, it.state, seed, generator))
             for name, it in self.leader_parts(checkpoint).items()
         ]
-        return [(part, kind, state) for part, kind, state in others if state != parts.EMPTY.get(part)]
+        return [(part, kind, state) for part, kind, state in others if state != saved_parts.EMPTY.get(part)]
 
-    def leader_parts(self, checkpoint: Checkpoint) -> dict[str, SavedPart]:
+    def leader_parts(self, checkpoint: Checkpoint) -> dict[str, saved_parts.SavedPart]:
         """The parts of the leader that are not of rows, which are read once. Raises ``CorruptCheckpoint``: one is damaged."""
         if self._leader_parts is None:
-            self._leader_parts = parts.read_parts(checkpoint, self.leader)
+            self._leader_parts = saved_parts.read_parts(checkpoint, self.leader)
         return self._leader_parts
 
     def check_dropped(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
@@ -151,7 +148,7 @@ class Reshard:
     def check_counts(self) -> None:
         """Raise ``RuntimeError`` unless, of every shard, what is kept and what is dropped is what was saved: a bug otherwise."""
         plan = self.plan
-        found = plans.counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
+        found = counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
         for which, one in enumerate(self.shards):
             if (found[which] != one.source.saved).any():
                 raise RuntimeError(
@@ -220,7 +217,7 @@ class Converted(NamedTuple):
 
 
 def convert(
-    shard: plans.SavedShard, schema: Schema, ndim: int, ranking: Ranking | Literal["newest"] | None
+    shard: plans.SavedShard, schema: schemas.Schema, ndim: int, ranking: Ranking | Literal["newest"] | None
 ) -> Converted:
     """A shard for the storage of that schema.
 
@@ -228,7 +225,7 @@ def convert(
         CorruptCheckpoint: a block is damaged.
         IncompatibleCheckpoint: a storage with columns, or more than half of the steps cannot be moved.
     """
-    check_kind(shard.reader, parts.STORAGE, *plans.MOVABLE)
+    saved_parts.check_kind(shard.reader, saved_parts.STORAGE, *plans.MOVABLE)
     if schemas.encode(schema).decode() == shard.head["schema"]:
         return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     where = str(shard.reader.folder)
@@ -269,15 +266,15 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
         lost: shards that were missing.
     """
     plan, shards_there = made.plan, len(made.shards)
-    kept = plans.counted(plan.source, plan.steps, shards_there)
-    cut = plans.counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
+    kept = counted(plan.source, plan.steps, shards_there)
+    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
     shards: list[dict[str, Any]] = [
         {
             "rank": rank,
             "saved": _pair(one.source.saved),
             "kinds": count_kinds(one.source.runs, one.source.columns),
             "kept": _pair(kept[which]),
-            "dropped": plans.by_reason(plan.drops[which]),
+            "dropped": named_counts(plans.DROPPED, plan.drops[which]),
             "truncated": _pair(cut[which]),
         }
         for which, (rank, one) in enumerate(zip(ranks, made.shards, strict=True))
@@ -299,7 +296,7 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
 
 def _load(made: Reshard, rank: int) -> dict[str, int]:
     target, mine = made.targets[rank], made.plan.rank == rank
-    steps = plans.counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
+    steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
     return {
         "rank": rank,
         "lanes": target.lanes,
@@ -369,7 +366,7 @@ def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 _RESET = ("rng", "prefetch")
 #: Of priorities, what is not of rows; other entries must agree, or are those of all.
 _OF_PRIORITIES = "beta"
-_MOST = 8
+_RANKS_NAMED = 8
 #: What a storage's state is called that is part of something else.
 _ROWS = "storage"
 
@@ -391,7 +388,9 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     for rank in written:
         if rank == taken:
             continue
-        theirs = _state(made.shards[rank], read_parts(checkpoint, rank, without=(STORAGE, *_RESET)))
+        theirs = _state(
+            made.shards[rank], saved_parts.read_parts(checkpoint, rank, without=(saved_parts.STORAGE, *_RESET))
+        )
         for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]
@@ -403,13 +402,13 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
                 )
             found[where].append(f"rank {names[rank]}{_said(there)}")
     return [
-        f"{where}: expected the same on all ranks, got that of {', '.join(said[:_MOST])}{' …' * (len(said) > _MOST)}; "
+        f"{where}: expected the same on all ranks, got that of {', '.join(said[:_RANKS_NAMED])}{' …' * (len(said) > _RANKS_NAMED)}; "
         f"that of rank {names[taken]} is taken"
         for where, said in found.items()
     ]
 
 
-def _state(shard: plans.SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, object]:
+def _state(shard: plans.SavedShard, parts: Mapping[str, saved_parts.SavedPart]) -> dict[str, object]:
     """All of it that could matter to others."""
     storage = shard.head
     state: dict[str, object] = {
@@ -417,7 +416,9 @@ def _state(shard: plans.SavedShard, parts: Mapping[str, SavedPart]) -> dict[str,
         "windows": storage["windows"],
         "transforms": {},
     }
-    return state | {name: reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET}
+    return state | {
+        name: saved_parts.reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET
+    }
 
 
 def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str, object, object]]:

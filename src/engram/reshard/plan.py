@@ -20,7 +20,7 @@ from engram.format import layout
 from engram.saved import parts
 from engram.saved.description import HAS_FIRST, HAS_LAST, KINDS
 from engram.saved.documents import corrupt
-from engram.saved.rows import ENDS, kinds_of, read_rows_state
+from engram.saved.rows import ENDS, counted, kinds_of, named_counts, read_rows_state
 
 if TYPE_CHECKING:
     import contextlib
@@ -40,7 +40,7 @@ KEPT = -1
 
 
 class Source(NamedTuple):
-    """What one shard holds."""
+    """The trajectories that one shard holds."""
 
     clock: int
     """Its store's ticket counter."""
@@ -63,7 +63,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What one rank has room for."""
+    """The room of one rank that loads."""
 
     lanes: int
     lane_length: int
@@ -74,7 +74,7 @@ class Target(NamedTuple):
 
 
 class Incomplete(NamedTuple):
-    """What becomes of trajectories of which a part is missing. Both count for those that lack both ends."""
+    """The policy for trajectories of which a part is missing. Both entries count for those that lack both ends."""
 
     open: Literal["drop", "truncate", "keep"] = "drop"
     """Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
@@ -123,23 +123,7 @@ class ReshardPlan(NamedTuple):
     @property
     def dropped(self) -> dict[str, dict[str, int]]:
         """Episodes and steps that are left out, by reason, of all shards."""
-        return by_reason(self.drops.sum(0))
-
-
-def by_reason(drops: NDArray[np.int64]) -> dict[str, dict[str, int]]:
-    """Episodes and steps by reason, of an int64 ``[reasons, 2]``."""
-    return {
-        reason: {"episodes": int(count[0]), "steps": int(count[1])}
-        for reason, count in zip(DROPPED, drops, strict=True)
-    }
-
-
-def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """int64 ``[groups, 2]``: how many trajectories each group has, and how many steps. ``of``: the group of each."""
-    episodes = np.bincount(of, minlength=groups)
-    total = np.zeros(groups, np.int64)
-    np.add.at(total, of, steps)
-    return np.stack([episodes, total], 1)
+        return named_counts(DROPPED, self.drops.sum(0))
 
 
 def numbered(sources: Sequence[Source]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -524,7 +508,7 @@ def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
 
 
 class Policy(NamedTuple):
-    """What is kept of a checkpoint, and how it is redistributed."""
+    """The policy of a reshard: what is kept of a checkpoint, and how it is redistributed."""
 
     incomplete: Incomplete = Incomplete()
     overflow: Literal["cut", "fill"] = "cut"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.schema import PartField, Schema
     from engram.reshard.plan import ReshardPlan, SavedShard, Source
     from engram.saved.part_reader import PartReader
     from engram.saved.rows import Marks
@@ -171,7 +170,7 @@ class Numbering:
     """
 
     def __init__(
-        self, shards: Sequence[SavedShard], plan: ReshardPlan, mine: NDArray[np.int64], schema: Schema
+        self, shards: Sequence[SavedShard], plan: ReshardPlan, mine: NDArray[np.int64], schema: schemas.Schema
     ) -> None:
         self._shards, self._plan, self._mine = shards, plan, mine
         fields = next(one.fields for one in shards if one.fields)
@@ -278,7 +277,7 @@ def _taken(column: Tensor, rows: Tensor) -> Tensor:
 
 
 class Scatter:
-    """What one rank gets of some shards.
+    """The rows of some shards that one rank gets.
 
     Args:
         shards: all of them.
@@ -289,7 +288,7 @@ class Scatter:
     """
 
     def __init__(
-        self, shards: Sequence[SavedShard], plan: ReshardPlan, rank: int, schema: Schema, env_offset: int = 0
+        self, shards: Sequence[SavedShard], plan: ReshardPlan, rank: int, schema: schemas.Schema, env_offset: int = 0
     ) -> None:
         self._shards, self._plan, self._rank, self._schema = shards, plan, rank, schema
         self._env_offset = env_offset
@@ -510,7 +509,7 @@ def _common_priorities(written: Sequence[SavedShard], rows: int) -> dict[str, di
     return common
 
 
-def _check_range(fields: Sequence[PartField], role: str, most: int, what: str) -> None:
+def _check_range(fields: Sequence[schemas.PartField], role: str, most: int, what: str) -> None:
     """Raise ``IncompatibleCheckpoint`` unless the field of that role can say every number up to ``most``."""
     for field in fields:
         if field.role != role:
@@ -541,7 +540,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_complex() else tensor.view(_WORDS[tensor.itemsize])
 
 
-def _truncate(fields: Sequence[PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
+def _truncate(fields: Sequence[schemas.PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
     """Mark steps as the last ones of trajectories that were cut short."""
     said = boundary_fields(fields, [field.role for field in fields])
     lasts = {role: said["last" if role == "step_type" else role] for role in TRUNCATED}

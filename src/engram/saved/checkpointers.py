@@ -22,7 +22,6 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.files import Descriptor
-from engram.format.schema import Field, Node, Schema, put_leaf
 from engram.saved import disk
 from engram.saved.checkpoints import replacing, standing
 from engram.saved.description import NO_SCHEMA
@@ -188,7 +187,7 @@ def is_laid_out(reader: PartReader) -> bool:
     return reader.type == HOOKED or is_layout(reader)
 
 
-def rows_state(schema: Schema, length: int, position: int, write_count: int) -> dict[str, object]:
+def rows_state(schema: schemas.Schema, length: int, position: int, write_count: int) -> dict[str, object]:
     """The state without rows of a tensor storage of one lane: the oldest row has the smallest ticket.
 
     Args:
@@ -230,7 +229,7 @@ def check_sums(folder: Path, noted: Mapping[str, object]) -> None:
 
 
 class DumpedPriorities(NamedTuple):
-    """What a prioritized sampler saved."""
+    """The priorities of a prioritized sampler, as another library saved them."""
 
     alpha: float
     beta: float
@@ -269,7 +268,7 @@ class ForeignEnsemble(Protocol):
 
 
 class ForeignFormat(Protocol):
-    """What another library saves."""
+    """A format of another library: its folders, states and layouts."""
 
     @property
     def library(self) -> str: ...
@@ -590,18 +589,18 @@ def _others(data: TensorDict) -> dict[Key, object]:
     return {(key,) if isinstance(key, str) else key: it for key, it in found if not isinstance(it, torch.Tensor)}
 
 
-def _schema(fields: Mapping[Key, object], slots: tuple[int, ...], where: str) -> Schema:
+def _schema(fields: Mapping[Key, object], slots: tuple[int, ...], where: str) -> schemas.Schema:
     """The schema of what hooks have made. Raises ``IncompatibleCheckpoint``: what cannot be stored."""
-    made, root = [], Node("tensordict", children={})
+    made, root = [], schemas.Node("tensordict", children={})
     for number, (key, value) in enumerate(fields.items()):
         if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
             got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise IncompatibleCheckpoint(
                 f"{where}: field {key}: expected a tensor that can be stored from the hooks, got {got}. Leave it out, or make one of it."
             )
-        put_leaf(root, key, number)
-        made.append(Field(key, DTYPE_NAMES[value.dtype], tuple(value.shape[1:])))
-    return Schema(math.prod(slots), 1, slots[1:], tuple(made), root)
+        schemas.put_leaf(root, key, number)
+        made.append(schemas.Field(key, DTYPE_NAMES[value.dtype], tuple(value.shape[1:])))
+    return schemas.Schema(math.prod(slots), 1, slots[1:], tuple(made), root)
 
 
 def check_storage(storage: object, call: str) -> Dumpable:

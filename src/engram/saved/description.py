@@ -30,7 +30,6 @@ import xxhash
 from engram.format import layout, strict
 from engram.format.schema import DTYPES, MAX_DIMS, PartField, validate_fields, validate_geometry
 from engram.saved import documents
-from engram.saved.documents import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -159,9 +158,9 @@ def unpack_sums(raw: bytes) -> Sums:
     return sums
 
 
-def wrong_block(path: Path, sums: Sums, block: int) -> Problem:
+def wrong_block(path: Path, sums: Sums, block: int) -> documents.Problem:
     """The problem of a block whose sum differs from the one in ``sums``."""
-    return Problem(path, f"expected the checksum {sums[block]:016x} of a block, got another", block * BLOCK)
+    return documents.Problem(path, f"expected the checksum {sums[block]:016x} of a block, got another", block * BLOCK)
 
 
 #: Flags of a trajectory: its first live step carries a start mark; its last one an end; that end is a truncation; it goes on.
@@ -332,12 +331,16 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class TableEntry(msgspec.Struct, frozen=True):
+    """A table of a storage, as its part lists it."""
+
     records: Size
     bytes: int
     sums_at: int
 
 
 class SumsEntry(msgspec.Struct, frozen=True):
+    """The file with the sums of a part."""
+
     bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_SUMS_BYTES, multiple_of=8)]
     sha256: str
 
@@ -352,12 +355,16 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 class SegmentSize(msgspec.Struct, frozen=True):
+    """The size of segments of a storage."""
+
     rows: Annotated[int, msgspec.Meta(ge=1)]
     """Rows of a whole segment; the last one of a lane may have fewer."""
     align: Literal[4096] = ALIGN
 
 
 class Part(documents.Summed, frozen=True, kw_only=True):
+    """``part.json``: the description of a part."""
+
     VERSION: ClassVar[tuple[int, int]] = (1, 1)
 
     part: Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}\\Z")]
@@ -377,6 +384,8 @@ class Part(documents.Summed, frozen=True, kw_only=True):
 
 
 class _Fields(msgspec.Struct):
+    """The fields that a sum is of."""
+
     schema: tuple[PartField, ...]
 
 

@@ -606,7 +606,10 @@ _POLL_S = 0.1
 
 
 class WorkerEvent:
-    """Whether something has ended. A ``threading.Event`` is locked for ever if an interrupt arrives just as it takes its lock."""
+    """An event that may come from another thread.
+
+    A ``threading.Event`` is locked for ever if an interrupt arrives just as it takes its lock; this one is not.
+    """
 
     def __init__(self) -> None:
         self._is_set, self._wake = False, threading.Lock()

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Self
 
-    from engram.saved.disk import StrPath
-
 
 class Problem(NamedTuple):
-    """One file that is not as it must be."""
+    """A file that is not as it must be."""
 
     path: Path
     what: str
@@ -48,7 +46,7 @@ class Problem(NamedTuple):
         return {"file": str(self.path), "offset": self.offset, "what": self.what}
 
 
-def corrupt(path: StrPath, what: str, offset: int | None = None) -> CorruptCheckpoint:
+def corrupt(path: disk.StrPath, what: str, offset: int | None = None) -> CorruptCheckpoint:
     """An exception that carries a :class:`Problem`."""
     return CorruptCheckpoint(Problem(Path(path), what, offset))
 
@@ -134,7 +132,7 @@ class Summed(Document, frozen=True, kw_only=True):
         return encode(self.sealed())
 
     @classmethod
-    def decode(cls, raw: bytes, path: StrPath) -> Self:
+    def decode(cls, raw: bytes, path: disk.StrPath) -> Self:
         """What the text says. Raises as :func:`decode`, and ``CorruptCheckpoint`` if it is not what was written."""
         document = _decode_same(raw, cls)
         if document is not None:
@@ -154,7 +152,7 @@ class Summed(Document, frozen=True, kw_only=True):
 D = TypeVar("D", bound=Document)
 
 
-def decode(raw: bytes, path: StrPath, kind: type[D]) -> D:
+def decode(raw: bytes, path: disk.StrPath, kind: type[D]) -> D:
     """A document of that kind.
 
     Args:
@@ -224,7 +222,7 @@ def _decode_same(raw: bytes, kind: type[D]) -> D | None:
     return None
 
 
-def _decode_carefully(raw: bytes, path: StrPath, kind: type[D]) -> tuple[D, dict[str, object]]:
+def _decode_carefully(raw: bytes, path: disk.StrPath, kind: type[D]) -> tuple[D, dict[str, object]]:
     """A document, and all that its text says. Raises as :func:`decode`."""
     try:
         tree = parse(raw)
@@ -303,12 +301,16 @@ class Attempt(Document, frozen=True, kw_only=True):
 
 
 class PartEntry(msgspec.Struct, frozen=True):
+    """A part, as a shard lists it."""
+
     folder: str
     bytes: int
     sha256: str
 
 
 class ShardEntry(msgspec.Struct, frozen=True):
+    """A shard, as a manifest lists it."""
+
     rank: int
     bytes: int
     sha256: str
@@ -326,6 +328,8 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
+    """Trajectories and their steps."""
+
     episodes: int = 0
     steps: int = 0
 
@@ -334,7 +338,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shard holds. Bytes are filled in when it is written."""
+    """Counts of what a shard holds. Bytes are filled in when it is written."""
 
     steps: int
     episodes: int
@@ -357,7 +361,7 @@ def added(every: Iterable[Totals]) -> Totals:
 
 
 class ShardRows(NamedTuple):
-    """What a shard says of its rows."""
+    """The entries of a shard that describe its rows."""
 
     cut: Cut
     totals: Totals
@@ -366,7 +370,7 @@ class ShardRows(NamedTuple):
 
 
 class Shard(Document, frozen=True, kw_only=True):
-    """One rank's part of a checkpoint."""
+    """``shard.json``: a rank's part of a checkpoint."""
 
     attempt: str
     epoch: int

@@ -19,10 +19,8 @@ import msgspec
 from engram._support.progress import Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema
-from engram.format.schema import PartField
 from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
-from engram.saved.description import PART, SUMS
 from engram.saved.part_reader import PartReader
 from engram.saved.series import LATEST, Series
 
@@ -46,7 +44,7 @@ _LOOKED_AT, _NAMED = 100, 3
 
 
 class Report(NamedTuple):
-    """What was found."""
+    """The result of a verification."""
 
     path: Path
     kind: Kind
@@ -98,7 +96,7 @@ def _kind_of(path: Path) -> Kind | None:
         return "checkpoint" if documents.MANIFEST in lies else "attempt"
     if lies & {documents.MANIFEST, documents.SHARD}:
         return "dump"
-    if (lies | hidden) & {PART, SUMS}:
+    if (lies | hidden) & {description.PART, description.SUMS}:
         return "part"
     if hidden & {layout.STORE, layout.CONTROL}:
         return "store"
@@ -395,7 +393,7 @@ def moment(name: str, *paths: Path) -> Entries:
 
 def _described_field(field: schema.Column) -> Entries:
     entries = {"key": list(field.key), "dtype": field.dtype, "shape": list(field.shape), "row_bytes": field.row_bytes}
-    return entries | {"role": field.role} if isinstance(field, PartField) else entries
+    return entries | {"role": field.role} if isinstance(field, schema.PartField) else entries
 
 
 def _described_attempt(path: Path) -> Entries:

@@ -12,7 +12,8 @@ from msgspec import UNSET
 
 from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
-from engram.format import files, layout, strict
+from engram.format import layout, strict
+from engram.format.files import Descriptor
 from engram.saved import description, disk, folder
 from engram.saved.description import PART, SUMS, Part, segment_layout, wrong_block
 from engram.saved.documents import Problem, corrupt, misfits, no_file, problem_of, read_small
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from engram.format.files import Descriptor
     from engram.format.schema import PartField
     from engram.saved.description import Geometry, Sums
 
@@ -183,7 +183,7 @@ def is_part(folder: Path) -> bool:
 
 
 class PartReader(Closes):
-    """One part, open for reading. Also a context manager. For one thread at a time.
+    """A part, open for reading. Also a context manager. For one thread at a time.
 
     The constructor reads and checks the description; ``open`` also looks at the size of every file.
 
@@ -203,17 +203,17 @@ class PartReader(Closes):
         self,
         folder: Path,
         expected_sha256: str | None = None,
-        folder_fd: files.Descriptor | None = None,
+        folder_fd: Descriptor | None = None,
         listing: Listing | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.folder, self._progress = folder, progress
         # What was opened last, by name; both close when others take their places.
-        self._file: tuple[str, files.Descriptor] | None = None
+        self._file: tuple[str, Descriptor] | None = None
         self._checked: dict[str, bytearray] = {}
         #: What is read does not stay in the kernel's memory, where rows are that others draw.
         self.behind = False
-        self._below: tuple[str, files.Descriptor] | None = None
+        self._below: tuple[str, Descriptor] | None = None
         try:
             self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -238,7 +238,7 @@ class PartReader(Closes):
         self.segment_rows: int | None = part.segment.rows if part.segment else None
 
     @classmethod
-    def open(cls, folder: Path, expected_sha256: str | None = None, folder_fd: files.Descriptor | None = None) -> Self:
+    def open(cls, folder: Path, expected_sha256: str | None = None, folder_fd: Descriptor | None = None) -> Self:
         """A reader of a part whose files are all there, with their exact sizes.
 
         Raises:
@@ -258,7 +258,7 @@ class PartReader(Closes):
 
     def again(self) -> Self:
         """Another one of the same part, for another thread."""
-        other = type(self)(self.folder, None, files.Descriptor.copy_of(self.folder_fd), self.listing, self._progress)
+        other = type(self)(self.folder, None, Descriptor.copy_of(self.folder_fd), self.listing, self._progress)
         other.behind = self.behind
         return other
 

@@ -54,7 +54,7 @@ class PartInfo(NamedTuple):
 
 
 class SegmentRows(NamedTuple):
-    """What a segment's file holds: rows ``[first_row, first_row + rows)`` of the store, all of one lane."""
+    """The rows of a segment's file: ``[first_row, first_row + rows)`` of the store, all of one lane."""
 
     lane: int
     k: int
@@ -64,13 +64,15 @@ class SegmentRows(NamedTuple):
 
 
 class _Written(NamedTuple):
+    """A file that was written or linked."""
+
     bytes: int
     sums: description.Sums
     linked: bool
 
 
 class FileWriter:
-    """One file, written from its beginning to its end. Also a context manager, which closes it.
+    """A file, written from its beginning to its end. Also a context manager, which closes it.
 
     After an error the file is given up: its part cannot be finished. ``behind``: of a long one the kernel keeps the end alone.
     """

@@ -63,13 +63,15 @@ class PartSnapshot(Protocol):
 
 
 class Preparation(Protocol[S_co]):
-    """What a snapshot needs, gathered before writers wait for it."""
+    """The preparation of a snapshot: it gathers what a snapshot needs before writers wait for it."""
 
     def take(self) -> S_co:
         """The snapshot of this moment. Call it while writers are paused."""
 
 
 class _StatePreparation:
+    """The preparation of a snapshot of a state."""
+
     def __init__(self, component: Dumpable) -> None:
         self._component = component
 
@@ -248,7 +250,7 @@ def _array(reader: PartReader, number: int) -> Tensor:
 
 
 class Noted:
-    """What a store notes of an object: the arguments of its constructor, with which it is made again."""
+    """An object that a store notes by the arguments of its constructor, with which it is made again."""
 
     #: Arguments of the constructor that a store notes: attributes of these names.
     noted: tuple[str, ...] = ()

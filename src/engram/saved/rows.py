@@ -152,7 +152,7 @@ _RUN_PIECE = 1 << 18
 
 
 class Marks(NamedTuple):
-    """What ``n`` rows say of where trajectories begin and end. None: no field says it."""
+    """Marks of ``n`` rows that say where trajectories begin and end. None: no field says it."""
 
     ids: NDArray[np.signedinteger] | None = None
     """``[n, words]``: of another trajectory where other words stand."""
@@ -278,12 +278,22 @@ def kinds_of(runs: NDArray[np.int64], columns: int = 1) -> NDArray[np.int64]:
 
 def count_kinds(runs: NDArray[np.int64], columns: int = 1) -> dict[str, dict[str, int]]:
     """Episodes and steps of each of the :data:`KINDS`."""
-    kinds = kinds_of(runs, columns)
     steps = (runs[:, 2] - runs[:, 1]) // columns
-    return {
-        kind: {"episodes": int((kinds == i).sum()), "steps": int(steps[kinds == i].sum())}
-        for i, kind in enumerate(description.KINDS)
-    }
+    return named_counts(description.KINDS, counted(kinds_of(runs, columns), steps, len(description.KINDS)))
+
+
+def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """int64 ``[groups, 2]``: how many trajectories each group has, and how many steps. ``of``: the group of each."""
+    episodes = np.bincount(of, minlength=groups)
+    total = np.zeros(groups, np.int64)
+    np.add.at(total, of, steps)
+    return np.stack([episodes, total], 1)
+
+
+def named_counts(names: Sequence[str], counts: NDArray[np.int64]) -> dict[str, dict[str, int]]:
+    """Episodes and steps by name, of an int64 ``[names, 2]``."""
+    pairs = zip(names, counts.tolist(), strict=True)
+    return {name: {"episodes": episodes, "steps": steps} for name, (episodes, steps) in pairs}
 
 
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
@@ -329,7 +339,7 @@ def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Boundaries:
-    """Which fields of a store say where trajectories begin and end."""
+    """The fields of a store that say where trajectories begin and end."""
 
     def __init__(self, schema: Schema, roles: Sequence[str]) -> None:
         number = {field.key: i for i, field in enumerate(schema.fields)}

@@ -34,7 +34,6 @@ from engram._support.words import count
 from engram.errors import CorruptCheckpoint
 from engram.format.strict import MAX_BYTES
 from engram.saved import attempts, disk, documents
-from engram.saved.attempts import Name, decide, decision, is_partial, names, votes
 from engram.saved.checkpoints import Checkpoint, Contents
 
 if TYPE_CHECKING:
@@ -99,11 +98,11 @@ class Series:
     def recover(self, epoch: int) -> list[str]:
         """Commit each attempt that all ranks voted for and that no process decided, because it died first. Returns their names."""
         committed = []
-        for name in names(self.root):
+        for name in attempts.names(self.root):
             folder = self.root / str(name)
             with contextlib.suppress(*documents.UNREADABLE):  # latest() reports it
-                if decision(folder) is None and all(vote.shard for vote in votes(folder)):
-                    made = decide(folder, epoch)
+                if attempts.decision(folder) is None and all(vote.shard for vote in attempts.votes(folder)):
+                    made = attempts.decide(folder, epoch)
                     if made is not None and made.status == "complete":
                         committed.append(made.name)
         return committed
@@ -122,7 +121,7 @@ class Series:
         """
         problems: list[documents.Problem] = []
         found: Path | None = None
-        for name in names(self.root):
+        for name in attempts.names(self.root):
             if (at_most is not None and name.step > at_most) or str(name) in without:
                 continue
             wrong = self.look(name)
@@ -145,24 +144,24 @@ class Series:
 
     def _lags(self, hint: str | None, found: Path | None) -> bool:
         """Whether a process may have died between its decision and the hint: the hint names an older good checkpoint, or is missing."""
-        newest = Name.parse(found.name) if found else None
+        newest = attempts.Name.parse(found.name) if found else None
         if newest is None:
             return False
-        fresh, before = Series(self.root), Name.parse(hint or "")
+        fresh, before = Series(self.root), attempts.Name.parse(hint or "")
         if before is not None:
             return before < newest and before.epoch <= newest.epoch and fresh.look(before) is None
-        older = (name for name in names(self.root) if name < newest)
+        older = (name for name in attempts.names(self.root) if name < newest)
         return not os.path.lexists(self.root / LATEST) and not any(fresh.look(name) is None for name in older)
 
-    def look(self, name: str | Name) -> documents.Problem | None:
+    def look(self, name: str | attempts.Name) -> documents.Problem | None:
         """Why a folder of the series is no checkpoint; None: it is one, with the exact size of every file."""
         folder = self.root / str(name)
         if self.confirms(folder):
             return None
         try:
-            made = decision(folder)
+            made = attempts.decision(folder)
             if made is None:
-                given = votes(folder)
+                given = attempts.votes(folder)
                 said_yes = sum(vote.shard is not None for vote in given)
                 return documents.Problem(folder, f"undecided: {said_yes} of {count(len(given), 'rank')} voted for it")
             if made.status == "aborted":
@@ -182,10 +181,10 @@ class Series:
         What the living ranks of a crashed job saved is none of those: it is all that the job left.
         """
         try:
-            every = [(name, decision(self.root / str(name))) for name in names(self.root)]
+            every = [(name, attempts.decision(self.root / str(name))) for name in attempts.names(self.root)]
         except documents.UNREADABLE:
             return False
-        left = any(name.attempt.startswith("crash") and is_partial(self.root / str(name)) for name, _ in every)
+        left = any(name.attempt.startswith("crash") and attempts.is_partial(self.root / str(name)) for name, _ in every)
         decided = any(made and made.status != "aborted" for _, made in every)
         return not (left or decided or os.path.lexists(self.root / LATEST))
 
@@ -239,15 +238,15 @@ class Series:
         Of files that a process of this machine has open, NFS keeps the bytes under other names: a later call removes those.
         """
         for left in sorted(os.listdir(self.root)):
-            if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
+            if left.startswith("trash-") and attempts.Name.parse(left.removeprefix("trash-")):
                 try:
                     disk.remove(self.root / left)
                 except OSError as error:
                     if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
                         raise
 
-    def _superfluous(self, keep: int, epoch: int) -> list[Name]:
-        every = names(self.root)
+    def _superfluous(self, keep: int, epoch: int) -> list[attempts.Name]:
+        every = attempts.names(self.root)
         # Looked at, all files of each, only as far as it is asked for.
         good = functools.cache(lambda name: self.look(name) is None)
         newest = [*itertools.islice(filter(good, every), keep)]
@@ -372,7 +371,7 @@ def open_shards(folder: Path, ranks: Sequence[int] | None) -> Checkpoint:
         CorruptCheckpoint: it is missing, damaged or not complete. IncompatibleCheckpoint: written by a newer engram.
         ValueError: it has no shard of such a rank.
     """
-    made = decision(folder)
+    made = attempts.decision(folder)
     if made is None or made.status != "complete":
         raise documents.corrupt(folder, "expected a complete checkpoint, found none")
     if ranks is None:
@@ -453,7 +452,7 @@ class Mirror:
     def keep_only(self, name: str) -> None:
         """Remove all other copies. Raises ``OSError``: something cannot be removed."""
         for folder in self._cache.iterdir():
-            if folder.name != name and Name.parse(folder.name.removeprefix(_PARTIAL)):
+            if folder.name != name and attempts.Name.parse(folder.name.removeprefix(_PARTIAL)):
                 disk.remove(folder)
 
     def forget(self, name: str) -> None:
@@ -463,7 +462,7 @@ class Mirror:
     def _known(self) -> dict[tuple[int, bytes], tuple[Path, str]]:
         """Folders and names of files of copies, by their size and sums."""
         known: dict[tuple[int, bytes], tuple[Path, str]] = {}
-        for name in names(self._cache):
+        for name in attempts.names(self._cache):
             with (
                 contextlib.suppress(*documents.UNREADABLE, ValueError),
                 open_shards(self._cache / str(name), self._ranks) as checkpoint,

@@ -103,7 +103,7 @@ class RowsWriter:
         """
         snapshot = self._snapshot
         state = snapshot.state
-        totals = write_tables(self.part, snapshot.store, state["lanes"].numpy(), numbers, stored, marks)
+        totals = self._write_tables(numbers, stored, marks)
         rest = {name: value for name, value in state.items() if name not in TABLES}
         rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
         lost = snapshot.live - int(np.count_nonzero(stored))
@@ -117,29 +117,22 @@ class RowsWriter:
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
 
-
-def save_flat(folder: Path, snapshot: RowsSnapshot, progress: Callable[[int], None] | None = None) -> SavedRows:
-    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
-
-    ``progress`` is called with how many bytes were written.
-
-    Raises:
-        OSError: no space, or an I/O error.
-    """
-    known, writes = snapshot.numbers()
-    writer = RowsWriter(folder, snapshot, None, progress)
-    store, copies = snapshot.store, snapshot.copies
-    in_use = np.zeros(store.rows_in_use(snapshot.state["lanes"]), np.int64)
-    in_use[: len(known)] = known
-    boundaries = writer.boundaries
-    marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies)
-    numbers = in_use[: int(in_use.nonzero()[0].max(initial=-1)) + 1]  # the last ones may be void
-    _write_flat(writer.part, store, numbers, copies)
-    if copies is None:
-        # The files hold bytes of no row where others wrote meanwhile: such a row's ticket is void.
-        numbers[snapshot.numbers_now()[0][: len(numbers)] != numbers] = 0
-    in_use[in_use != 0] -= snapshot.base
-    return writer.finish(in_use, numbers, marks, np.pad(writes, (0, len(in_use) - len(writes))))
+    def _write_tables(
+        self, numbers: NDArray[np.int64], stored: NDArray[np.int64], marks: Callable[[NDArray[np.int64]], Marks]
+    ) -> Totals:
+        """Write lanes, tickets and trajectories."""
+        store, lanes = self._snapshot.store, self._snapshot.state["lanes"].numpy().copy()
+        columns = int(np.prod(store.schema.columns))
+        runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
+        lanes[:, 2] = 0
+        lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
+        for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
+            raw = np.ascontiguousarray(table, dtype="<i8")
+            with self.part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
+                file.write(raw.data)
+        totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
+        counted = count_kinds(runs, columns).items()
+        return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
 def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
@@ -231,37 +224,6 @@ def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryv
         yield bytes_of(piece.clone() if piece.is_cpu else piece.cpu())
 
 
-def write_tables(
-    part: PartWriter,
-    store: Store,
-    lanes: NDArray[np.int64],
-    numbers: NDArray[np.int64],
-    stored: NDArray[np.int64],
-    marks: Callable[[NDArray[np.int64]], Marks],
-) -> Totals:
-    """Write lanes, tickets and trajectories.
-
-    Args:
-        part: of the storage.
-        store: whose they are.
-        lanes, numbers: as :class:`StoreState` has them.
-        stored: numbers of the rows that the files hold, in their order.
-        marks: what rows say of trajectories.
-    """
-    columns = int(np.prod(store.schema.columns))
-    runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
-    lanes = lanes.copy()
-    lanes[:, 2] = 0
-    lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
-    for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
-        raw = np.ascontiguousarray(table, dtype="<i8")
-        with part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
-            file.write(raw.data)
-    totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
-    counted = count_kinds(runs, columns).items()
-    return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
-
-
 def named_writes(numbers: NDArray[np.int64], writes: NDArray[np.int64]) -> dict[str, Tensor]:
     """The entry of a state that says the numbers of the rows' writes, where they are others than those of the tickets."""
     return {} if np.array_equal(numbers, writes) else {"writes": torch.from_numpy(np.array(writes))}
@@ -270,13 +232,14 @@ def named_writes(numbers: NDArray[np.int64], writes: NDArray[np.int64]) -> dict[
 _log = logging.getLogger("engram")
 
 
-_MOST, _LEAST, _COUNT = 16 << 20, 1 << 20, 16
+#: Bytes of a segment at most, and at least where a lane can have that many segments.
+_MAX_SEGMENT, _MIN_SEGMENT, _SEGMENTS_OF_A_LANE = 16 << 20, 1 << 20, 16
 
 
 def rows_of_a_segment(lane_length: int, row_bytes: int) -> int:
     """As many as fit in 16 MiB; but a lane has 16 of them, unless they would be below 1 MiB."""
     size = max(1, row_bytes)
-    rows = min(_MOST // size, max(-(-lane_length // _COUNT), _LEAST // size))
+    rows = min(_MAX_SEGMENT // size, max(-(-lane_length // _SEGMENTS_OF_A_LANE), _MIN_SEGMENT // size))
     return max(1, min(rows, lane_length))
 
 
@@ -298,64 +261,6 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_
             k = (seam + i) % count
             first = lane * lane_length
             yield _Range(lane, k, first + k * rows, first + min((k + 1) * rows, live))
-
-
-def save_segments(
-    folder: Path,
-    snapshot: RowsSnapshot,
-    roles: Roles | None,
-    *,
-    parent: PartReader | None = None,
-    paranoid: bool = False,
-    progress: Callable[[int], None],
-) -> SavedRows:
-    """Write a store into a new folder, in segments. Others may be writing.
-
-    Args:
-        folder: where; it must not exist.
-        snapshot: what is written.
-        roles: what fields mean, by key, where they are not called as usual.
-        parent: the same part of an older checkpoint of this very store.
-        paranoid: compare segments that are taken over from the parent with the rows, as far as they are still there.
-        progress: called with how many bytes were done.
-
-    Raises:
-        RuntimeError: ``paranoid``, and rows were changed through a view, which no ticket says.
-        OSError: no space, or an I/O error.
-    """
-    numbers, writes = snapshot.numbers()
-    writer = RowsWriter(folder, snapshot, roles)
-    part, fields, base = writer.part, writer.fields, snapshot.base
-    store, lanes = snapshot.store, snapshot.state["lanes"].numpy()
-    marks = writer.boundaries.marks_now(store, numbers)
-    size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
-    known: dict[tuple[int, int, int, int, int], str] = {}
-    if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
-        size = parent.segment_rows
-        known = {
-            (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
-            for it in parent.segments()
-        }
-    rows = _SegmentRoom(store, fields, size)
-    segments = []
-    for it in _ranges(lanes, store.lane_length, size):
-        name = segment_name(it.lane, it.k)
-        wanted = numbers[it.begin : it.end]
-        tickets_sum = _sum(wanted, base)
-        theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
-        if theirs is not None and parent is not None and part.link(name, parent, theirs):
-            if paranoid:
-                _compare(rows, it, wanted, parent, theirs)
-        else:
-            content = rows.copied(it, wanted)
-            with part.file(name, len(content)) as file:
-                file.write(content)
-            tickets_sum = _sum(wanted, base)
-        segments.append(SegmentRows(it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
-        progress((it.end - it.begin) * store.schema.row_bytes)
-    saved = np.where(numbers != 0, numbers - base, 0)
-    in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))])
-    return writer.finish(saved, in_order, marks, writes, segment_rows=size, segments=segments)
 
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:
@@ -468,11 +373,31 @@ class RowsSnapshot(NamedTuple):
         return self.store.numbers_before(state["clock"] + self.base, state["lanes"])
 
     def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
-        rows = save_flat(folder, self, progress)
-        if lost_rows := rows.shard.cut.lost_rows:
+        """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
+
+        ``progress`` is called with how many bytes were written.
+
+        Raises:
+            OSError: no space, or an I/O error.
+        """
+        known, writes = self.numbers()
+        writer = RowsWriter(folder, self, None, progress)
+        store, copies = self.store, self.copies
+        in_use = np.zeros(store.rows_in_use(self.state["lanes"]), np.int64)
+        in_use[: len(known)] = known
+        boundaries = writer.boundaries
+        marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies)
+        numbers = in_use[: int(in_use.nonzero()[0].max(initial=-1)) + 1]  # the last ones may be void
+        _write_flat(writer.part, store, numbers, copies)
+        if copies is None:
+            # The files hold bytes of no row where others wrote meanwhile: such a row's ticket is void.
+            numbers[self.numbers_now()[0][: len(numbers)] != numbers] = 0
+        in_use[in_use != 0] -= self.base
+        saved = writer.finish(in_use, numbers, marks, np.pad(writes, (0, len(in_use) - len(writes))))
+        if lost_rows := saved.shard.cut.lost_rows:
             lost = count(lost_rows, "row")
             _log.warning("dumps: left out, as others changed them before they were copied: %s", lost)
-        return rows
+        return saved
 
     def save_segments(
         self,
@@ -483,7 +408,54 @@ class RowsSnapshot(NamedTuple):
         parent: PartReader | None = None,
         paranoid: bool = False,
     ) -> SavedRows:
-        return save_segments(folder, self, roles, progress=progress, parent=parent, paranoid=paranoid)
+        """Write a store into a new folder, in segments. Others may be writing.
+
+        Args:
+            folder: where; it must not exist.
+            roles: what fields mean, by key, where they are not called as usual.
+            parent: the same part of an older checkpoint of this very store.
+            paranoid: compare segments that are taken over from the parent with the rows, as far as they are still there.
+            progress: called with how many bytes were done.
+
+        Raises:
+            RuntimeError: ``paranoid``, and rows were changed through a view, which no ticket says.
+            OSError: no space, or an I/O error.
+        """
+        numbers, writes = self.numbers()
+        writer = RowsWriter(folder, self, roles)
+        part, fields, base = writer.part, writer.fields, self.base
+        store, lanes = self.store, self.state["lanes"].numpy()
+        marks = writer.boundaries.marks_now(store, numbers)
+        size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
+        known: dict[tuple[int, int, int, int, int], str] = {}
+        if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
+            size = parent.segment_rows
+            known = {
+                (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
+                for it in parent.segments()
+            }
+        rows = _SegmentRoom(store, fields, size)
+        segments = []
+        for it in _ranges(lanes, store.lane_length, size):
+            name = segment_name(it.lane, it.k)
+            wanted = numbers[it.begin : it.end]
+            tickets_sum = _sum(wanted, base)
+            theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
+            if theirs is not None and parent is not None and part.link(name, parent, theirs):
+                if paranoid:
+                    _compare(rows, it, wanted, parent, theirs)
+            else:
+                content = rows.copied(it, wanted)
+                with part.file(name, len(content)) as file:
+                    file.write(content)
+                tickets_sum = _sum(wanted, base)
+            segments.append(SegmentRows(it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
+            progress((it.end - it.begin) * store.schema.row_bytes)
+        saved = np.where(numbers != 0, numbers - base, 0)
+        in_order = np.concatenate(
+            [saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))]
+        )
+        return writer.finish(saved, in_order, marks, writes, segment_rows=size, segments=segments)
 
 
 #: What a storage held at one moment.
@@ -492,7 +464,7 @@ StoragePreparation: TypeAlias = Preparation[StorageSnapshot]
 
 
 class Snapshot(NamedTuple):
-    """All that a checkpoint saves of a buffer, at one moment. The rows are read when they are written."""
+    """A buffer at one moment, as a checkpoint saves it. The rows are read when they are written."""
 
     rows: StorageSnapshot
     parts: Parts
