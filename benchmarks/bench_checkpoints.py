@@ -336,7 +336,7 @@ def _grown(name: str, nbytes: int) -> float:
 
 
 def _verify(path: Path, nbytes: int, share: float) -> Row:
-    from engram.format.verify import verify
+    from engram.saved.inspection import verify
 
     def full() -> None:
         if not verify(path, "full").good:

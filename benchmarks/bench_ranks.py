@@ -104,9 +104,8 @@ def _planning(share: float) -> Iterator[Row]:
 
 def _plan_once() -> tuple[float, float]:
     """Seconds of a plan and its digest, and MB that the resident set of this process grows, tables included."""
-    from engram.format.tables import HAS_FIRST, HAS_LAST
-    from engram.reshard.driver import plan_by_trajectory
-    from engram.reshard.plan import Source, Target
+    from engram.reshard.plan import Source, Target, plan_by_trajectory
+    from engram.saved.description import HAS_FIRST, HAS_LAST
 
     before = resident.now()
     dice = np.random.default_rng(0)

@@ -160,7 +160,7 @@ class Bench:
             return run
 
         them = [Side(name, block(call), prepare) for name, call in sides.items() if call is not None]
-        timing = alternate(them, Effort(calls=1, blocks=self.sizes.blocks, warmup=1, lead=1))
+        timing = alternate(them, Effort(calls=1, blocks=self.sizes.blocks, warmup=1, lead=0))
         return {name: [us / calls for us in taken] for name, taken in timing.blocks_us.items()}
 
     def add(self, key: str, what: str, measured: str, floor: str = "", met: bool | None = None, **numbers: Any) -> None:

@@ -110,8 +110,8 @@ def test_modules_are_imported_by_the_paths_that_they_had(path):
 
 
 def test_modules_inside_of_folders_that_moved():
-    from engram.ensembles import samplers
-    from engram.ensembles.replay_buffer import ReplayBufferEnsemble
+    from engram.members import components as samplers
+    from engram.members.replay_buffer import ReplayBufferEnsemble
 
     assert ReplayBufferEnsemble is engram.ReplayBufferEnsemble
     assert samplers.SamplerEnsemble is engram.SamplerEnsemble

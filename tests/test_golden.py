@@ -18,12 +18,12 @@ import torch
 import xxhash
 
 from engram import IncompatibleCheckpoint, IncompatibleStore, ReplayBuffer, UncleanStore
-from engram.format import strict
-from engram.format.control import _HEADER, _crc32c
-from tests.format.checkpoint_folders import rewrite
+from engram.format.files import _HEADER, _crc32c
+from engram.saved import documents
 from tests.golden import names
 from tests.golden.archive import FOLDER, as_text, fixed, golden, unpack
 from tests.golden.cases import DUMPS, FAMILIES, STORES
+from tests.saved.checkpoint_folders import rewrite
 
 CASES = [(family, name) for family, cases in FAMILIES.items() for name in cases]
 
@@ -113,7 +113,7 @@ def _next_version(raw):
     """A JSON file of the next major version."""
     entries = json.loads(raw)
     entries["version"][0] += 1
-    return strict.encode({**entries, "sum": xxhash.xxh3_64_hexdigest(strict.encode({**entries, "sum": ""}))})
+    return documents.encode({**entries, "sum": xxhash.xxh3_64_hexdigest(documents.encode({**entries, "sum": ""}))})
 
 
 def _next_control(raw):
@@ -171,8 +171,8 @@ def _name(path, entry, file_of):
         raw = file_of(named).read_bytes()
         named |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     if "sum" in entries:
-        entries["sum"] = xxhash.xxh3_64_hexdigest(strict.encode({**entries, "sum": ""}))
-    rewrite(path, strict.encode(entries))
+        entries["sum"] = xxhash.xxh3_64_hexdigest(documents.encode({**entries, "sum": ""}))
+    rewrite(path, documents.encode(entries))
 
 
 def test_a_store_that_was_left_open_is_refused_after_another_boot(copied):

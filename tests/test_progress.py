@@ -18,7 +18,7 @@ from engram import (
     ReplayBuffer,
 )
 from engram._support import progress as _progress
-from engram.format.verify import verify
+from engram.saved.inspection import verify
 from tests.serving.servers import serving
 
 KB = 1024

@@ -23,12 +23,12 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format.verify import verify
-from engram.persist import rows as rows_module
+from engram.saved import part_writer
+from engram.saved.inspection import verify
 from tests.buffer.dumped import Through, Writers, check_marked, marked
 from tests.buffer.states import Counting, L, buffer, twins
-from tests.format.checkpoint_folders import tree
-from tests.format.system_calls import counted, killed_at, settled
+from tests.saved.checkpoint_folders import tree
+from tests.saved.system_calls import counted, killed_at, settled
 from tests.twins import bits, contents, rows
 from tests.waiting import Limit
 
@@ -329,7 +329,7 @@ def test_writers_go_on_while_many_rows_are_dumped(ram, monkeypatch, caplog, kind
         for position in range(0, 90, 3):  # over the end of the ring
             rb.extend(marked(position, lane), lane=lane)
     before = {(lane, position) for lane in range(2) for position in range(26, 90)}
-    fields, write = [], rows_module.PartWriter.file
+    fields, write = [], part_writer.PartWriter.file
 
     def file(part, name, *more, **how):
         if name.endswith(".memmap"):
@@ -341,7 +341,7 @@ def test_writers_go_on_while_many_rows_are_dumped(ram, monkeypatch, caplog, kind
                 assert not writer.is_alive()
         return write(part, name, *more, **how)
 
-    monkeypatch.setattr(rows_module.PartWriter, "file", file)
+    monkeypatch.setattr(part_writer.PartWriter, "file", file)
     (rb if where == "buffer" else rb.storage).dumps(ram / "d")
     monkeypatch.undo()
     assert len(fields) > 1

@@ -24,10 +24,10 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format.verify import verify
+from engram.saved.inspection import verify
 from tests.buffer.dumped import Through
 from tests.buffer.states import STORAGES, L, buffer, items, kinds, twins
-from tests.format.system_calls import settled
+from tests.saved.system_calls import settled
 from tests.twins import bits, contents, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample. batch_size", "ignore:.* has no priorities")

@@ -27,8 +27,8 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import disk, leases, series
-from engram.format.verify import verify
+from engram.saved import attempts, disk, series
+from engram.saved.inspection import verify
 from tests.network_files import Server
 from tests.ranks.jobs import checkpointer, done, filled, job, steps_of, whos
 from tests.waiting import until
@@ -282,15 +282,15 @@ def test_a_lease_keeps_a_checkpoint_until_it_expires(tmp_path):
     rb.extend(steps(0, 10))
     first = ck.save(1).name
     lease = tmp_path / "lease-00000000000000aa.json"
-    with leases.Lease(tmp_path, first, seconds=30):
+    with series.Lease(tmp_path, first, seconds=30):
         second = ck.save(2).name
-        assert [str(name) for name in series.names(tmp_path)] == [second, first]
+        assert [str(name) for name in attempts.names(tmp_path)] == [second, first]
         assert verify(tmp_path) == verify(tmp_path)._replace(problems=[], notes=[])
         shutil.copy(next(tmp_path.glob("lease-*")), lease)
     assert os.listdir(tmp_path).count(lease.name) == 1
     os.utime(lease, (time.time() - 31,) * 2)
     third = ck.save(3).name
-    assert [str(name) for name in series.names(tmp_path)] == [third]
+    assert [str(name) for name in attempts.names(tmp_path)] == [third]
     os.utime(lease, (0, 0))
     ck.save(4)
     assert not lease.exists()
@@ -303,7 +303,7 @@ def test_a_lease_that_cannot_be_read_protects_nothing(tmp_path, raw):
     (tmp_path / "lease-0123456789abcdef.json").write_bytes(raw)
     for step in range(3):
         name = ck.save(step).name
-    assert [str(one) for one in series.names(tmp_path)] == [name]
+    assert [str(one) for one in attempts.names(tmp_path)] == [name]
     report = verify(tmp_path)
     assert report.good
     assert [note.path.name for note in report.notes] == ["lease-0123456789abcdef.json"]
@@ -313,13 +313,13 @@ def test_a_lease_that_claims_eternity_ends(tmp_path):
     rb, ck = saving(tmp_path, keep=1)
     rb.extend(steps(0, 10))
     first = ck.save(1).name
-    leases.Lease(tmp_path, first, seconds=1 << 40)
+    series.Lease(tmp_path, first, seconds=1 << 40)
     (file,) = tmp_path.glob("lease-*")
     assert json.loads(file.read_text())["checkpoint"] == first
-    os.utime(file, (time.time() - leases.MAX_SECONDS - 1,) * 2)
+    os.utime(file, (time.time() - series.MAX_LEASE_SECONDS - 1,) * 2)
     ck.save(2)
     assert not file.exists()
-    assert len(series.names(tmp_path)) == 1
+    assert len(attempts.names(tmp_path)) == 1
 
 
 def test_what_is_copied_is_leased_by_the_clock_of_the_server(tmp_path):
@@ -330,11 +330,11 @@ def test_what_is_copied_is_leased_by_the_clock_of_the_server(tmp_path):
         rb.extend(steps(0, 10))
         first = ck.save(1).name
         disk.look_again(far)
-        with leases.Lease(far / "root", first, seconds=600):
+        with series.Lease(far / "root", first, seconds=600):
             ck.save(2)
-            assert first in map(str, series.names(near / "root"))
+            assert first in map(str, attempts.names(near / "root"))
         ck.save(3)
-        assert len(series.names(near / "root")) == 1
+        assert len(attempts.names(near / "root")) == 1
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_copied(tmp_path, monkeypatch):
@@ -342,10 +342,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied(tmp_path, monkeypatch):
     rb, ck = saving(tmp_path, keep=1, full_every=1)
     rb.extend(steps(0, 10))
     ck.save(1)
-    monkeypatch.setattr(leases, "leased", lambda _: set())  # as if it had come too late
-    from engram.format import mirror
+    monkeypatch.setattr(series.Series, "leased", lambda _: set())  # as if it had come too late
 
-    copy_part, removed = mirror.Mirror._copy_part, []
+    copy_part, removed = series.Mirror._copy_part, []
 
     def amid(self, part, *more):
         if not removed:
@@ -353,7 +352,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied(tmp_path, monkeypatch):
             ck.prune()
         copy_part(self, part, *more)
 
-    monkeypatch.setattr(mirror.Mirror, "_copy_part", amid)
+    monkeypatch.setattr(series.Mirror, "_copy_part", amid)
     with follow(tmp_path) as reader:
         assert reader.followed.step == 2
         assert reader.followed.passed_over == ()

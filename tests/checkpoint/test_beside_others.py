@@ -21,10 +21,12 @@ from engram import (
 )
 from engram.checkpoint import checkpointer as module
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.checkpoint.job import Job
-from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
-from engram.persist.snapshot import RowsSnapshot
+from engram.checkpoint.save import Job
+from engram.saved import attempts, disk
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.documents import rank_folder
+from engram.saved.series import Series
+from engram.saved.snapshot import RowsSnapshot
 from tests import fresh, stress
 from tests.buffer.dumped import Writers, check_marked, marked
 from tests.buffer.states import L, twins
@@ -182,9 +184,9 @@ def test_a_program_that_ends_meanwhile_ends_after_its_save(ram):
     program = """
         import threading, time, torch
         from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
-        from engram.format import series
-        accept, asked = series.accept, threading.Event()
-        series.accept = lambda *some, **more: (asked.wait(60), time.sleep(0.3), accept(*some, **more))[2]
+        from engram.saved import attempts
+        accept, asked = attempts.accept, threading.Event()
+        attempts.accept = lambda *some, **more: (asked.wait(60), time.sleep(0.3), accept(*some, **more))[2]
         rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
         rb.extend(torch.arange(50))
         assert not Checkpointer(root, rb).save(7, wait=False).done
@@ -419,7 +421,7 @@ def test_a_checkpoint_is_found_by_its_folder(ram):
     other = buffer()
     other.loads(report.path)
     assert contents(other) == contents(rb)
-    assert series.latest(ram)[0] == report.path
+    assert Series(ram).latest()[0] == report.path
 
 
 def test_batches_ahead_that_cannot_be_saved_can_be_left_out(ram):
@@ -473,7 +475,7 @@ def test_the_latest(ram, monkeypatch):
     assert checkpointer.latest is None
     with pytest.raises(FileNotFoundError, match="expected a checkpoint, found none"):
         checkpointer.restore()
-    series.begin(ram, step=1, epoch=series.claim_epoch(ram), world=1, trigger="save")
+    attempts.begin(ram, step=1, epoch=attempts.claim_epoch(ram), world=1, trigger="save")
     assert Checkpointer(ram, buffer()).latest is None, "killed in its first save"
     checkpointer = Checkpointer(ram, buffer(10))
     assert checkpointer.save(2).name == checkpointer.latest
@@ -501,7 +503,7 @@ def test_a_save_of_an_earlier_step_stays_until_the_next_save(ram):
 @pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 def test_several_ranks_are_not_loaded_as_one(ram):
     done(job(2, lambda ranks, rank: Checkpointer(ram, buffer(10), ranks=ranks).save(1)))
-    path = series.latest(ram)[0]
+    path = Series(ram).latest()[0]
     rb = buffer(3)
     with pytest.raises(
         IncompatibleCheckpoint, match=r"got a checkpoint of 2 ranks\. Checkpointer\('.*', buffer\)\.restore\(name='ckpt"

@@ -10,10 +10,11 @@ from tensordict import TensorDict
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyMemmapStorage, LazyTensorStorage
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import disk, series
-from engram.format.verify import verify
+from engram.saved import disk
+from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests.checkpoint.saving import CAPACITY, WORDS, buffer, restored, steps
-from tests.format.checkpoint_folders import rewrite, tree
+from tests.saved.checkpoint_folders import rewrite, tree
 from tests.twins import bits, contents
 
 """Rows of 8 kB: a segment, which is at least 1 MiB, holds 130 of them."""
@@ -379,7 +380,7 @@ def test_a_hint_that_was_not_written_any_more(ram, monkeypatch, saves):
     checkpointer = Checkpointer(ram, rb)
     for step in range(saves):
         if step == saves - 1:
-            monkeypatch.setattr(series, "set_latest", lambda *_: None)
+            monkeypatch.setattr(Series, "set_latest", lambda *_: None)
         rb.extend(steps(0, 3))
         last = checkpointer.save(step)
     with warnings.catch_warnings(action="error"):

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 
 from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import disk
-from engram.format.verify import verify
+from engram.saved import disk
+from engram.saved.inspection import verify
 from tests import stress
-from tests.format.system_calls import ERRORS, counted, failing_at, killed_at, settled
+from tests.saved.system_calls import ERRORS, counted, failing_at, killed_at, settled
 
 L = 40
 

@@ -20,13 +20,13 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import part_reader
-from engram.format.part_writer import PartWriter
+from engram.saved import part_reader
+from engram.saved.part_writer import PartWriter
 from tests import stress
 from tests.buffer.states import L
-from tests.format.checkpoint_folders import rewrite, tree
-from tests.format.test_damage import empty, flip, folder, lengthen, link, pipe, remove, shorten
-from tests.format.test_damage import restore as mend
+from tests.saved.checkpoint_folders import rewrite, tree
+from tests.saved.test_damage import empty, flip, folder, lengthen, link, pipe, remove, shorten
+from tests.saved.test_damage import restore as mend
 from tests.twins import bits, contents, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:restore. .* is loaded, and not")

@@ -18,9 +18,9 @@ import pytest
 
 from engram import Ranks
 from engram._support import http
-from engram.checkpoint import endpoint as endpoints
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
+from engram.checkpoint import requests as endpoints
+from engram.saved import attempts
+from engram.saved.checkpoints import Checkpoint
 from tests import stress
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.ranks.processes import wait_for
@@ -397,8 +397,8 @@ def test_no_thread_for_a_connection_costs_that_connection_alone(served, monkeypa
 
 
 def test_a_failure_is_a_code_and_says_nothing_else(served, monkeypatch, caplog):
-    ck, endpoint = served
-    monkeypatch.setattr(ck, "list", lambda: (_ for _ in ()).throw(OSError("no space at /secret")))
+    _, endpoint = served
+    monkeypatch.setattr(endpoint, "_listed", lambda: (_ for _ in ()).throw(OSError("no space at /secret")))
     code, raw = call(endpoint, "GET", "/checkpoints")
     assert code == 500
     assert b"secret" not in raw
@@ -479,7 +479,7 @@ def many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, n):
     assert codes.keys() == {200, 202, 400, 401}
     assert codes.total() == clients * n
     assert ids == set(before)
-    assert len(ids) == len(series.names(tmp_path)) == 1
+    assert len(ids) == len(attempts.names(tmp_path)) == 1
 
 
 @pytest.mark.stress

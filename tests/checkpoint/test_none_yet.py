@@ -10,10 +10,12 @@ from click.testing import CliRunner
 
 from engram import Checkpointer, CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
 from engram.cli import main
-from engram.format import series
-from tests.format import checkpoint_folders as made
-from tests.format.system_calls import counted, failing_at, killed_at
+from engram.saved import attempts
+from engram.saved.attempts import names, votes
+from engram.saved.series import Series
 from tests.ranks.jobs import done, job
+from tests.saved import checkpoint_folders as made
+from tests.saved.system_calls import counted, failing_at, killed_at
 
 
 def buffer(n=5):
@@ -34,8 +36,8 @@ def killed(tmp_path):
     for number in range(calls // 2, 0, -1):
         root = tmp_path / str(number)
         assert killed_at(number, lambda root=root: save(root))
-        attempts = [root / str(name) for name in series.names(root)] if root.exists() else []
-        if attempts and not series.votes(attempts[0])[0].shard:
+        attempts = [root / str(name) for name in names(root)] if root.exists() else []
+        if attempts and not votes(attempts[0])[0].shard:
             return root
     raise AssertionError("no such moment")
 
@@ -45,7 +47,7 @@ WAYS = [{}, {"step": 7}, {"at_most": 9}, {"at_most": 9, "name": "ckpt-0000000000
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_killed_save_leaves_none(how, killed):
-    assert len(series.names(killed)) == 1
+    assert len(attempts.names(killed)) == 1
     rb = buffer(3)
     with pytest.raises(FileNotFoundError, match=r"no save has come to its end\. Call save\(step\) first"):
         Checkpointer(killed, rb).restore(**how)
@@ -82,7 +84,7 @@ def test_a_save_that_was_given_up_leaves_none(tmp_path):
     for number in range(calls // 2, calls):
         if failing_at(number, errno.ENOSPC, lambda: checkpoints.save(7)) is not None:
             break
-    made = [series.decision(tmp_path / "series" / str(name)) for name in series.names(tmp_path / "series")]
+    made = [attempts.decision(tmp_path / "series" / str(name)) for name in attempts.names(tmp_path / "series")]
     assert [one.status for one in made if one is not None] in ([], ["aborted"])
     with pytest.raises(FileNotFoundError):
         checkpoints.restore()
@@ -100,15 +102,15 @@ def test_all_ranks_hear_of_it(killed):
 @pytest.mark.parametrize("ranks_there", [(), (0, 2)])
 def test_what_a_crashed_job_left_is_more_than_none(tmp_path, attempt, error, ranks_there):
     """A program that starts from nothing where there is no checkpoint would lose it; of a killed save it starts so."""
-    epoch = series.claim_epoch(tmp_path)
-    folder = series.begin(tmp_path, step=20, epoch=epoch, world=3, trigger="crash", attempt=attempt)
+    epoch = attempts.claim_epoch(tmp_path)
+    folder = attempts.begin(tmp_path, step=20, epoch=epoch, world=3, trigger="crash", attempt=attempt)
     for rank in ranks_there:
         made.vote(folder, rank, 3)
     with pytest.raises(error if ranks_there else FileNotFoundError, match="undecided") as raised:
         Checkpointer(tmp_path, buffer(0)).restore()
     assert ("allow_partial=True loads what some of the ranks saved." in str(raised.value)) == bool(ranks_there)
     whole = made.save(tmp_path, 10, epoch)
-    assert series.latest(tmp_path)[0] == whole
+    assert Series(tmp_path).latest()[0] == whole
 
 
 def test_commands_say_so(killed):
@@ -129,6 +131,8 @@ def test_damage_stays_damage(tmp_path, killed):
     (root / name / "manifest.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(CorruptCheckpoint):
         Checkpointer(root, buffer(0)).restore()
-    os.rename(killed / str(series.names(killed)[0]), root / str(series.names(killed)[0]))  # beside a killed save, too
+    os.rename(
+        killed / str(attempts.names(killed)[0]), root / str(attempts.names(killed)[0])
+    )  # beside a killed save, too
     with pytest.raises(CorruptCheckpoint):
         Checkpointer(root, buffer(0)).restore()

@@ -9,8 +9,9 @@ import warnings
 import pytest
 
 from engram import RankFailed, Ranks
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
+from engram.saved import attempts
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.waiting import Limit
 
@@ -94,7 +95,7 @@ def test_one_process_does_not_get_a_handle_of_a_save_that_it_did_not_begin(tmp_p
     gate.set()
     handles[0].wait(60)
     assert ck.poll(6).wait(60).step == 6
-    assert [name.step for name in series.names(tmp_path)] == [6, 1]
+    assert [name.step for name in attempts.names(tmp_path)] == [6, 1]
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "warn"])
@@ -145,7 +146,7 @@ def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_
         told = done(job(2, act))
     assert [list(it) for it in told] == [[6], [8]]
     assert all("no space" in it for texts in told for it in texts.values())
-    good = [name.step for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    good = [name.step for name in attempts.names(tmp_path) if Series(tmp_path).look(name) is None]
     assert good == [20, 15, 12, 10]
 
 
@@ -206,7 +207,7 @@ def test_two_requests_are_one_save(tmp_path):
         return ck.poll(2)
 
     assert done(job(2, act)) == [None, None]
-    assert len(series.names(tmp_path)) == 1
+    assert len(attempts.names(tmp_path)) == 1
 
 
 def test_a_request_while_a_save_goes_on_waits_and_is_not_lost(tmp_path):
@@ -296,7 +297,7 @@ def test_many_saves_in_a_row_beside_agreements(tmp_path):
         ck.save(21)
 
     done(job(2, act))
-    good = [name.step for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    good = [name.step for name in attempts.names(tmp_path) if Series(tmp_path).look(name) is None]
     assert (good[0], len(good)) == (21, 2)
 
 
@@ -331,4 +332,4 @@ def test_what_was_told_of_attempts_is_forgotten(tmp_path):
         return [key for key in ranks._board.values if "attempt/" in key]
 
     assert done(job(2, act)) == [[], []]
-    assert len(series.names(tmp_path)) == 3
+    assert len(attempts.names(tmp_path)) == 3

@@ -10,8 +10,9 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 
 from engram import Checkpointer, CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
-from engram.format import pins
-from engram.format.verify import verify
+from engram.saved import series
+from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.ranks.processes import run
 
@@ -84,7 +85,7 @@ def test_a_save_that_was_begun_is_waited_for(tmp_path):
 def test_a_save_that_failed_is_tried_again(tmp_path, monkeypatch):
     it = Training(tmp_path).go()
     with monkeypatch.context() as patch:
-        patch.setattr("engram.checkpoint.job.Job.write_shard", broken)
+        patch.setattr("engram.checkpoint.save.Job.write_shard", broken)
         with pytest.raises(OSError, match="no space"):
             it.replay.state_dict()
     assert it.replay.state_dict() == {"checkpoint": it.checkpoints.latest}
@@ -131,26 +132,26 @@ def test_pins_of_another_process_stay(tmp_path):
 
 def test_a_step_that_is_named_again_counts_as_the_newest(tmp_path):
     for step in (1, 2, 3, 1):
-        pins.pin(tmp_path, step, 3)
-    assert pins.pinned(tmp_path) == (2, 3, 1)
-    pins.pin(tmp_path, 9, 1)
-    assert pins.pinned(tmp_path) == (9,)
+        Series(tmp_path).pin(step, 3)
+    assert Series(tmp_path).pinned() == (2, 3, 1)
+    Series(tmp_path).pin(9, 1)
+    assert Series(tmp_path).pinned() == (9,)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"format":"engram.pins"}', b"\xff" * 100, b" " * 70_000])
 def test_a_damaged_file_of_pins_protects_nothing_is_noted_and_stays(tmp_path, raw):
     it = Training(tmp_path).go()
     it.replay.state_dict()
-    (tmp_path / pins.NAME).chmod(0o600)
-    (tmp_path / pins.NAME).write_bytes(raw)
-    assert pins.pinned(tmp_path) == ()
-    assert [note.path for note in verify(tmp_path).notes] == [tmp_path / pins.NAME]
+    (tmp_path / series.PINS).chmod(0o600)
+    (tmp_path / series.PINS).write_bytes(raw)
+    assert Series(tmp_path).pinned() == ()
+    assert [note.path for note in verify(tmp_path).notes] == [tmp_path / series.PINS]
     with pytest.warns(UserWarning, match="stays no longer than others.*remove it"):
         it.go().replay.state_dict()
-    assert (tmp_path / pins.NAME).read_bytes() == raw  # what it named may be in use
-    (tmp_path / pins.NAME).unlink()
+    assert (tmp_path / series.PINS).read_bytes() == raw  # what it named may be in use
+    (tmp_path / series.PINS).unlink()
     it.go().replay.state_dict()
-    assert pins.pinned(tmp_path) == (3,)
+    assert Series(tmp_path).pinned() == (3,)
     assert verify(tmp_path).notes == []
 
 
@@ -186,7 +187,7 @@ def test_bad_arguments(tmp_path):
     it.step = -1
     with pytest.raises(ValueError, match="step: expected an int of at least 0, got -1"):
         it.replay.state_dict()
-    assert not (tmp_path / pins.NAME).exists()
+    assert not (tmp_path / series.PINS).exists()
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path):

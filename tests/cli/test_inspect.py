@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
 from engram.cli import main
-from engram.format import series, tables
-from engram.format.describe import _trajectories
-from engram.persist.trajectory_table import KINDS, count_kinds
-from tests.format import checkpoint_folders as made
+from engram.saved import attempts, description
+from engram.saved.description import KINDS
+from engram.saved.inspection import _trajectories
+from engram.saved.rows import count_kinds
+from tests.saved import checkpoint_folders as made
 
 
 def call(*arguments):
@@ -70,10 +71,10 @@ def test_a_dump(tmp_path):
 
 
 def test_a_series(tmp_path):
-    epoch = series.claim_epoch(tmp_path)
+    epoch = attempts.claim_epoch(tmp_path)
     parent = made.save(tmp_path, 10, epoch)
     folder = made.save(tmp_path, 20, epoch, parent=parent)
-    series.begin(tmp_path, step=30, epoch=epoch, world=2, trigger="t")
+    attempts.begin(tmp_path, step=30, epoch=epoch, world=2, trigger="t")
     described = found(tmp_path)
     assert (described["kind"], described["epoch"], described["latest"]) == ("series", 1, folder.name)
     assert [row["status"] for row in described["checkpoints"]] == [
@@ -88,12 +89,12 @@ def test_a_series(tmp_path):
     assert report["good"]
     assert "undecided" in report["notes"][0]["what"]
     assert call("verify", tmp_path).output.startswith("note: ")
-    alone = call("verify", tmp_path / str(series.names(tmp_path)[0]))
+    alone = call("verify", tmp_path / str(attempts.names(tmp_path)[0]))
     assert (alone.exit_code, alone.output.splitlines()[0].startswith("note: ")) == (0, True)
 
 
 def test_a_checkpoint_of_several_ranks(tmp_path):
-    folder = made.save(tmp_path, 10, series.claim_epoch(tmp_path), world=3)
+    folder = made.save(tmp_path, 10, attempts.claim_epoch(tmp_path), world=3)
     checkpoint = found(folder)
     assert (checkpoint["kind"], checkpoint["world"], len(checkpoint["shards"])) == ("checkpoint", 3, 3)
     for name in ("steps", "episodes", "bytes_logical", "complete", "open"):
@@ -106,7 +107,9 @@ def test_a_checkpoint_of_several_ranks(tmp_path):
 @pytest.mark.parametrize("crash", [False, True])
 def test_an_attempt_that_nobody_decided_on(tmp_path, crash):
     name = "crash1" if crash else None
-    folder = series.begin(tmp_path, step=20, epoch=series.claim_epoch(tmp_path), world=3, trigger="crash", attempt=name)
+    folder = attempts.begin(
+        tmp_path, step=20, epoch=attempts.claim_epoch(tmp_path), world=3, trigger="crash", attempt=name
+    )
     for rank in (0, 2):
         made.vote(folder, rank, 3)
     attempt = found(folder)
@@ -135,7 +138,7 @@ def test_an_attempt_that_nobody_decided_on(tmp_path, crash):
 
 def test_an_attempt_of_which_something_is_damaged_or_lost(tmp_path):
     """A vote that cannot be read is damage, and so is that nobody decided though all voted: a manifest was lost."""
-    folder = series.begin(tmp_path, step=20, epoch=series.claim_epoch(tmp_path), world=2, trigger="crash")
+    folder = attempts.begin(tmp_path, step=20, epoch=attempts.claim_epoch(tmp_path), world=2, trigger="crash")
     made.vote(folder, 0, 2)
     assert call("verify", folder).exit_code == 0
     made.vote(folder, 1, 2)
@@ -168,7 +171,7 @@ def test_kinds_of_trajectories_are_those_of_a_save(data, columns):
             at[column] = first + columns * (steps + data.draw(st.integers(0, 1)))
             runs.append((lane, first, first + columns * steps, 5, data.draw(st.integers(0, 15))))
     runs.sort()
-    said = _trajectories(itertools.starmap(tables.Trajectory, runs), columns)
+    said = _trajectories(itertools.starmap(description.Trajectory, runs), columns)
     table = np.array(runs, np.int64).reshape(-1, 5)
     counts = count_kinds(table, columns)
     assert {kind: said[kind] for kind in KINDS} == {kind: counts[kind]["episodes"] for kind in KINDS}
@@ -181,11 +184,11 @@ def test_kinds_of_trajectories_are_those_of_a_save(data, columns):
 
 
 def test_an_attempt_that_was_aborted(tmp_path):
-    epoch = series.claim_epoch(tmp_path)
-    folder = series.begin(tmp_path, step=30, epoch=epoch, world=3, trigger="poll")
+    epoch = attempts.claim_epoch(tmp_path)
+    folder = attempts.begin(tmp_path, step=30, epoch=epoch, world=3, trigger="poll")
     made.vote(folder, 0, 3)
-    series.refuse(folder, 1, "OSError: No space left on device")
-    series.decide(folder, epoch)
+    attempts.refuse(folder, 1, "OSError: No space left on device")
+    attempts.decide(folder, epoch)
     attempt = found(folder)
     assert (attempt["status"], attempt["step"], attempt["world"]) == ("aborted", 30, 3)
     assert attempt["reasons"] == ["rank 1: OSError: No space left on device"]
@@ -200,13 +203,13 @@ def test_an_attempt_that_was_aborted(tmp_path):
 
 
 def test_a_root_with_many_attempts(tmp_path):
-    epoch = series.claim_epoch(tmp_path)
+    epoch = attempts.claim_epoch(tmp_path)
     for step in range(30):
-        folder = series.begin(tmp_path, step=step, epoch=epoch, world=2, trigger="poll")
+        folder = attempts.begin(tmp_path, step=step, epoch=epoch, world=2, trigger="poll")
         for rank in range(step % 3):
             made.vote(folder, rank, 2)
         if step % 2:
-            series.decide(folder, epoch, give_up="too late")
+            attempts.decide(folder, epoch, give_up="too late")
     report = json.loads(call("verify", tmp_path, "--json").output)
     assert report["good"]
     notes = "\n".join(map(str, report["notes"]))
@@ -219,17 +222,17 @@ def test_a_root_with_many_attempts(tmp_path):
 
 def many_attempts(root):
     """A series of what there can be; its newest complete one."""
-    epoch = series.claim_epoch(root)
+    epoch = attempts.claim_epoch(root)
     parent = made.save(root, 10, epoch)
     folder = made.save(root, 20, epoch, parent=parent)
-    series.begin(root, step=30, epoch=epoch, world=2, trigger="poll")
-    left = series.begin(root, step=40, epoch=epoch, world=3, trigger="crash", attempt="crash1")
+    attempts.begin(root, step=30, epoch=epoch, world=2, trigger="poll")
+    left = attempts.begin(root, step=40, epoch=epoch, world=3, trigger="crash", attempt="crash1")
     for rank in (0, 2):
         made.vote(left, rank, 3)
-    refused = series.begin(root, step=50, epoch=epoch, world=3, trigger="poll")
+    refused = attempts.begin(root, step=50, epoch=epoch, world=3, trigger="poll")
     made.vote(refused, 0, 3)
-    series.refuse(refused, 1, "OSError: No space left on device")
-    series.decide(refused, epoch)
+    attempts.refuse(refused, 1, "OSError: No space left on device")
+    attempts.decide(refused, epoch)
     return folder, left, refused
 
 
@@ -239,7 +242,7 @@ def test_a_series_has_a_line_for_each_where_there_is_place(tmp_path, columns):
     output = CliRunner().invoke(main, ["inspect", str(tmp_path)], env={"COLUMNS": columns}).output
     lines = output.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("checkpoint "))
-    names = [str(name) for name in series.names(tmp_path)]
+    names = [str(name) for name in attempts.names(tmp_path)]
     assert [line.split()[0] for line in lines[begin + 1 :]] == names
     assert lines[begin].split() == ["checkpoint", "ranks", "steps", "episodes", "bytes", "linked", "age"]
     said = {line.split()[0]: line[len(names[-1]) :].strip() for line in lines[begin + 1 :]}
@@ -297,13 +300,13 @@ def test_what_is_left_of_an_attempt(tmp_path):
 
 
 def test_an_attempt_with_a_vote_against_or_with_none(tmp_path):
-    epoch = series.claim_epoch(tmp_path)
-    folder = series.begin(tmp_path, step=1, epoch=epoch, world=40, trigger="poll")
+    epoch = attempts.claim_epoch(tmp_path)
+    folder = attempts.begin(tmp_path, step=1, epoch=epoch, world=40, trigger="poll")
     output = call("inspect", folder).output
     ranks = ", ".join(map(str, range(16)))
     assert f"Missing: ranks {ranks} and 24 more; dead, or still writing." in output
     assert "allow_partial" not in output
-    series.refuse(folder, 3, "OSError: \x1b[2Jno\nspace")
+    attempts.refuse(folder, 3, "OSError: \x1b[2Jno\nspace")
     output = call("inspect", folder).output
     assert "This is no checkpoint: rank 3 voted against it." in output
     assert r"\x1b[2Jno\nspace" in output, "it does not move the cursor"

@@ -19,7 +19,8 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.cli import main
-from engram.format import layout, series
+from engram.format import layout
+from engram.saved import attempts
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def make_folders(place):
     rb.dumps(place / "dump_of_a_list")
     rb.close()
     ReplayBuffer(storage=LazyMemmapStorage(100_000, scratch_dir=place / "few")).add({"x": torch.zeros(())})
-    series.begin(place / "lists", step=30, epoch=1, world=3, trigger="every_steps")
+    attempts.begin(place / "lists", step=30, epoch=1, world=3, trigger="every_steps")
     shutil.copytree(place / "one", place / "no_schema")
     (place / "no_schema" / layout.FOLDER / layout.STORE).write_bytes(b"{}")
     shutil.copytree(place / "one", place / "short")

@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from engram.cli import main
-from engram.format import series
-from engram.format.verify import verify
-from tests.format.checkpoint_folders import tree
-from tests.format.test_damage import flip
+from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, layout, play, steps_of
+from tests.saved.checkpoint_folders import tree
+from tests.saved.test_damage import flip
 from tests.twins import contents
 
 
@@ -108,7 +108,7 @@ def test_mistakes(saved):
     said = call(root / "source", root / "target", "--ranks", 1, "--lanes", 1, "--max-drop-fraction", "0.01")
     assert said.exit_code == 1
     assert "--open keep (or truncate) keeps those without a last step" in said.output
-    path = series.latest(root / "source")[0]
+    path = Series(root / "source").latest()[0]
     shard = path / "rank-00001-of-00003" / "shard.json"
     shard.chmod(0o600)
     shard.write_text(json.dumps({}))
@@ -134,7 +134,7 @@ def test_a_dump_with_priorities_is_refused_with_the_way_to_it(tmp_path, dry):
 def test_what_would_fail_later_is_said_before_the_plan(saved, dry):
     """A ticket, a priority, a sampler's state and a row of any shard."""
     root, _ = saved
-    path = series.latest(root / "source")[0]
+    path = Series(root / "source").latest()[0]
     for name in (
         "rank-00001-of-00003/storage/.engram/000.bin",
         "rank-00002-of-00003/storage/.engram/tickets.bin",
@@ -156,7 +156,7 @@ def test_what_would_fail_later_is_said_before_the_plan(saved, dry):
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_the_folder_of_the_source_is_no_target(saved, dry):
     root, _ = saved
-    path = series.latest(root / "source")[0]
+    path = Series(root / "source").latest()[0]
     (root / "link").symlink_to("source")
     before = tree(root)
     for source, target in (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import engram
 from engram import Checkpointer, LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from engram.cli import main
-from engram.format.histograms import BARS, histogram
+from engram.saved.inspection import BARS, histogram
 
 #: The module, which is called as the command is.
 doctor = importlib.import_module("engram.cli.doctor")
@@ -226,7 +226,7 @@ def test_a_plan_of_a_device():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--field", "obs=uint8", "--device", "cpu"], "--device: expected a device with memory of its own"),
+        (["--field", "obs=uint8", "--device", "cpu"], "--device: expected an accelerator such as 'cuda'"),
         (["--field", "obs=uint8", "--device", "gpu"], "--device: expected a device or its name, got 'gpu'"),
         ([], "expected a SAMPLE or --field"),
         (["--field", "obs"], "expected NAME=DTYPE[SHAPE]"),

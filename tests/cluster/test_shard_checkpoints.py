@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engram import Checkpointer, LazyMemmapStorage, PrioritizedSampler, RankFailed, Ranks, ReplayBuffer, RestoreReport
-from engram.format.checkpoints import Checkpoint
+from engram.saved.checkpoints import Checkpoint
 from tests import stress
 from tests.cluster.on_nodes import AWAY, HERE, made, rows
 from tests.ranks.jobs import episode, steps_of, whos

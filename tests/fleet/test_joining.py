@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engram.remote.fleet import finding
+from engram.remote.fleet import storage
 from engram.remote.fleet.members import Members
 from engram.remote.protocol import State
 
@@ -74,11 +74,11 @@ def test_an_address_whose_server_is_gone_again_is_asked_again(monkeypatch, recwa
     answers = SimpleNamespace(store="late")
     made = [Store("late", refuses=1), Store("late")]
     given = iter(made)
-    monkeypatch.setattr(finding, "_served_at", lambda access, address: answers)
-    monkeypatch.setattr(finding, "check_stores", lambda served, full: None)
-    monkeypatch.setattr(finding, "Connection", lambda access: None)
-    monkeypatch.setattr(finding, "RemoteStorage", lambda connection: next(given))
-    silent = finding.Silent(SimpleNamespace(full=None, _replace=lambda **_: None), ["there"])
+    monkeypatch.setattr(storage, "_served_at", lambda access, address: answers)
+    monkeypatch.setattr(storage, "check_stores", lambda served, full: None)
+    monkeypatch.setattr(storage, "Connection", lambda access: None)
+    monkeypatch.setattr(storage, "RemoteStorage", lambda connection: next(given))
+    silent = storage.Silent(SimpleNamespace(full=None, _replace=lambda **_: None), ["there"])
     first = Store("first")
     assert list(silent.find([first])) == []
     assert silent.left()

@@ -7,7 +7,8 @@ import stat
 import pytest
 
 from engram.errors import CorruptStore
-from engram.format import disk, files
+from engram.format import files
+from engram.saved import disk
 
 ZERO = b"\0"
 

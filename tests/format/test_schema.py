@@ -7,11 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engram.errors import CorruptStore, IncompatibleStore
-from engram.format.description import PartField
 from engram.format.schema import (
     DTYPES,
     Field,
     Node,
+    PartField,
     Schema,
     decode,
     differences,

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram.format import strict
+from engram.saved import documents
 from tests.fresh import run
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -16,9 +17,9 @@ values = st.recursive(
 
 @given(st.dictionaries(texts, values, max_size=4))
 def test_parse_undoes_encode(value):
-    raw = strict.encode(value)
+    raw = documents.encode(value)
     assert repr(strict.parse(raw)) == repr(dict_in_order(value))
-    assert strict.encode(strict.parse(raw)) == raw
+    assert documents.encode(strict.parse(raw)) == raw
 
 
 def dict_in_order(value):
@@ -29,11 +30,11 @@ def dict_in_order(value):
 
 def test_digits_in_a_text_cost_nothing(monkeypatch):
     """A sum of hexadecimal digits may have nineteen decimal ones in a row; a number of as many is looked at."""
-    monkeypatch.setattr(strict, "_plain", lambda *_: pytest.fail("looked at entry by entry"))
+    monkeypatch.setattr(documents, "plain", lambda *_: pytest.fail("looked at entry by entry"))
     value = {"sum": "1" * 64}
-    assert strict.parse(strict.encode(value)) == value
+    assert strict.parse(documents.encode(value)) == value
     with pytest.raises(pytest.fail.Exception):
-        strict.encode({"sum": 10**18})
+        documents.encode({"sum": 10**18})
 
 
 @given(st.binary(max_size=60))
@@ -42,7 +43,7 @@ def test_any_bytes(raw):
         tree = strict.parse(raw)
     except ValueError:
         return
-    assert strict.parse(strict.encode({"a": tree})) == {"a": tree}
+    assert strict.parse(documents.encode({"a": tree})) == {"a": tree}
 
 
 @pytest.mark.parametrize(
@@ -61,16 +62,16 @@ def test_any_bytes(raw):
 )
 def test_what_is_not_written(value, kind, says):
     with pytest.raises(kind, match=says):
-        strict.encode(value)
+        documents.encode(value)
 
 
 def test_the_depth_that_is_written_is_the_depth_that_is_read():
     value = {}
     for _ in range(strict.MAX_DEPTH - 1):
         value = {"a": value}
-    assert strict.parse(strict.encode(value)) == value
+    assert strict.parse(documents.encode(value)) == value
     with pytest.raises(ValueError, match="nested more than 16 deep"):
-        strict.encode({"a": value})
+        documents.encode({"a": value})
     with pytest.raises(ValueError, match=r"\$(\.a){16}: nested more than 16 deep"):
         strict.parse(b'{"a":' * 17 + b"1" + b"}" * 17)
 
@@ -79,7 +80,7 @@ class Inner(msgspec.Struct, frozen=True):
     x: int = 0
 
 
-class Some(strict.Document, frozen=True, kw_only=True):
+class Some(documents.Document, frozen=True, kw_only=True):
     inner: Inner
     many: tuple[Inner, ...] = ()
     named: dict[str, Inner] = {}
@@ -95,16 +96,16 @@ def test_entries_that_are_not_known(where, tmp_path):
         for key in where[:-1]:
             inner = inner[key]
         inner[where[-1]] = 5
-        return strict.encode(tree)
+        return documents.encode(tree)
 
-    with pytest.raises(strict.corrupt(tmp_path, "").__class__, match="an unknown entry 'new'"):
-        strict.decode(document([1, 0]), tmp_path, Some)
-    assert strict.decode(document([1, 1]), tmp_path, Some).inner.x == 1  # a newer engram knows what it is
+    with pytest.raises(documents.corrupt(tmp_path, "").__class__, match="an unknown entry 'new'"):
+        documents.decode(document([1, 0]), tmp_path, Some)
+    assert documents.decode(document([1, 1]), tmp_path, Some).inner.x == 1  # a newer engram knows what it is
 
 
 def test_free_entries_are_free(tmp_path):
-    raw = strict.encode(Some(inner=Inner(1), free={"a": {"b": 1}}))
-    assert strict.decode(raw, tmp_path, Some).free == {"a": {"b": 1}}
+    raw = documents.encode(Some(inner=Inner(1), free={"a": {"b": 1}}))
+    assert documents.decode(raw, tmp_path, Some).free == {"a": {"b": 1}}
 
 
 def test_threads_that_read_a_class_for_the_first_time():
@@ -112,7 +113,7 @@ def test_threads_that_read_a_class_for_the_first_time():
     out = run(
         """
         import sys, threading, msgspec
-        from engram.format import strict
+        from engram.saved import documents
         sys.setswitchinterval(1e-6)
 
         def at_once(work, threads=8):
@@ -133,13 +134,13 @@ def test_threads_that_read_a_class_for_the_first_time():
                 a: "int"
                 b: "list[dict[str, int]]"
 
-            class Some(strict.Document, frozen=True, kw_only=True):
+            class Some(documents.Document, frozen=True, kw_only=True):
                 inner: "Inner"
                 many: "list[Inner]" = []
                 format: str = "some"
 
             some = Some(inner=Inner(1, [{"a": 2}]))
-            assert at_once(lambda: strict.decode(strict.encode(some), "a file", Some) == some) == [True] * 8
+            assert at_once(lambda: documents.decode(documents.encode(some), "a file", Some) == some) == [True] * 8
         print("fine")
         """
     )

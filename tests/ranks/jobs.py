@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from engram import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.ranks import Ranks
-from engram.format import series
+from engram.saved import attempts
 from tests.ranks.processes import wait_for
 
 
@@ -133,7 +133,7 @@ def decides_when_voted(ck, ranks, timeout):
     real, joined = ck._job.protocol.decided, ck._job.protocol.joined
 
     def decided(folder, _):
-        wait_for(lambda: all(series.votes(folder)[rank].shard for rank in ranks))
+        wait_for(lambda: all(attempts.votes(folder)[rank].shard for rank in ranks))
         return real(folder, timeout)
 
     ck._job.protocol.decided = decided

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from engram import RankFailed, Ranks
-from engram.checkpoint.job import Job
-from engram.checkpoint.save import SaveAttempt
-from engram.format import series
+from engram.checkpoint.save import Job, SaveAttempt
+from engram.saved import attempts
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.waiting import Limit
 
@@ -30,7 +30,7 @@ def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_save_is_made(tmp
     assert said[0] == said[1]
     assert said[0][0].startswith(f"{rank}: {'TypeError' if wrong.get('user') == 5 else ''}")
     assert next(iter(wrong)) in said[0][0]
-    assert series.latest(tmp_path)[0].name == said[0][1]
+    assert Series(tmp_path).latest()[0].name == said[0][1]
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -40,7 +40,7 @@ def test_one_process_alone_raises_at_once_and_saves_again(tmp_path, wrong, wait)
     play(ck._job.buffer, 0, 0, [3])
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         ck.save(**({"step": 1} | wrong), wait=wait)
-    assert series.names(tmp_path) == []
+    assert attempts.names(tmp_path) == []
     saved = ck.save(2, wait=False)
     assert saved.wait(60).step == 2
 
@@ -84,7 +84,7 @@ def test_numbers_of_numpy_are_steps(tmp_path):
         return [*saved, ck.save(kind(11)).step]
 
     assert done(job(2, act)) == [[5, 10, 11]] * 2
-    assert [name.step for name in series.names(tmp_path)] == [11, 10, 5]
+    assert [name.step for name in attempts.names(tmp_path)] == [11, 10, 5]
 
 
 @pytest.mark.stress(sample=9)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engram.format import series
+from engram.saved import attempts
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 
 
@@ -15,7 +16,7 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
         ck = checkpointer(tmp_path, rb, ranks, keep=1)
         names = [ck.save(1).name]
         ranks.gather(b"", 60.0)  # rank 0 has tidied
-        monkeypatch.setattr(series, what, fails) if rank == 0 else None
+        monkeypatch.setattr(Series, what, fails) if rank == 0 else None
         ranks.gather(b"", 60.0)
         names.append(ck.save(2).name)
         ranks.gather(b"", 60.0)
@@ -30,10 +31,10 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
     assert first == second
     assert caplog.text.count(f"{first[1]} is there; LATEST and old ones stay as they are") == 1
     assert (tmp_path / "LATEST").read_text().strip() == first[2]
-    assert list(map(str, series.names(tmp_path))) == first[2:]
+    assert list(map(str, attempts.names(tmp_path))) == first[2:]
 
 
-def open_no_decided_one(known, folder, manifest=None, *, real=series.Known.open):
+def open_no_decided_one(known, folder, manifest=None, *, real=Series.open):
     if manifest is None:
         raise OSError(24, "too many open files")
     return real(known, folder, manifest)
@@ -43,9 +44,9 @@ def test_a_report_that_cannot_be_made_is_a_warning_in_the_log(tmp_path, monkeypa
     ck = checkpointer(tmp_path, buffer(), None)
     play(ck._job.buffer, 0, 0, [3])
     with monkeypatch.context() as patch:
-        patch.setattr(series.Known, "open", open_no_decided_one)
+        patch.setattr(Series, "open", open_no_decided_one)
         report = ck.save(7)
-    assert (report.step, report.steps, report.name) == (7, 0, series.latest(tmp_path)[0].name)
+    assert (report.step, report.steps, report.name) == (7, 0, Series(tmp_path).latest()[0].name)
     assert "lacks figures: [Errno 24]" in caplog.text
     assert ck.save(8).steps == 3
 

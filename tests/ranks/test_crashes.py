@@ -7,7 +7,7 @@ import pytest
 
 from engram import Ranks
 from engram.checkpoint import watchdog as watch
-from engram.format import series
+from engram.saved import attempts
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.ranks.processes import wait_for
 
@@ -161,7 +161,7 @@ def test_a_rank_that_exits_without_an_error_leaves(tmp_path, quick, code, later)
 
     took = inside(tmp_path, quick, act)
     assert all(1.4 < it < 50 for it in took)
-    assert series.names(tmp_path) == []
+    assert attempts.names(tmp_path) == []
 
 
 def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
@@ -180,8 +180,8 @@ def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
         return quick.monotonic() - started
 
     assert 0.9 < done(job(2, body))[0] < 50
-    (name,) = series.names(tmp_path)
-    assert [vote.shard is not None for vote in series.votes(tmp_path / str(name))] == [True, False]
+    (name,) = attempts.names(tmp_path)
+    assert [vote.shard is not None for vote in attempts.votes(tmp_path / str(name))] == [True, False]
 
 
 def test_nobody_waits_for_ever_for_others_to_leave(tmp_path, quick, caplog):
@@ -197,4 +197,4 @@ def test_nobody_waits_for_ever_for_others_to_leave(tmp_path, quick, caplog):
     assert [it.message for it in caplog.records if it.levelname == "ERROR"] == [
         "rank 0 left guard() without ranks [1], 1 s after its end"
     ]
-    assert series.names(tmp_path) == []
+    assert attempts.names(tmp_path) == []

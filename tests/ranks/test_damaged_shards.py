@@ -3,10 +3,10 @@
 import pytest
 
 from engram import CorruptCheckpoint, RankFailed
-from engram.format.part_reader import PartReader
-from tests.format.checkpoint_folders import tree
-from tests.format.test_damage import flip
+from engram.saved.part_reader import PartReader
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of
+from tests.saved.checkpoint_folders import tree
+from tests.saved.test_damage import flip
 from tests.twins import contents
 
 SAVED_BY = 3

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from engram import RankFailed
-from engram.format import disk
+from engram.saved import disk
 from tests import stress
-from tests.format.checkpoint_folders import tree
 from tests.processes import running
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
 from tests.ranks.processes import answer, join, only_for_the_dead, run, start, stopped, wait_for
+from tests.saved.checkpoint_folders import tree
 
 #: What all ranks do one after the other; each hears of the others before it goes on.
 PHASES = ("finding", "opening", "planning", "checking", "loading")

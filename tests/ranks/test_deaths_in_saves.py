@@ -8,7 +8,8 @@ import warnings
 import pytest
 
 from engram import RankFailed
-from engram.format import series
+from engram.saved import attempts
+from engram.saved.series import Series
 from tests import stress
 from tests.processes import running
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, steps_of, whos
@@ -25,9 +26,9 @@ def ends(ck, phase, end):
     place, name = {
         "begin": (ck._job.protocol, "begin"),
         "write": (ck._job, "write_parts"),
-        "vote": (series, "accept"),
+        "vote": (attempts, "accept"),
         "decide": (ck._job.protocol, "decided"),
-        "retire": (series, "retire"),
+        "retire": (ck._job.series, "retire"),
     }[phase]
     real = getattr(place, name)
 
@@ -80,7 +81,7 @@ def restored(ranks, _, root, step):
 def check_next_job(root, step):
     results = done(job(2, restored, root, step))
     assert [who for who, _ in results] == [whos(steps_of(filled(rank))) for rank in range(2)]
-    assert {name for _, name in results} == {series.latest(root)[0].name}
+    assert {name for _, name in results} == {Series(root).latest()[0].name}
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
     assert codes[victim] == -signal.SIGKILL
     assert said[victim] is None
     other = said[1 - victim]
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     if phase in ("decide", "retire"):  # all have voted
         assert other["said"] == path.name != other["first"]
     else:
@@ -131,7 +132,7 @@ def test_all_are_killed_after_they_voted(tmp_path):
     with warnings.catch_warnings(action="error"):  # that nobody came to write LATEST, too, is nothing to warn of
         results = done(job(2, restored, root, 3))
     assert [who for who, _ in results] == [whos(steps_of(filled(rank))) for rank in range(2)]
-    names = [name.step for name in series.names(root) if series.look(root / str(name)) is None]
+    names = [name.step for name in attempts.names(root) if Series(root).look(name) is None]
     assert names == [3, 2, 1]
 
 
@@ -149,7 +150,7 @@ def is_stopped(ranks, rank, folder, victim, phase, timeout):
     said, took = heard(lambda: ck.save(2))
     (folder / f"said-{rank}").touch()
     ranks.gather(b"", 60.0)
-    latest = series.latest(folder / "root")[0].name
+    latest = Series(folder / "root").latest()[0].name
     patient()
     ranks.gather(b"", 60.0)
     again, _ = heard(lambda: ck.save(3))
@@ -173,7 +174,7 @@ def test_stopped_for_longer_than_others_wait(tmp_path, victim, phase):
     assert join(every) == [0, 0]
     stuck, other = answer(folder, victim), answer(folder, 1 - victim)
     assert stuck["latest"] == other["latest"]
-    assert stuck["again"] == other["again"] == series.latest(folder / "root")[0].name
+    assert stuck["again"] == other["again"] == Series(folder / "root").latest()[0].name
     assert other["took"] < 50
     if phase == "decide":
         assert stuck["said"] == other["said"] == other["latest"] != other["first"]
@@ -222,4 +223,4 @@ def test_rank_0_is_stopped_and_the_store_with_it(tmp_path):
     assert all("rank 0, which holds the store of this job, did not answer for 1 s" in said for said, _ in other)
     assert all(took < 50 for _, took in other)
     assert "no vote of ranks [1]" in stuck[0][0]
-    assert series.latest(folder / "root")[0].name == first
+    assert Series(folder / "root").latest()[0].name == first

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from engram import RankFailed
-from engram.format import series
-from tests.format.checkpoint_folders import tree
+from engram.saved.series import Series
 from tests.ranks import processes
 from tests.ranks.jobs import buffer, checkpointer, episode, steps_of, whos
 from tests.ranks.networks import enter_mounts, own_mounts
 from tests.ranks.processes import answer, join, meet, run, wait_for
+from tests.saved.checkpoint_folders import tree
 
 #: Bytes that a file, or a disk, has room for; a row needs 4 KiB.
 ROOM = 1 << 20
@@ -64,7 +64,7 @@ def save_some(ranks, rank, folder, root, limit):
             except RankFailed as error:
                 said.append(str(error))
     ranks.gather(b"", 60.0)
-    kept = series.latest(root)[0] == first and tree(first) == before
+    kept = Series(root).latest()[0] == first and tree(first) == before
     left = {str(path.relative_to(path.parents[1])) for path in root.glob("ckpt-000000000002-*/rank-*/*")}
     ranks.gather(b"", 60.0)  # the next one is of the same step
     rb = buffer(1, 512)
@@ -77,7 +77,7 @@ def save_some(ranks, rank, folder, root, limit):
         "said": said,
         "kept": kept,
         "left": sorted(left),
-        "again": series.latest(root)[0] == again,
+        "again": Series(root).latest()[0] == again,
         "same": whos(steps_of(other)) == whos(steps_of(rb)),
     }
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.checkpoint.job import Job
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
-from engram.reshard import driver, scatter
+from engram.checkpoint.save import Job
+from engram.reshard import driver, plan, scatter
+from engram.reshard.plan import plan_by_trajectory
+from engram.saved import attempts
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, job, layout, play, steps_of, whos
 
 
@@ -50,7 +52,7 @@ def restore_all(root, n, **more):
 
 def every_rank_is_saved(root):
     saved = save_all(root, asked=True)
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     assert path is not None
     with Checkpoint(path) as checkpoint:
         assert checkpoint.manifest.world == 3
@@ -63,15 +65,15 @@ def test_a_requested_checkpoint_has_every_rank(tmp_path):
 
 
 def test_a_mutant_that_saves_rank_0_only_is_found(tmp_path):
-    real = series.begin
+    real = attempts.begin
 
     def poll(self, step, **_):
         return self.save(step, wait=False) if self._job.ranks.rank == 0 else None
 
     with (
         mock.patch.object(Checkpointer, "poll", poll),
-        mock.patch.object(series, "begin", lambda root, **more: real(root, **{**more, "world": 1})),
-        mock.patch("engram.checkpoint.job.rank_folder", lambda rank, _: f"rank-{rank:05d}-of-00001"),
+        mock.patch.object(attempts, "begin", lambda root, **more: real(root, **{**more, "world": 1})),
+        mock.patch("engram.checkpoint.save.rank_folder", lambda rank, _: f"rank-{rank:05d}-of-00001"),
         pytest.raises(AssertionError),
     ):
         every_rank_is_saved(tmp_path)
@@ -97,12 +99,12 @@ def every_rank_is_saved_after_a_crash(root, grace=50.0):
         thread = threading.Thread(target=lambda: results.extend(job(3, act)), daemon=True)
         thread.start()
         for _ in range(int(grace * 40)):
-            if series.latest(root)[0] is not None:
+            if Series(root).latest()[0] is not None:
                 break
             time.sleep(0.05)
     thread.join(100)
     assert isinstance(results[1], ZeroDivisionError)
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     assert path is not None
     with Checkpoint(path) as checkpoint:
         assert (checkpoint.manifest.world, checkpoint.manifest.trigger) == (3, "crash")
@@ -222,13 +224,13 @@ def test_dropped_episodes_and_steps_are_counted(tmp_path, caplog):
 
 
 def test_a_mutant_that_drops_without_a_count_is_found(tmp_path, caplog):
-    real = driver.plan_by_trajectory
+    real = plan_by_trajectory
 
     def silent(*args):
         plan = real(*args)
         return plan._replace(drops=plan.drops * 0)
 
-    with mock.patch.object(driver, "plan_by_trajectory", silent):
+    with mock.patch.object(plan, "plan_by_trajectory", silent):
         with pytest.raises(RuntimeError, match="a bug of engram"):  # who saves and loads would hear of it, too
             what_is_dropped_is_counted(tmp_path / "checked", caplog)
         with mock.patch.object(driver.Reshard, "check_counts"), pytest.raises(AssertionError):

@@ -1,7 +1,7 @@
 """What makes a job's checkpoints right, left out piece by piece: the oracles must notice.
 
-Others are beside what they test: fsync of folders and files (tests/format/test_crashes.py); sums, digests and sizes of a folder
-(tests/format/test_damage.py); the rewriting of ``env_id``, priorities, counts and who is saved (tests/ranks/test_mutants.py).
+Others are beside what they test: fsync of folders and files (tests/saved/test_crashes.py); sums, digests and sizes of a folder
+(tests/saved/test_damage.py); the rewriting of ``env_id``, priorities, counts and who is saved (tests/ranks/test_mutants.py).
 """
 
 import os
@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDictReplayBuffer
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
-from engram.persist import parts
-from engram.reshard import driver, plan, scatter
-from engram.reshard.driver import plan_by_trajectory
-from tests.format.checkpoint_folders import tree
-from tests.format.system_calls import settled
+from engram.reshard import plan, scatter
+from engram.reshard.plan import plan_by_trajectory
+from engram.saved import attempts, checkpoints, parts
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, done, episode, job, layout, play, steps_of, whos
 from tests.ranks.jobs import checkpointer as checkpointer_of
+from tests.saved.checkpoint_folders import tree
+from tests.saved.system_calls import settled
 
 
 def save(ranks, rank, root, step=1, **more):
@@ -81,7 +81,7 @@ def trajectories_stay_apart(root, roles):
 
 def without_gaps(*args):
     made = plan_by_trajectory(*args)
-    return made._replace(position=driver._positions(made.rank, made.lane, made.steps), gap=np.zeros_like(made.gap))
+    return made._replace(position=plan._positions(made.rank, made.lane, made.steps), gap=np.zeros_like(made.gap))
 
 
 @pytest.mark.parametrize("roles", [ONLY_ENDS, ONLY_NUMBERS], ids=["ends", "numbers"])
@@ -90,7 +90,7 @@ def test_trajectories_of_the_target_stay_apart(tmp_path, roles):
 
 
 def test_a_mutant_that_leaves_nothing_between_open_ones_is_found(tmp_path):
-    with mock.patch.object(driver, "plan_by_trajectory", without_gaps), pytest.raises(AssertionError, match="of two"):
+    with mock.patch.object(plan, "plan_by_trajectory", without_gaps), pytest.raises(AssertionError, match="of two"):
         trajectories_stay_apart(tmp_path, ONLY_ENDS)
 
 
@@ -164,7 +164,7 @@ def test_a_mutant_that_keeps_an_error_to_itself_is_found(tmp_path, mutant):
 def nobody_loads_by_another_plan(root):
     """Rank 1 deals out otherwise: it has another version, or sees other files."""
     done(job(3, save, root))
-    others, real = set(), driver.plan_by_trajectory
+    others, real = set(), plan.plan_by_trajectory
 
     def planned(*args):
         made = real(*args)
@@ -180,7 +180,7 @@ def nobody_loads_by_another_plan(root):
             checkpointer_of(root, rb, ranks).restore()
         assert steps_of(rb) == before
 
-    with mock.patch.object(driver, "plan_by_trajectory", planned):
+    with mock.patch.object(plan, "plan_by_trajectory", planned):
         results = job(2, act)
     assert results == [None, None]
 
@@ -196,7 +196,7 @@ def test_a_mutant_that_compares_no_plans_is_found(tmp_path):
 
 def a_shard_that_lost_a_byte_is_not_committed(root):
     first = done(job(2, save, root))[0][0].path
-    real = series.sync_parts
+    real = checkpoints.sync_parts
 
     def sync_parts(folder, shard):  # the last step before the vote
         real(folder, shard)
@@ -205,11 +205,11 @@ def a_shard_that_lost_a_byte_is_not_committed(root):
             path.chmod(0o600)
             os.truncate(path, path.stat().st_size - 1)
 
-    with mock.patch.object(series, "sync_parts", sync_parts):
+    with mock.patch.object(attempts, "sync_parts", sync_parts):
         results = job(2, save, root, 2)
     assert [type(result) for result in results] == [RankFailed, RankFailed]
     assert all("rank-00001-of-00002" in str(result) for result in results)
-    assert series.latest(root)[0] == first
+    assert Series(root).latest()[0] == first
 
 
 def test_a_shard_that_lost_a_byte_is_not_committed(tmp_path):
@@ -217,7 +217,7 @@ def test_a_shard_that_lost_a_byte_is_not_committed(tmp_path):
 
 
 def test_a_mutant_that_compares_no_sizes_is_found(tmp_path):
-    with mock.patch.object(series, "_unfit", return_value=[]), pytest.raises(AssertionError):
+    with mock.patch.object(attempts, "_unfit", return_value=[]), pytest.raises(AssertionError):
         a_shard_that_lost_a_byte_is_not_committed(tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_a_job_that_was_replaced_leaves_all_as_it_is(tmp_path):
 
 
 def test_a_mutant_that_knows_of_no_later_job_is_found(tmp_path):
-    with mock.patch.object(series, "_check_epoch", return_value=None), pytest.raises(AssertionError):
+    with mock.patch.object(attempts, "check_epoch", return_value=None), pytest.raises(AssertionError):
         a_job_that_was_replaced_leaves_all_as_it_is(tmp_path)
 
 

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from engram import RankFailed, Ranks
-from engram.format import series
-from tests.format.checkpoint_folders import tree
+from engram.saved.series import Series
 from tests.ranks.jobs import buffer, checkpointer, decides_when_voted, filled, steps_of, whos
 from tests.ranks.networks import Switch, own_network
 from tests.ranks.processes import answer, join, only_for_the_dead, spawn, tell, wait_for
+from tests.saved.checkpoint_folders import tree
 from tests.waiting import Limit
 
 
@@ -142,7 +142,7 @@ def test_a_cable_is_pulled_amid_a_restore(tmp_path, switch):
                 said,
             )
             assert took < 50, said
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     assert path.name == name
     assert {file: it for file, it in tree(root).items() if file in files and "/" in file} == {
         file: it for file, it in files.items() if "/" in file
@@ -173,7 +173,7 @@ def test_a_cable_is_pulled_amid_a_save_that_nobody_needs_any_more(tmp_path, swit
     switch.pull(1)
     (folder / "pulled").touch()
     assert join(every) == [0] * 3
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     for rank in range(3):
         said = answer(folder, rank)
         assert said["name"] == path.name
@@ -194,7 +194,7 @@ def watched(ranks, rank, folder, root):
             (folder / f"there-{rank}").touch()
             limit = Limit(60)
             while limit.left_s() > 0:
-                if series.latest(root)[0] is not None:
+                if Series(root).latest()[0] is not None:
                     raise ConnectionError("the network is gone")
                 time.sleep(0.1)
     except ConnectionError:
@@ -211,5 +211,5 @@ def test_a_cable_is_pulled_while_a_watch_is_kept(tmp_path, switch):
     switch.pull(1)
     assert join(every) == [0] * 3
     assert [answer(folder, rank) for rank in range(3)] == [{"over": True}] * 3
-    path, _ = series.latest(root)
+    path, _ = Series(root).latest()
     assert path.name.endswith("crash1")

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from engram import RankFailed
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.series import Series
 from tests import fresh, interpreter
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import answer, join, meet, only_for_the_dead, run, start, wait_for
@@ -210,7 +210,7 @@ def test_a_rank_fails_while_others_wait_in_a_collective(tmp_path, how):
     assert codes[1] == (1 if how == "raises" else 23)
     if how == "raises":
         assert answer(folder, 1)["error"] == "ZeroDivisionError: the original error"
-    path, _ = series.latest(folder / "root")
+    path, _ = Series(folder / "root").latest()
     assert path is not None
     assert path.name.endswith("crash1")
     with Checkpoint(path) as checkpoint:
@@ -269,13 +269,13 @@ def test_sigterm_with_the_main_thread_stuck_in_c(tmp_path):
     every = start(2, stuck, folder)
     wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in range(2)))
     os.kill(every[1].pid, signal.SIGTERM)
-    wait_for(lambda: series.latest(folder / "root")[0] is not None)
+    wait_for(lambda: Series(folder / "root").latest()[0] is not None)
     every[1].join(60)
     assert every[1].exitcode == 143
     os.kill(every[0].pid, signal.SIGTERM)
     every[0].join(60)
     assert every[0].exitcode == -signal.SIGTERM
-    with Checkpoint(series.latest(folder / "root")[0]) as checkpoint:
+    with Checkpoint(Series(folder / "root").latest()[0]) as checkpoint:
         assert checkpoint.manifest.world == 2
 
 
@@ -317,7 +317,7 @@ def test_fifty_saves_in_a_row_beside_the_collectives_of_a_training(tmp_path):
     assert said[0]["gradient"] == said[1]["gradient"] == sum(4 * 2 * step for step in range(1, 51))
     assert min(it["beside"] for it in said) >= 50, "a save that did not go on beside a collective"
     root = tmp_path / "job" / "root"
-    path, problems = series.latest(root)
+    path, problems = Series(root).latest()
     assert (path.name, problems) == (said[0]["last"], [])
     expected = done(job(2, lambda ranks, _: restored(ranks, root, incomplete={"headless": "keep"})))
     assert sum(map(len, expected)) == said[0]["rows"]
@@ -335,7 +335,7 @@ def fails_then_loads(n, rank, folder):
     ranks = Ranks.from_torch(timeout=60.0)
     rb = buffer(2, 128)
     ck = checkpointer(folder / "root", rb, ranks, poll_every=1)
-    first = series.latest(folder / "root")[0] is None
+    first = Series(folder / "root").latest()[0] is None
     if not first:
         ck.restore()
     found = sorted(whos(steps_of(rb))) if not first else []
@@ -376,14 +376,14 @@ def test_a_launcher_starts_fewer_after_a_failure(tmp_path):
     code, said = launched(2, tmp_path)
     assert code == 1
     assert "ZeroDivisionError: the original error" in said, said
-    path, _ = series.latest(tmp_path / "root")
+    path, _ = Series(tmp_path / "root").latest()
     assert path.name.endswith("crash1")
     code, said = launched(1, tmp_path)
     assert code == 0, said
     found = json.loads((tmp_path / "found-1-0.json").read_text())
     assert len(found) == 2 * 3 * 4
     assert {who // 100_000_000 for who in found} == {20, 21}
-    path, _ = series.latest(tmp_path / "root")
+    path, _ = Series(tmp_path / "root").latest()
     assert path.name.startswith("ckpt-000000000010-")
 
 
@@ -472,7 +472,7 @@ def test_two_jobs_at_one_root(tmp_path):
     (tmp_path / "one" / "go").touch()
     join(every)
     assert all("later incarnation" in answer(tmp_path / "one", rank)["error"] for rank in range(2))
-    assert series.latest(root)[0].name == names[0]
+    assert Series(root).latest()[0].name == names[0]
 
 
 def closes(ranks, rank, folder):

@@ -9,12 +9,13 @@ import time
 import pytest
 
 from engram import RankFailed
-from engram.format import series
+from engram.saved import attempts
+from engram.saved.series import Series
 from tests import stress
-from tests.format import checkpoint_folders as made
 from tests.ranks import processes
 from tests.ranks.jobs import buffer, checkpointer, decides_when_voted, done, job, play, steps_of, whos
 from tests.ranks.processes import join, wait_for
+from tests.saved import checkpoint_folders as made
 
 ROUNDS = stress.size(12, 500)
 
@@ -29,19 +30,19 @@ def decides(rank, n, folder, root, usual):
     """
     said = []
     for step in range(ROUNDS):
-        attempt = root / str(series.Name(step, 1, f"{step:08x}"))
+        attempt = root / str(attempts.Name(step, 1, f"{step:08x}"))
         (folder / f"{step}-{rank}").touch()
         while not all((folder / f"{step}-{other}").exists() for other in range(n)):
             time.sleep(0.0002)
         if rank == 3:
             time.sleep(usual * 6 * step / ROUNDS)
-        while (rank, step) in ((0, 0), (3, ROUNDS - 1)) and series.decision(attempt) is None:
+        while (rank, step) in ((0, 0), (3, ROUNDS - 1)) and attempts.decision(attempt) is None:
             time.sleep(0.0002)
         if rank == 0:
             made.vote(attempt, 1, 2)
         made_of_it = None
         while made_of_it is None:
-            made_of_it = series.decide(attempt, 1, give_up="at last" if rank == 3 else None)
+            made_of_it = attempts.decide(attempt, 1, give_up="at last" if rank == 3 else None)
         said.append([made_of_it.status, list(made_of_it.reasons)])
     (folder / f"answer-{rank}.json").write_text(json.dumps(said))
 
@@ -51,10 +52,10 @@ def test_processes_that_commit_and_one_that_gives_up(tmp_path):
     folder, root = tmp_path / "job", tmp_path / "root"
     folder.mkdir()
     root.mkdir()
-    assert series.claim_epoch(root) == 1
+    assert attempts.claim_epoch(root) == 1
     took = []
     for step in range(ROUNDS):
-        begun = series.begin(root, step=step, epoch=1, world=2, trigger="t", attempt=f"{step:08x}")
+        begun = attempts.begin(root, step=step, epoch=1, world=2, trigger="t", attempt=f"{step:08x}")
         started = time.monotonic()
         made.vote(begun, 0, 2)
         took.append(time.monotonic() - started)
@@ -62,9 +63,9 @@ def test_processes_that_commit_and_one_that_gives_up(tmp_path):
     said = [processes.answer(folder, rank) for rank in range(4)]
     assert said[1:] == said[:1] * 3
     for step, (status, reasons) in enumerate(said[0]):
-        attempt = root / str(series.Name(step, 1, f"{step:08x}"))
-        assert series.decision(attempt).status == status
-        assert (series.look(attempt) is None) == (status == "complete")
+        attempt = root / str(attempts.Name(step, 1, f"{step:08x}"))
+        assert attempts.decision(attempt).status == status
+        assert (Series(attempt.parent).look(attempt.name) is None) == (status == "complete")
         assert reasons == ([] if status == "complete" else ["at last: no vote of ranks [1]"])
     assert {status for status, _ in said[0]} == {"complete", "aborted"}
     assert not list(root.glob("*/*.tmp"))
@@ -153,7 +154,9 @@ def test_a_slow_rank_is_waited_for_and_one_that_is_too_slow_is_named(tmp_path):
 
         def slow(own, *args):
             folder = own.parent
-            wait_for(lambda: series.decision(folder) if too_slow else all(it.shard for it in series.votes(folder)[:2]))
+            wait_for(
+                lambda: attempts.decision(folder) if too_slow else all(it.shard for it in attempts.votes(folder)[:2])
+            )
             return write(own, *args)
 
         if rank == 2:
@@ -220,7 +223,7 @@ def test_a_rank_that_has_nothing_and_one_that_cannot_write(tmp_path):
     assert all(isinstance(error, RankFailed) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert "rank 2: OSError: [Errno 5] Input/output error" in str(errors[0])
-    assert series.latest(tmp_path)[0] is None
+    assert Series(tmp_path).latest()[0] is None
 
 
 def test_a_rank_that_had_nothing_before_the_others_died(tmp_path):

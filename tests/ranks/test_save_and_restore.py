@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RankFailed, ReplayBuffer
-from engram.format import disk, series
+from engram.saved import attempts, disk
+from engram.saved.series import Series
 from tests.ranks.jobs import (
     buffer,
     checkpointer,
@@ -191,7 +192,7 @@ def test_endless_trajectories_are_not_silently_dropped(tmp_path):
 
 def test_save_fails_on_one_rank_and_there_is_no_checkpoint(tmp_path):
     done(job(2, write_and_save, tmp_path))
-    before = series.latest(tmp_path)[0]
+    before = Series(tmp_path).latest()[0]
 
     def act(ranks, rank):
         rb = buffer()
@@ -207,7 +208,7 @@ def test_save_fails_on_one_rank_and_there_is_no_checkpoint(tmp_path):
 
     names = set(done(job(2, act)))
     assert len(names) == 1
-    good = [name for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    good = [name for name in attempts.names(tmp_path) if Series(tmp_path).look(name) is None]
     assert {str(name) for name in good} == {before.name, *names}
 
 
@@ -221,7 +222,7 @@ def test_a_rank_that_never_comes_makes_others_wait_for_the_deadline_only(tmp_pat
             decides_when_voted(checkpointer(tmp_path, rb, ranks), (0, 2), 1.0).save(9)
 
     done(job(3, act))
-    assert series.latest(tmp_path)[0] is None
+    assert Series(tmp_path).latest()[0] is None
 
 
 def test_rank_0_never_comes(tmp_path):
@@ -237,7 +238,7 @@ def test_rank_0_never_comes(tmp_path):
 
 def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
     """Another rank commits; and where all died, the next job does so before it loads."""
-    from engram.checkpoint import job as between_ranks
+    from engram.checkpoint import save as between_ranks
 
     monkeypatch.setattr(between_ranks, "_TRY_S", 0.1)
 
@@ -255,12 +256,12 @@ def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
     names = job(3, act, False)
     assert names[0] is None
     assert names[1] == names[2] is not None
-    assert series.latest(tmp_path)[0].name == names[1]
+    assert Series(tmp_path).latest()[0].name == names[1]
     with monkeypatch.context() as undecided:
-        undecided.setattr(series, "decide", lambda *_, **__: None)
+        undecided.setattr(attempts, "decide", lambda *_, **__: None)
         job(3, act, True)
-    assert next(name.step for name in series.names(tmp_path)) == 10
-    assert series.look(tmp_path / str(series.names(tmp_path)[0])) is not None
+    assert next(name.step for name in attempts.names(tmp_path)) == 10
+    assert Series(tmp_path).look(attempts.names(tmp_path)[0]) is not None
     with pytest.warns(UserWarning, match="LATEST"):
         loaded = done(job(3, load, tmp_path))
     assert loaded[0][0].step == 10
@@ -402,7 +403,7 @@ def test_an_incarnation_that_was_replaced_decides_nothing(tmp_path):
         ck = checkpointer(tmp_path, rb, ranks)
         ck.save(1)
         if rank == 0:
-            series.claim_epoch(tmp_path)
+            attempts.claim_epoch(tmp_path)
         ranks.gather(b"", 60.0)
         ck.save(2)
 
@@ -423,7 +424,7 @@ def test_whoever_restores_commits_what_all_voted_for(tmp_path, n):
     else:
         loaded = done(job(n, lambda *args: load(*args, length=100), tmp_path))
     assert {report.name for report, _ in loaded} == {saved[0][0].name}
-    assert series.look(saved[0][0].path) is None
+    assert Series(saved[0][0].path.parent).look(saved[0][0].path.name) is None
 
 
 def test_a_folder_that_is_only_read_is_restored_from(tmp_path, monkeypatch, caplog):
@@ -468,6 +469,6 @@ def test_a_process_forgets_documents_of_checkpoints_that_are_gone(tmp_path):
         ck = checkpointer(tmp_path, filled(rank), ranks, keep=2)
         for step in range(6):
             ck.save(step)
-        return len(ck._job.known._contents)
+        return len(ck._job.series._contents)
 
     assert max(done(job(3, act))) <= 2

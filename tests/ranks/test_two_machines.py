@@ -10,8 +10,9 @@ import torch
 
 from engram import LazyTensorStorage, RankFailed, ReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.format import series
-from engram.format.verify import verify
+from engram.saved import attempts
+from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests import stress
 from tests.network_files import Server
 from tests.ranks.jobs import buffer, checkpointer, filled, steps_of, whos
@@ -39,7 +40,7 @@ def saves(ranks, rank, folder, mounts):
     name = ck.save(1).name
     if rank == ranks.world - 1:
         tell(folder / f"answer-{rank}.json", '{"killed": true}')
-        series.accept = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        attempts.accept = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     else:
         ck._job.options = ck._job.options._replace(timeout=5.0)
     try:
@@ -146,6 +147,6 @@ def test_a_job_and_followers_that_are_killed(tmp_path, mounts):
             process.kill()
             process.join()
     assert not list(tmp_path.glob("wrong-*"))
-    last = series.latest(near)[0]
+    last = Series(near).latest()[0]
     assert last is not None
     assert verify(near).problems == []

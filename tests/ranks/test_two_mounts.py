@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from engram import CorruptCheckpoint, LazyTensorStorage, ReplayBuffer
-from engram.format import disk, series
-from engram.format.verify import verify
-from tests.format import checkpoint_folders as made
+from engram.saved import attempts, disk
+from engram.saved.inspection import verify
+from engram.saved.series import Series
 from tests.network_files import Server
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import wait_for
+from tests.saved import checkpoint_folders as made
 from tests.waiting import Limit
 
 LONG = 600.0  # no test lasts until a mount believes something else by itself
@@ -65,7 +66,7 @@ def test_ranks_save_and_three_restore(tmp_path, options):
         said = done(job(4 if not options else 2, saved, mounts, [1, 2] if not options else [1, 2, 3]))
         limit.check("what the others wrote was seen late")
         assert len({tuple(names) for names, _ in said}) == 1
-        assert [str(name) for name in series.names(of(mounts, 1))] == said[0][0][:-3:-1], "keep=2"
+        assert [str(name) for name in attempts.names(of(mounts, 1))] == said[0][0][:-3:-1], "keep=2"
         for mount in mounts:
             assert verify(mount / "series").problems == []
         loaded = done(job(3, restored, mounts))
@@ -76,19 +77,19 @@ def test_ranks_save_and_three_restore(tmp_path, options):
 def test_votes_and_the_decision_are_seen_at_once(mounts, monkeypatch):
     """Also by a machine that has looked before, which without asking would not see them."""
     near, far = mounts
-    attempt = series.begin(near, step=1, epoch=series.claim_epoch(near), world=1, trigger="t")
+    attempt = attempts.begin(near, step=1, epoch=attempts.claim_epoch(near), world=1, trigger="t")
     seen = far / attempt.name
-    assert series.decision(seen) is None
-    assert not series.has_voted(seen, 0, 1)
+    assert attempts.decision(seen) is None
+    assert not attempts.has_voted(seen, 0, 1)
     assert not (seen / "manifest.json").exists()
     made.vote(attempt, 0, 1)
-    assert series.decide(attempt, 1).status == "complete"
+    assert attempts.decide(attempt, 1).status == "complete"
     with monkeypatch.context() as patch:
         patch.setattr(disk, "look_again", lambda *_: None)
-        assert not series.has_voted(seen, 0, 1)
-        assert series.decision(seen) is None
-    assert series.has_voted(seen, 0, 1)
-    assert series.decision(seen).status == "complete"
+        assert not attempts.has_voted(seen, 0, 1)
+        assert attempts.decision(seen) is None
+    assert attempts.has_voted(seen, 0, 1)
+    assert attempts.decision(seen).status == "complete"
 
 
 def test_a_file_system_that_cannot_make_a_name_once_is_refused(tmp_path):
@@ -117,19 +118,19 @@ def test_an_answer_that_was_lost(tmp_path, monkeypatch):
 def test_incarnations_on_both_machines(mounts):
     """Each is another one, although neither machine sees the other's files by itself; the one that was replaced is told."""
     near, far = mounts
-    assert [series.claim_epoch(root) for root in (near, far, near, far)] == [1, 2, 3, 4]
+    assert [attempts.claim_epoch(root) for root in (near, far, near, far)] == [1, 2, 3, 4]
     for root in mounts:
-        assert series.newest_epoch(root) == 4
+        assert attempts.newest_epoch(root) == 4
         with pytest.raises(RuntimeError, match="later incarnation"):
-            series.begin(root, step=1, epoch=3, world=1, trigger="t")
+            attempts.begin(root, step=1, epoch=3, world=1, trigger="t")
 
 
 def test_an_incarnation_that_no_listing_shows(tmp_path, monkeypatch):
     """Names that were made since the folder was listed are passed over, not tried for ever."""
     for _ in range(3):
-        series.claim_epoch(tmp_path)
-    monkeypatch.setattr(series, "newest_epoch", lambda _: 1)
-    assert series.claim_epoch(tmp_path) == 4
+        attempts.claim_epoch(tmp_path)
+    monkeypatch.setattr(attempts, "newest_epoch", lambda _: 1)
+    assert attempts.claim_epoch(tmp_path) == 4
 
 
 def test_the_newest_checkpoint_is_found_on_a_machine_that_has_looked_before(mounts):
@@ -150,7 +151,7 @@ def test_what_the_other_machine_removes_is_missing_not_an_error(mounts):
     rb = filled(0)
     here = checkpointer(near / "series", rb, None, keep=1, full_every=1)
     name = here.save(1).name
-    known = series.Known()
+    known = Series(far / "series")
     checkpoint = known.open(far / "series" / name)
     with checkpoint, checkpoint.part(0, "storage") as part:
         file = next(iter(part.files))
@@ -188,7 +189,7 @@ def test_a_mount_that_stalls_amid_a_save(tmp_path):
     with Server(tmp_path, seconds=LONG) as server:
         mounts = server.mount("near"), server.mount("far")
         done(job(2, saved, mounts, [1]))
-        stalled, accept = threading.Event(), series.accept
+        stalled, accept = threading.Event(), attempts.accept
 
         def stalls(folder, rank, *more, **options):
             if rank == 0 and not stalled.is_set():
@@ -196,13 +197,13 @@ def test_a_mount_that_stalls_amid_a_save(tmp_path):
                 stalled.set()
             return accept(folder, rank, *more, **options)
 
-        series.accept = stalls
+        attempts.accept = stalls
         go_on = threading.Thread(target=lambda: stalled.wait(60) and (time.sleep(0.3), server.go_on("far")))
         go_on.start()
         try:
             said = done(job(2, saved, mounts, [2]))
         finally:
-            series.accept = accept
+            attempts.accept = accept
             stalled.set()
             go_on.join()
         assert len({tuple(names) for names, _ in said}) == 1

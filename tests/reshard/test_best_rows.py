@@ -18,8 +18,7 @@ from engram import (
 )
 from engram.checkpoint.ranks import Ranks
 from engram.cli import main
-from engram.reshard.driver import plan_by_rank
-from engram.reshard.plan import DROPPED, Source, Target
+from engram.reshard.plan import DROPPED, Source, Target, plan_by_rank
 from tests.ranks.jobs import checkpointer, columns_of, done, job
 
 

@@ -25,11 +25,11 @@ from engram import (
     TensorDictRoundRobinWriter,
 )
 from engram.format import schema as schemas
-from engram.format.parts import PartReader
-from engram.persist import rows
-from engram.reshard.shards import open_shard
+from engram.reshard.plan import open_shard
+from engram.saved import rows, snapshot
+from engram.saved.part_reader import PartReader
 from engram.storages import tensor, tensor_state
-from tests.format.test_damage import flip
+from tests.saved.test_damage import flip
 from tests.twins import contents
 
 
@@ -301,7 +301,7 @@ def test_trajectories_of_rows_that_are_not_there(tmp_path, monkeypatch, forged):
     """All sums are right: somebody made it so."""
     rb = buffer(20)
     rb.extend(episodes([5, 5, 5, 1], 0))
-    monkeypatch.setattr(rows, "find_runs", lambda *_, **__: np.array(forged, np.int64))
+    monkeypatch.setattr(snapshot, "find_runs", lambda *_, **__: np.array(forged, np.int64))
     rb.dumps(tmp_path / "x")
     other = buffer(30)
     with pytest.raises(CorruptCheckpoint, match=r"trajectories.bin.*of the rows that are there"):
@@ -335,7 +335,7 @@ def test_memory_follows_what_is_stored_and_not_what_is_claimed(tmp_path, monkeyp
     rb.extend(episodes([5, 5], 0))
     claimed = msgspec.structs.replace(rb.storage.store.schema, capacity=1 << 45)
     described, describe = rows.described, tensor_state.describe_store
-    monkeypatch.setattr(rows, "described", lambda _, roles: described(claimed, roles))
+    monkeypatch.setattr(snapshot, "described", lambda _, roles: described(claimed, roles))
     text = schemas.encode(claimed).decode()
     monkeypatch.setattr(tensor_state, "describe_store", lambda *given: {**describe(*given), "schema": text})
     Checkpointer(tmp_path, rb).save(1)

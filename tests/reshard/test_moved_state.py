@@ -20,7 +20,7 @@ from engram import (
     VecNorm,
 )
 from engram.cli.reshard import reshard
-from engram.format import series
+from engram.saved import attempts
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, episode, job, layout, play, steps_of
 
 
@@ -81,7 +81,7 @@ def test_of_a_partial_checkpoint_ranks_are_called_as_they_were(tmp_path):
         epoch = ck._job.protocol.claim(5.0)
         folder = b""
         if rank == 0:
-            folder = series.begin(
+            folder = attempts.begin(
                 tmp_path, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1"
             ).name.encode()
         folder = ranks.gather(folder, 5.0)[0].decode()

@@ -6,8 +6,8 @@ from tensordict import TensorDict
 
 from engram import LazyMemmapStorage, LazyTensorStorage, ListStorage, PrioritizedSampler, TensorDictReplayBuffer
 from engram.cli.reshard import reshard
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
+from engram.saved import attempts
+from engram.saved.checkpoints import Checkpoint
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of
 
 
@@ -138,7 +138,9 @@ def test_a_crash_checkpoint_has_an_empty_shard_too(tmp_path):
         epoch = ck._job.protocol.claim(5.0)
         name = b""
         if rank == 0:
-            name = series.begin(tmp_path, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1").name.encode()
+            name = attempts.begin(
+                tmp_path, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1"
+            ).name.encode()
         folder = tmp_path / ranks.gather(name, 5.0)[0].decode()
         if rank != 1:
             ck._job.write_crash(folder)
@@ -193,7 +195,7 @@ def test_other_fields_are_still_refused_at_the_save_with_the_first_that_differs(
 def test_a_shard_without_fields_has_no_rows_of_others(tmp_path):
     """The manifest names the schema of those that were written, and all shards are found whole."""
     done(job(2, write, tmp_path, (1,)))
-    (name,) = series.names(tmp_path)
+    (name,) = attempts.names(tmp_path)
     with Checkpoint(tmp_path / str(name)) as checkpoint:
         assert [*checkpoint.problems("full")] == []
         assert checkpoint.manifest.schema_sum == checkpoint.shard(1).schema_sum != checkpoint.shard(0).schema_sum

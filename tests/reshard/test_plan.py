@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("engram.format.tables")
-from engram.reshard.driver import plan_by_trajectory
-from engram.reshard.plan import DROPPED, Incomplete, Source, Target
+pytest.importorskip("engram.saved.description")
+from engram.reshard.plan import DROPPED, Incomplete, Source, Target, plan_by_trajectory
 
 FIRST, LAST, OPEN = 1, 2, 8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, ReplayBuffer
-from engram.format import series
+from engram.saved import attempts
 from tests.ranks.jobs import buffer, checkpointer, done, episode, job, play, steps_of
 
 KINDS = {"complete": 2, "open": 1, "headless": 0, "both": 0, "mid": 0, "orphan": 0}
@@ -159,7 +159,9 @@ def crash(ranks, rank, root, before):
     """Rank 1 dies: nobody has its shard."""
     ck, _ = write(ranks, rank, root, save=before)
     epoch = ck._job.protocol.claim(5.0)
-    folder = [series.begin(root, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1")] if rank == 0 else []
+    folder = (
+        [attempts.begin(root, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1")] if rank == 0 else []
+    )
     folder = root / ranks.gather(folder[0].name.encode() if folder else b"", 5.0)[0].decode()
     if rank != 1:
         ck._job.write_crash(folder)
@@ -173,7 +175,7 @@ def test_lost_with_a_missing_shard_is_what_an_older_checkpoint_had_of_it(tmp_pat
     done(job(3, crash, tmp_path, True))
     report = done(job(2, load_partial, tmp_path))[0]
     assert (report.step, report.missing) == (9, (1,))
-    older = next(str(name) for name in series.names(tmp_path) if name.step == 1)
+    older = next(str(name) for name in attempts.names(tmp_path) if name.step == 1)
     assert report.dealt["lost"] == {"ranks": [1], "as_of": older, "episodes": 3, "steps": 15}
     assert [shard["rank"] for shard in report.dealt["shards"]] == [0, 2]
     assert f"lost with the shard of rank 1: at {older} that was 3 episodes with 15 steps" in str(report)

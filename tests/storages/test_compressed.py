@@ -22,7 +22,7 @@ from engram import (
     RowError,
     TensorDictReplayBuffer,
 )
-from engram._support import streams
+from engram._support import copies as streams
 from engram.testing import StorageContract
 
 

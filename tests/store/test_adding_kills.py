@@ -15,7 +15,7 @@ import engram.format.files
 import engram.store.adding
 from engram import CorruptStore, IncompatibleStore, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.format import schema
-from engram.format.verify import verify
+from engram.saved.inspection import verify
 from tests import stress
 from tests.buffer.adding import Other
 

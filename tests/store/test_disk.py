@@ -32,9 +32,8 @@ from engram import (
     SliceSampler,
 )
 from engram._support.memory import available_memory
-from engram.format import disk as format_disk
-from engram.format import part_writer
-from engram.persist import rows as persist_rows
+from engram.saved import disk as format_disk
+from engram.saved import part_writer, rows, snapshot
 from engram.storages import tensor_state
 from engram.store import opening
 from tests import fresh
@@ -284,7 +283,8 @@ def test_saves_of_a_larger_store_leave_in_memory_what_was_there(disk, monkeypatc
     if not drop(path := disk / "store" / "frame.memmap"):
         pytest.skip("this file system keeps files in memory that it is told to drop")
     monkeypatch.setattr(opening, "available_memory", lambda: 1_000_000)
-    monkeypatch.setattr(persist_rows, "_PIECE", 1 << 18)
+    monkeypatch.setattr(rows, "PIECE", 1 << 18)
+    monkeypatch.setattr(snapshot, "PIECE", 1 << 18)
     monkeypatch.setattr(tensor_state, "_COPIED", 0)  # few rows are copied at once
     rb = ReplayBuffer.open(disk / "store")
     rb[torch.arange(100, 150)]
@@ -316,7 +316,8 @@ def test_loads_into_a_larger_store_write_to_its_files(disk, monkeypatch, kind):
     Checkpointer(disk / "series", rb).save(1)
     rb.close()
     make_dump(disk / "theirs", {"frame": frames, "a": torch.arange(600), "next": {"done": done}}, 600)
-    monkeypatch.setattr(persist_rows, "_PIECE", 1 << 18)
+    monkeypatch.setattr(rows, "PIECE", 1 << 18)
+    monkeypatch.setattr(snapshot, "PIECE", 1 << 18)
     found = []
     monkeypatch.setattr(opening, "available_memory", lambda: 1_000_000)
     for io in ("map", "auto"):

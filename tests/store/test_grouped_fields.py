@@ -30,8 +30,8 @@ from engram import (
     SliceSampler,
 )
 from engram.format import schema
-from engram.format.verify import verify
-from engram.persist import rows as persist_rows
+from engram.saved import rows, snapshot
+from engram.saved.inspection import verify
 from engram.store import opening
 from tests import stress
 
@@ -362,8 +362,9 @@ def files_of(folder):
 def test_dumps_and_checkpoints_are_those_of_an_ordinary_store(disk, monkeypatch, copied):
     if not copied:  # as dumps of many rows are
         monkeypatch.setattr("engram.storages.tensor_state._COPIED", 0)
-        monkeypatch.setattr(persist_rows, "_PIECE", 500)
-        monkeypatch.setattr(persist_rows, "_OPEN_FILES", 2)
+        monkeypatch.setattr(rows, "PIECE", 500)
+        monkeypatch.setattr(snapshot, "PIECE", 500)
+        monkeypatch.setattr(snapshot, "_OPEN_FILES", 2)
     found = []
     for grouped in (0, 64):
         rb = buffer(disk / str(grouped), grouped, ROWS + 10)
@@ -401,7 +402,8 @@ def test_rows_move_between_both_kinds(disk, monkeypatch, kind, larger):
         with monkeypatch.context() as patch:
             if larger:
                 patch.setattr(opening, "available_memory", lambda: 10_000)
-                patch.setattr(persist_rows, "_PIECE", 500)
+                patch.setattr(rows, "PIECE", 500)
+                patch.setattr(snapshot, "PIECE", 500)
             for to in (0, 64, None):
                 if to is None:
                     rb = ReplayBuffer(storage=LazyTensorStorage(ROWS))

@@ -239,14 +239,14 @@ def public_functions():
     """
     stub = (PACKAGE / "__init__.pyi").read_text()
     module_of = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", stub, re.MULTILINE)}
-    names, rooms = set(module_of), {module.split(".")[1] for module in module_of.values()}
+    names = set(module_of)
     for source in package():
-        if Path(source.name).parts[2].removesuffix(".py") not in rooms:
-            continue  # a command, or a part of a connection, of the same name
+        room = Path(source.name).parts[2].removesuffix(".py")
         for node in source.tree.body:
             if (
                 not isinstance(node, (ast.ClassDef, *_DEFINITIONS))
                 or node.name not in names
+                or module_of[node.name].split(".")[1] != room  # a command, or a record, of the same name
                 or "errors.py" in source.name
             ):
                 continue

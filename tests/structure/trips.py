@@ -21,8 +21,7 @@ from engram import (
     TensorDictReplayBuffer,
     serve,
 )
-from engram.format import disk
-from engram.persist import rows
+from engram.saved import disk, rows
 
 logging.getLogger("engram").setLevel(logging.ERROR)
 disk.THREADS = rows.READERS = 1  # no profile sees the bare threads that help, so this one makes their calls

@@ -46,9 +46,7 @@ def foreseen_device(device: torch.device | str | int, name: str) -> torch.device
     """
     found = named_device(device, name)
     if found.type in ("cpu", "meta"):
-        raise ValueError(
-            f"{name}: expected a device with memory of its own, such as 'cuda', got {str(found)!r}. Leave it out."
-        )
+        raise ValueError(f"{name}: expected an accelerator such as 'cuda', got {str(found)!r}. Leave it out.")
     return existing_device(found, name) if torch.accelerator.is_available() else found
 
 

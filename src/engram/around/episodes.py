@@ -14,7 +14,7 @@ import torch
 from engram._support import fork, native, progress
 from engram._support.field_paths import as_path, as_paths, plain, public
 from engram.format.schema import DTYPES
-from engram.persist.roles import of_the_step
+from engram.saved.rows import of_the_step
 from engram.store import check_index_name
 from engram.store.memory import placed, row_stride
 

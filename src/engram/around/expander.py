@@ -472,7 +472,7 @@ class Expander(DeclaredSampler):
         return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
 
     def __getstate__(self) -> dict[str, object]:
-        derived = ("_source", "_inside", "_innermost", "_windows", "_lock", "_expansion", "computed_keys")
+        derived = ("_source", "_inside", "_innermost", "_windows", "_lock", "_expansion", "_there", "computed_keys")
         return {name: value for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

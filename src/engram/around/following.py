@@ -16,7 +16,7 @@ from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram._support.words import warn
-from engram.around.episodes import END_KEYS, numbers_by_path, step_type_bytes, usual_flags, whole_flag_bytes
+from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import Expander
 from engram.around.reading import MARK, Column, Expansion
 from engram.errors import ReadOnlyStore
@@ -25,7 +25,8 @@ from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.store import DeviceStore
-from engram.store.device.followed import End, EndKind, Followed
+from engram.store.device.followed import End, Followed
+from engram.store.device.row_operations import Drawing
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import WritePlan
@@ -509,6 +510,10 @@ class NextFromFollowing(Expander):
     the last ``n`` rows of an open episode are not drawn yet. A :class:`FrameStack` of ``k`` inside or around it also
     stacks ``("next", k)``.
 
+    Rows may be on an accelerator if ``sampler`` is a :class:`RandomSampler` or a :class:`PrioritizedSampler`. Nothing is waited for
+    then, and a CUDA graph may capture writes and draws. What would raise ``NoSampleable`` is raised by ``rb.stats()``, and the last step
+    of an episode that ends by its id, without an end flag, is not drawn.
+
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``.
@@ -581,6 +586,9 @@ class NextFromFollowing(Expander):
                 "NextFromFollowing: sampler: expected one without next observations, got a NextFromFollowing inside."
             )
 
+    #: Where next observations are of rows on an accelerator that were read last.
+    _there: Followed | None = None
+
     @property
     def followed(self) -> tuple[FieldPath, ...]:
         return self.finals.keys
@@ -602,7 +610,8 @@ class NextFromFollowing(Expander):
     @property
     def reads_there(self) -> bool:
         of = self._source.traits
-        return not self._inside and (of.draws_uniformly or isinstance(self._source, PrioritizedSampler))
+        by_priority = isinstance(self._source, PrioritizedSampler) and not of.draws_windows
+        return not self._inside and (of.draws_uniformly or by_priority)
 
     @property
     def draws_on_device(self) -> bool:  # type: ignore[override]
@@ -615,7 +624,7 @@ class NextFromFollowing(Expander):
         if isinstance(source, PrioritizedSampler):
             columns, rows, info = source.sample_natively(storage, key, n, through=followed)
         else:
-            *columns, rows, numbers = followed.sample_rows(n, key.value)
+            *columns, rows, numbers = followed.sample_rows(n, key.value, Drawing())
             info = {"index_generation": numbers} if numbered else info
         stored = len(memory.schema.fields)
         info.update(zip(self.computed_keys, columns[stored:], strict=True))
@@ -628,34 +637,26 @@ class NextFromFollowing(Expander):
 
     def _followed_on(self, memory: DeviceStore) -> Followed:
         """Where next observations are. Raises as for rows on the host."""
-        storage, found, name = self.finals.storage, self.finals.there, type(self).__name__
-        kept = storage.memory
-        if (
-            found is None
-            or found.store is not memory
-            or not isinstance(kept, DeviceStore)
-            or found.finals is not kept.rows
-        ):
-            fields = memory.schema.fields
+        storage, found, name = self.finals.storage, self._there, type(self).__name__
+        if found is None or found.store is not memory or found.finals_store is not storage.memory:
             Expansion.check_rows(memory, name)
-            following, bounds = (
-                self._reading(fields).following,
-                self._rules.episodes(memory, f"sample: {name}").boundaries,
+            following, episodes = (
+                self._reading(memory.schema.fields).following,
+                self._rules.episodes(memory, f"sample: {name}"),
             )
             assert following is not None  # change() has set it
-            if kept is None:  # the rows are of a checkpoint in which none has a final observation
+            if storage.memory is None:  # the rows are of a checkpoint in which none has a final observation
                 last = {".".join(key): memory.tensors[number][:1] for key, number in following.fields.items()}
                 storage.prepare({**last, "tag": torch.zeros(1, dtype=torch.int64, device="cpu")}, name, batched=True)
-            ends = [End(number, "id") for number in bounds.ids]
-            for number in bounds.ends:
-                all_flags = whole_flag_bytes(fields[number], bounds.all_flags) > 0
-                by: EndKind = (
-                    "step type" if step_type_bytes(fields[number]) else "all flags" if all_flags else "any flag"
-                )
-                ends.append(End(number, by))
-            finals = cast("DeviceStore", storage.store).rows
+            ends = [End(number, "id") for number in episodes.boundaries.ids]
+            for number, types, whole in zip(*episodes.ends(), strict=True):
+                ends.append(End(number, "step type" if types else "all flags" if whole else "any flag"))
+            finals = storage.store
+            if not isinstance(finals, DeviceStore):  # device="auto", and the first row was elsewhere
+                raise RuntimeError(self._elsewhere(f"rows of {memory.place}"))
             found = Followed(memory, finals, following.mark, [*following.fields.values()], ends)
-            self.finals.there, vars(self)["computed_keys"] = found, dict.fromkeys(map(public, following.names), False)
+            self._there = self.finals.there = found
+            vars(self)["computed_keys"] = dict.fromkeys(map(public, following.names), False)
         return found
 
     def beside_bytes(self, stored: Sequence[Field]) -> int:

@@ -17,9 +17,9 @@ from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, Boundaries, Episodes, TrajectoryKeys, numbers_by_path
 from engram.around.windows import with_starts
 from engram.errors import RowError
-from engram.persist.noted import Noted
 from engram.samplers import check_drawable
 from engram.samplers.redraw import Redraw
+from engram.saved.parts import Noted
 from engram.storages import TensorStorage, coordinates
 from engram.store import as_rows
 from engram.types import Draw

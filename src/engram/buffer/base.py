@@ -12,11 +12,11 @@ from engram._support.words import count, said_number, said_share, said_size
 from engram.around import finals_of
 from engram.around.query import Query
 from engram.buffer.wiring import checked_generator
-from engram.format.histograms import histogram
 from engram.format.schema import name_of
 from engram.inspect import gauges
 from engram.inspect.plots import Scan
 from engram.remote.served import ServedStorage
+from engram.saved.inspection import histogram
 from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.wiring import Wiring
-    from engram.format.histograms import Histogram
+    from engram.saved.inspection import Histogram
     from engram.storages import Storage
     from engram.transforms import Compose
 

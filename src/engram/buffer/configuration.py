@@ -16,7 +16,7 @@ from engram.around import Expander, SampleUnit
 from engram.buffer.output import FORMS
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.device.pinning import pinning_for
-from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
+from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer

@@ -13,7 +13,7 @@ from engram._support.progress import Work
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
-from engram.format.dumps import replacing
+from engram.saved.checkpoints import replacing
 from engram.store import Key
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
-    from engram.persist.roles import Roles
     from engram.remote.served import Drawn
+    from engram.saved.rows import Roles
 
 
 class RequestsUnderWay:

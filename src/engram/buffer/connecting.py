@@ -77,7 +77,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             name, patience = address.removeprefix(_ON_RAY), float(way.patience)
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
         from engram.remote.connection import Access
-        from engram.remote.fleet.finding import storage_at
+        from engram.remote.fleet.storage import storage_at
         from engram.remote.protocol import addresses_of
         from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
@@ -223,8 +223,8 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
-    from engram.remote.fleet.finding import AwaitedFleet
     from engram.remote.fleet.members import SKIP_S
+    from engram.remote.fleet.storage import AwaitedFleet
     from engram.remote.shards import AwaitedStorage, OneStore, Shard
 
     if shards.is_one:

@@ -19,13 +19,11 @@ from engram._support.state import real
 from engram._support.words import warn
 from engram.buffer.recipe import kind_of
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, series
-from engram.format.leases import Lease
-from engram.format.mirror import Mirror, open_shards
-from engram.persist import parts
-from engram.reshard.driver import Policy, checked_incomplete, reshard
-from engram.reshard.plan import Target
-from engram.reshard.shards import open_shards as open_saved
+from engram.reshard.driver import reshard
+from engram.reshard.plan import Policy, Target, checked_incomplete
+from engram.reshard.plan import open_shards as open_saved
+from engram.saved import attempts, disk, parts
+from engram.saved.series import Lease, Mirror, open_shards
 from engram.types import Sampler
 from engram.writers._base import FollowingWriter
 
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 
     from engram.buffer.saving import Saving
     from engram.buffer.services import Facade
-    from engram.format.checkpoints import Checkpoint
-    from engram.persist.components import SavedPart
+    from engram.saved.checkpoints import Checkpoint
+    from engram.saved.parts import SavedPart
     from engram.storages import Storage
     from engram.types import Form
 
@@ -69,7 +67,7 @@ class Taken(NamedTuple):
 
     rb: Facade
     """A buffer of its own with the rows."""
-    name: series.Name
+    name: attempts.Name
     born: float
     """When it was complete, by ``time.monotonic()``."""
 
@@ -181,7 +179,7 @@ class Following(NotFollowing):
         self._root, self._options, self._every, self._ranks = root, options, every, shard
         self._temporary = tempfile.TemporaryDirectory(prefix="engram-follow-") if cache is None else None
         self._mirror = Mirror(root, cache or Path(self._temporary.name) / "copies", shard)  # type: ignore[union-attr]
-        self._name: series.Name | None = None
+        self._name: attempts.Name | None = None
         self._born = 0.0
         self._damaged: dict[str, None] = {}
         self._changed = threading.Condition()
@@ -309,7 +307,7 @@ class Following(NotFollowing):
         """The newest good checkpoint; None: there is none that is newer than the one held."""
         for _ in range(_TRIES):
             gone = False
-            for name in series.names(self._root):
+            for name in attempts.names(self._root):
                 if self._name is not None and name <= self._name:
                     break
                 if str(name) in self._damaged or not _is_complete(self._root / str(name)):
@@ -328,7 +326,7 @@ class Following(NotFollowing):
                 return None
         return None
 
-    def _taken(self, name: series.Name) -> Taken:
+    def _taken(self, name: attempts.Name) -> Taken:
         """A checkpoint, copied and loaded. Raises ``CorruptCheckpoint``: it is damaged, or was removed meanwhile."""
         with Lease(self._root, str(name)) as lease:
             disk.look_again(self._root)
@@ -396,7 +394,7 @@ def _replace(rb: Facade, made: Facade) -> None:
 
 def _is_complete(folder: Path) -> bool:
     with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):
-        made = series.decision(folder)
+        made = attempts.decision(folder)
         return made is not None and made.status == "complete"
     return False
 

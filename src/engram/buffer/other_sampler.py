@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engram._support.state import real, saved
 from engram.errors import IncompatibleCheckpoint
-from engram.persist import parts
+from engram.saved import parts
 from engram.store import priorities
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.buffer.wiring import Wiring
-    from engram.persist.components import SavedPart
+    from engram.saved.parts import SavedPart
 
 #: Parts that may be of another class. Which one a sampler goes with is often the buffer's to say.
 _OTHERS = ("sampler", "buffer", "writer")

@@ -15,7 +15,7 @@ import torch
 from engram._support import fork
 from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable
-from engram.format.workers import begin
+from engram.saved.disk import start_thread
 from engram.store import Key
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _Workers:
     def start(self) -> None:
         try:
             for thread in self.threads:
-                begin(thread)
+                start_thread(thread)
         except RuntimeError:  # the machine has no more threads, or the interpreter ends
             self.stop()
 

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output, Source
     from engram.env.recording import Names
-    from engram.persist.roles import Roles
     from engram.remote.shards import ShardSavers
     from engram.samplers._base import DeclaredSampler
+    from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
     from engram.store.limits import Limit
     from engram.types import Device, Size, StrPath, Told, Wait

@@ -20,8 +20,7 @@ from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
 from engram.device.replay import Replays
 from engram.errors import EMPTY
-from engram.persist.roles import boundary_fields, roles_of
-from engram.persist.rows import Boundaries
+from engram.saved.rows import Boundaries, boundary_fields, roles_of
 from engram.store import DeviceStore
 from engram.types import Draw
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Field
-    from engram.persist.roles import Roles
+    from engram.saved.rows import Roles
     from engram.storages import Rows
 
 

@@ -17,18 +17,23 @@ from engram._support.words import warn
 from engram.buffer import other_sampler
 from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
-from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint
-from engram.format.dumps import finish_dump, replacing, standing
-from engram.persist import parts as saved_parts
-from engram.persist.checkpointers import prepare_dumped, prepared_snapshot
-from engram.persist.components import check_blocks
-from engram.persist.foreign import foreign_format, foreign_state
-from engram.persist.parts import Parts, Snapshot
-from engram.persist.slots import for_torchrl, is_laid_out
+from engram.format import layout
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import said_counts, seed_of
-from engram.reshard.shards import open_shard
+from engram.reshard.plan import open_shard
+from engram.saved import disk
+from engram.saved import parts as saved_parts
+from engram.saved.checkpointers import (
+    for_torchrl,
+    foreign_format,
+    foreign_state,
+    is_laid_out,
+    prepare_dumped,
+    prepared_snapshot,
+)
+from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
+from engram.saved.parts import Parts, check_blocks
+from engram.saved.snapshot import Snapshot
 from engram.storages import announcing
 from engram.store import priorities
 from engram.types import Ranking
@@ -44,12 +49,12 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.recipe import Recipe
     from engram.buffer.wiring import Wiring
-    from engram.format.parts import PartReader
-    from engram.persist.components import SavedPart
-    from engram.persist.foreign import ForeignDump
-    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
+    from engram.saved.checkpointers import ForeignDump
+    from engram.saved.part_reader import PartReader
+    from engram.saved.parts import SavedPart
+    from engram.saved.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages import Storage
     from engram.types import Commit, Form, StorageLoad
 
@@ -241,7 +246,7 @@ class Saving:
             dump = foreign.read(folder, ndim=self._wiring.storage.ndim, max_bytes=most_bytes())
             self.prepare_foreign(dump).commit()
             return
-        if series.is_series(folder):
+        if layout.is_series(folder):
             raise IncompatibleCheckpoint(
                 f"{path}: expected a dump or one checkpoint, got a folder of them. Checkpointer({str(path)!r}, rb).restore() loads the "
                 "newest of it; loads takes the path of one."

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-    from engram.format.checkpoints import Checkpoint
-    from engram.persist.parts import Snapshot
     from engram.reshard.driver import Reshard
+    from engram.saved.checkpoints import Checkpoint
+    from engram.saved.snapshot import Snapshot
     from engram.types import BufferLoad, Form
 
 

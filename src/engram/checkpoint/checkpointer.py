@@ -17,42 +17,28 @@ from engram._support.checks import check_count
 from engram._support.progress import Work
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
-from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.job import Job, Schedule
+from engram.checkpoint import reports
 from engram.checkpoint.ranks import Ranks
-from engram.checkpoint.reports import (
-    Asked,
-    Entry,
-    Heard,
-    Options,
-    RestoreArguments,
-    RestoreOptions,
-    RestoreReport,
-    SaveReport,
-    SeldomArguments,
-    Wanted,
-    checked_step,
-    checked_user,
-    forget_reports,
-    note_restore,
-)
+from engram.checkpoint.reports import Entry, RestoreReport, SaveReport
+from engram.checkpoint.requests import Endpoint, Schedule
 from engram.checkpoint.restore import Restore
-from engram.checkpoint.save import SaveAttempt, SaveHandle
+from engram.checkpoint.save import Job, SaveAttempt, SaveHandle
 from engram.checkpoint.watchdog import Watchdog
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import pins, series
-from engram.format.checkpoints import Checkpoint, is_checkpoint
 from engram.format.layout import is_store
-from engram.format.workers import begin
+from engram.saved import attempts
+from engram.saved.checkpoints import Checkpoint, is_checkpoint
+from engram.saved.disk import start_thread
+from engram.saved.documents import UNREADABLE
+from engram.saved.series import MAX_PINS, PINS, Series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram._support.progress import OnProgress
     from engram.checkpoint.checkpointable import Checkpointable, Savers
-    from engram.checkpoint.job import Requests
-    from engram.format.problems import Problem
-    from engram.persist.roles import Roles
+    from engram.checkpoint.requests import Requests
+    from engram.saved.documents import Problem
+    from engram.saved.rows import Roles
 
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
@@ -63,14 +49,14 @@ class SaveElsewhere(SaveAttempt):
 
     Args:
         job: whose save.
-        asked: what for.
+        request: what for.
         number: of the attempt.
         savers: of the buffer.
     """
 
-    def __init__(self, job: Job, asked: Asked, number: int, savers: Savers) -> None:
-        super().__init__(job, asked, number)
-        self._wanted, self._savers = asked, savers
+    def __init__(self, job: Job, request: reports.SaveRequest, number: int, savers: Savers) -> None:
+        super().__init__(job, request, number)
+        self._wanted, self._savers = request, savers
 
     def prepare(self) -> None:
         """Return when all snapshots are taken. Raises as ``Checkpointer.save``."""
@@ -94,13 +80,6 @@ def _warn_of_others(root: Path) -> None:
         warn(
             f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
             f"{root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
-        )
-
-
-def _check_no_ranks(ranks: Ranks | None) -> None:
-    if ranks is not None:
-        raise ValueError(
-            "Checkpointer: ranks: expected None for a buffer whose rows are elsewhere: each of its shards is a rank."
         )
 
 
@@ -178,11 +157,13 @@ class Checkpointer:
         prefetch: Literal["save", "drop"] = "save",
         roles: Roles | None = None,
         timeout: float = 600.0,
-        **seldom: Unpack[SeldomArguments],
+        **advanced: Unpack[reports.AdvancedOptions],
     ) -> None:
-        unknown = {name: value for name, value in seldom.items() if name not in SeldomArguments.__annotations__}
-        reject_unsupported("Checkpointer", unknown, {}, Options._fields)
-        options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **seldom)
+        unknown = {
+            name: value for name, value in advanced.items() if name not in reports.AdvancedOptions.__annotations__
+        }
+        reject_unsupported("Checkpointer", unknown, {}, reports.Options._fields)
+        options = reports.Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **advanced)
         options.check()
         try:
             is_closed = buffer.closed
@@ -201,12 +182,14 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._savers = savers
         if savers is not None:
-            _check_no_ranks(ranks)
+            if ranks is not None:
+                raise ValueError(
+                    "Checkpointer: ranks: expected None where rows are elsewhere: each shard of this buffer is a rank."
+                )
             savers.open(self.root, options)
         elif ranks is None:
             _warn_of_others(self.root)
-        alone = ranks is None  # gets back its rows as they were
-        self._job = Job(self.root, buffer, Ranks.local() if ranks is None else ranks, options, doubtful=not alone)
+        self._job = Job(self.root, buffer, ranks or Ranks.local(), options, doubtful=ranks is not None)
         self._schedule = Schedule(self._job.ranks, options)
         self._saves = self._guards = 0
         self._lock = threading.Lock()
@@ -295,29 +278,29 @@ class Checkpointer:
         >>> handle.wait().steps
         10
         """
-        asked: Asked | Exception
+        request: reports.SaveRequest | Exception
         try:
-            asked = self._hear("save", step, user)
+            request = self._checked("save", step, user)
         except Exception as error:
             if self._job.ranks.world == 1:
                 raise
-            asked = error  # others have come to save, and must hear of it
-        attempt = self._attempt(asked, progress)
+            request = error  # others have come to save, and must hear of it
+        attempt = self._attempt(request, progress)
         self._start(attempt, wait=wait)
         return attempt.wait() if wait else attempt
 
-    def _hear(self, what: str, step: object, user: object) -> Asked:
+    def _checked(self, what: str, step: object, user: object) -> reports.SaveRequest:
         """The step and the user state, checked and noted."""
-        checked = Asked(checked_step(what, step), checked_user(what, user) or {})
-        self._job.heard = self._job.heard.then(checked.step, None if user is None else checked.user)
+        checked = reports.SaveRequest(reports.checked_step(what, step), reports.checked_user(what, user) or {})
+        self._job.latest = self._job.latest.then(checked.step, None if user is None else checked.user)
         return checked
 
-    def _attempt(self, asked: Asked | Exception, progress: OnProgress | None = None) -> SaveAttempt:
+    def _attempt(self, request: reports.SaveRequest | Exception, progress: OnProgress | None = None) -> SaveAttempt:
         """The next save; all ranks begin the same ones in the same order."""
         self._saves += 1
-        if self._savers is not None and isinstance(asked, Asked):
-            return SaveElsewhere(self._job, asked, self._saves - 1, self._savers)
-        return SaveAttempt(self._job, asked, self._saves - 1, progress)
+        if self._savers is not None and isinstance(request, reports.SaveRequest):
+            return SaveElsewhere(self._job, request, self._saves - 1, self._savers)
+        return SaveAttempt(self._job, request, self._saves - 1, progress)
 
     def _start(self, attempt: SaveAttempt, *, wait: bool) -> None:
         """Take the snapshot, once the save before has ended, and write it. Whatever happens, the attempt ends."""
@@ -332,7 +315,7 @@ class Checkpointer:
                 attempt.run()
             else:
                 # Not a daemon: the interpreter ends when the save has, which has a deadline.
-                begin(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
+                start_thread(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
         except BaseException as error:
             attempt.fail(error)
             raise
@@ -371,18 +354,21 @@ class Checkpointer:
         2
         """
         bad: Exception | None = None
-        before = self._job.heard.step
+        before = self._job.latest.step
         try:
-            asked = self._hear("poll", step, user)
-            self._schedule.advanced(asked.step - before)
+            request = self._checked("poll", step, user)
+            self._schedule.advanced(request.step - before)
         except (TypeError, ValueError) as error:
             if self._job.ranks.world == 1:
                 raise
-            bad, asked = error, Asked(before + self._schedule.stride, {})  # others have come to agree on this step
+            bad, request = (
+                error,
+                reports.SaveRequest(before + self._schedule.stride, {}),
+            )  # others have come to agree on this step
         busy = self._current is not None and not self._current.done
         attempt = None
-        if self._schedule.agreed(before, asked.step, able=bad is None and not busy):
-            attempt = self._attempt(asked)
+        if self._schedule.agreed(before, request.step, able=bad is None and not busy):
+            attempt = self._attempt(request)
             self.requests.serve(attempt)
             self._start(attempt, wait=False)
         ended = self._unsettled
@@ -472,7 +458,7 @@ class Checkpointer:
             )
         job.protocol.claim(timeout)
         self._guards += 1
-        watchdog = Watchdog(job.protocol, self._guards, lambda: job.heard[:2], job.write_crash, grace, timeout)
+        watchdog = Watchdog(job.protocol, self._guards, lambda: job.latest[:2], job.write_crash, grace, timeout)
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self.listen_signals())
@@ -512,7 +498,7 @@ class Checkpointer:
         if self._job.ranks.rank:
             yield None
             return
-        with contextlib.closing(Endpoint(self, address, token_file, interval)) as endpoint:
+        with contextlib.closing(Endpoint(self.requests, self.list, address, token_file, interval)) as endpoint:
             yield endpoint
 
     # ---- restoring -------------------------------------------------------------------------------------------------------
@@ -594,22 +580,24 @@ class Checkpointer:
         >>> report.step, report.user["model"], len(rb)
         (100, 'model-100.pt', 10)
         """
-        options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert)
-        wanted = Wanted(self.root, step, name, at_most, allow_partial)
+        options = reports.RestoreOptions(
+            incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert
+        )
+        wanted = reports.Wanted(self.root, step, name, at_most, allow_partial)
         if self._savers is None:
             with Work("restoring", 0, progress, quiet=self._job.ranks.rank > 0) as work:
                 report = Restore(self._job, wanted, options, work).run()
-            note_restore(self.root, report, self._job.ranks.rank)
+            reports.note_restore(self.root, report, self._job.ranks.rank)
         else:
             options.check()
             wanted.check()
             report = self._savers.restore(wanted, options)
-            self._job.heard = Heard(report.step, report.user, report.step)
+            self._job.latest = reports.LatestStep(report.step, report.user, report.step)
         self._schedule.began()
         return report
 
     def stateful(
-        self, step: Callable[[], int], *, keep: int = 3, **restore: Unpack[RestoreArguments]
+        self, step: Callable[[], int], *, keep: int = 3, **restore: Unpack[reports.RestoreArguments]
     ) -> StatefulReplay:
         """An object with ``state_dict`` and ``load_state_dict``, which takes the replay into checkpoints of another library.
 
@@ -653,7 +641,7 @@ class Checkpointer:
         ...     Checkpointer(root, ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)).latest is None
         True
         """
-        path = series.latest(self.root)[0]
+        path = Series(self.root).latest()[0]
         return None if path is None else path.name
 
     def list(self) -> builtins.list[Entry]:
@@ -669,10 +657,8 @@ class Checkpointer:
         >>> [entry.step for entry in checkpoints.list()]
         [200, 100]
         """
-        return [
-            Entry(str(name), name.step, self.root / str(name), series.look(self.root / str(name)))
-            for name in series.names(self.root)
-        ]
+        look = Series(self.root).look
+        return [Entry(str(name), name.step, self.root / str(name), look(name)) for name in attempts.names(self.root)]
 
     def verify(
         self, name: str, level: Literal["meta", "read", "full"] = "full", *, progress: OnProgress | None = None
@@ -698,11 +684,11 @@ class Checkpointer:
         """
         if level not in ("meta", "read", "full"):
             raise ValueError(f"verify: level: expected 'meta', 'read' or 'full', got {level!r}.")
-        if name not in map(str, series.names(self.root)):
+        if name not in map(str, attempts.names(self.root)):
             raise FileNotFoundError(
-                f"verify: {self.root}: expected one of {[str(n) for n in series.names(self.root)]}, got {name!r}."
+                f"verify: {self.root}: expected one of {[str(n) for n in attempts.names(self.root)]}, got {name!r}."
             )
-        wrong = series.look(self.root / name)
+        wrong = Series(self.root).look(name)
         if wrong is not None:
             return [wrong]
         with Checkpoint(self.root / name) as checkpoint, Work("checking", checkpoint.nbytes, progress) as work:
@@ -731,10 +717,8 @@ class Checkpointer:
         """
         if self._savers is not None:
             return self._savers.prune(keep)
-        removed = series.prune(
-            self.root, self._job.options.keep if keep is None else keep, self._job.protocol.epoch, self._job.known
-        )
-        forget_reports(self.root, removed)
+        removed = self._job.series.prune(self._job.options.keep if keep is None else keep, self._job.protocol.epoch)
+        reports.forget_reports(self.root, removed)
         return removed
 
 
@@ -743,8 +727,9 @@ _ENTRY = "checkpoint"
 
 
 class StatefulReplay:
-    """What :meth:`Checkpointer.stateful` returns: ``state_dict`` and ``load_state_dict`` of a replay, as DCP, accelerate and Fabric
-    call them. All ranks call each method together.
+    """The replay of a Checkpointer with ``state_dict`` and ``load_state_dict``, as DCP, accelerate and Fabric call them.
+
+    :meth:`Checkpointer.stateful` returns one. All ranks call each method together.
 
     Args:
         checkpointer: saves and restores.
@@ -768,14 +753,19 @@ class StatefulReplay:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, job: Job, step: Callable[[], int], keep: int, restore: RestoreArguments
+        self,
+        checkpointer: Checkpointer,
+        job: Job,
+        step: Callable[[], int],
+        keep: int,
+        restore: reports.RestoreArguments,
     ) -> None:
         if not callable(step):
             raise TypeError(
                 f"stateful: step: expected a function that returns the step, got {type(step).__name__}. Pass lambda: step."
             )
         self._checkpointer, self._job, self._step = checkpointer, job, step
-        self._keep = check_count("stateful: keep", keep, most=pins.MOST)
+        self._keep = check_count("stateful: keep", keep, most=MAX_PINS)
         self._restore = restore
         self._handle: SaveHandle | None = None
         self._saved_step = -1
@@ -802,7 +792,7 @@ class StatefulReplay:
         True
         >>> folder.cleanup()
         """
-        step = checked_step("stateful", self._step())
+        step = reports.checked_step("stateful", self._step())
         self._pin(step)
         self._handle, self._saved_step = self._checkpointer.save(step, wait=False), step
         return self._handle
@@ -825,7 +815,7 @@ class StatefulReplay:
         True
         >>> folder.cleanup()
         """
-        step = checked_step("stateful", self._step())
+        step = reports.checked_step("stateful", self._step())
         if self._handle is None or self._saved_step != step:
             if not self._any_rank_has_rows():
                 return {_ENTRY: ""}
@@ -884,9 +874,9 @@ class StatefulReplay:
         if self._job.ranks.rank:
             return
         try:
-            pins.pin(self._job.root, step, self._keep)
-        except (OSError, CorruptCheckpoint, IncompatibleCheckpoint) as error:
+            self._job.series.pin(step, self._keep)
+        except (OSError, *UNREADABLE) as error:
             warn(
                 f"stateful: the checkpoint of step {step} stays no longer than others: {str(error).removesuffix('.')}. If "
-                f"{pins.NAME} is damaged, remove it, and load no state that was saved before."
+                f"{PINS} is damaged, remove it, and load no state that was saved before."
             )

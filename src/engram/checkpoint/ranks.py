@@ -35,7 +35,7 @@ _ROLL_CALL_S = 3.0
 
 
 class Ranks(abc.ABC):
-    """This process among those of its job.
+    """The processes of a job, as one of them sees them.
 
     :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` may be called in any thread and never wait. :meth:`gather`, :meth:`max`,
     :meth:`all` and :meth:`run_on_all` are for one thread of each rank, all of which must call them in the same order.
@@ -376,7 +376,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 class _Board:
-    """What threads share."""
+    """Keys, values and counters that threads share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

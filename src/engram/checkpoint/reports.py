@@ -13,24 +13,24 @@ import msgspec
 from engram._support.checks import check_count
 from engram._support.words import count, said_size, warn
 from engram.errors import CorruptCheckpoint
-from engram.format import disk, series, strict
-from engram.format.checkpoints import Checkpoint, added
-from engram.format.problems import Problem, corrupt
-from engram.persist.roles import check_roles
-from engram.persist.trajectory_table import KINDS
-from engram.reshard.driver import Lost, Policy, checked_incomplete, reshard_lines, said_reshard
+from engram.reshard.driver import Lost, reshard_lines, said_reshard
+from engram.reshard.plan import Policy, checked_incomplete
+from engram.saved import attempts, disk, documents
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.description import KINDS
+from engram.saved.rows import check_roles
+from engram.saved.series import Series
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.format.checkpoints import Totals
-    from engram.persist.roles import Roles
+    from engram.saved.rows import Roles
     from engram.types import Ranking
 
 
-class SeldomArguments(TypedDict, total=False):
+class AdvancedOptions(TypedDict, total=False):
     """Arguments of the constructor that few programs give: see :class:`Checkpointer`."""
 
     full_every: int | None
@@ -54,7 +54,7 @@ class RestoreArguments(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """What the constructor is told: see :class:`Checkpointer`."""
+    """Arguments of the constructor: see :class:`Checkpointer`."""
 
     every_steps: int | None
     every_minutes: float | None
@@ -93,8 +93,8 @@ def _check_choices(call: str, *given: tuple[str, object, tuple[str, ...]]) -> No
             raise ValueError(f"{call}: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
 
 
-class Asked(NamedTuple):
-    """What a checkpoint is asked for with, checked."""
+class SaveRequest(NamedTuple):
+    """The checked step and user state of a save."""
 
     step: int
     user: dict[str, object]
@@ -117,25 +117,25 @@ def checked_user(what: str, user: object) -> dict[str, object] | None:
         return None
     if not isinstance(user, Mapping):
         raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
-    return strict.copied(user)
+    return documents.copied(user)
 
 
-class Heard(NamedTuple):
-    """What this rank was told of the latest step: a crash checkpoint is of that."""
+class LatestStep(NamedTuple):
+    """The latest step that this rank was given, and its user state: a crash checkpoint is of that."""
 
     step: int = 0
     user: dict[str, object] = {}  # noqa: RUF012 - a value
     user_step: int = 0
     """Of the call that gave ``user``."""
 
-    def then(self, step: int, user: dict[str, object] | None) -> Heard:
+    def then(self, step: int, user: dict[str, object] | None) -> LatestStep:
         """After another call: that of an earlier step changes nothing that a later one has said."""
         latest = self if user is None or step < self.user_step else self._replace(user=user, user_step=step)
         return latest._replace(step=max(step, self.step))
 
 
 class RestoreOptions(NamedTuple):
-    """How a checkpoint is loaded: see :meth:`Checkpointer.restore`."""
+    """Arguments of a restore that say how a checkpoint is loaded: see :meth:`Checkpointer.restore`."""
 
     incomplete: Mapping[str, str] | None
     overflow: Literal["cut", "fill"]
@@ -171,7 +171,7 @@ _FOLDER = "reports"
 
 
 class SaveReport(NamedTuple):
-    """What a checkpoint holds, and what it took.
+    """The report of a save: what the checkpoint holds, and what it took.
 
     >>> import torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -212,7 +212,7 @@ class SaveReport(NamedTuple):
 
 
 class RestoreReport(NamedTuple):
-    """What was loaded.
+    """The report of a restore: what was loaded.
 
     >>> import torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -230,7 +230,7 @@ class RestoreReport(NamedTuple):
     steps: int
     """Rows that are there now."""
     user: dict[str, object]
-    passed_over: list[Problem]
+    passed_over: list[documents.Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float
     missing: tuple[int, ...] = ()
@@ -261,11 +261,11 @@ class Entry(NamedTuple):
     name: str
     step: int
     path: Path
-    problem: Problem | None
+    problem: documents.Problem | None
     """Why it cannot be loaded; None: it can."""
 
 
-def episodes_of(totals: Totals) -> dict[str, dict[str, int]]:
+def episodes_of(totals: documents.Totals) -> dict[str, dict[str, int]]:
     """Episodes and steps by kind; without the kinds that there are none of."""
     counts = msgspec.to_builtins(totals)
     return {kind: counts[kind] for kind in KINDS if counts[kind]["episodes"]}
@@ -321,7 +321,7 @@ def forget_reports(root: Path, removed: Iterable[str]) -> None:
 
 
 class Wanted(NamedTuple):
-    """Which checkpoint to load."""
+    """The checkpoint that a restore is asked for."""
 
     root: Path
     step: int | None = None
@@ -330,7 +330,7 @@ class Wanted(NamedTuple):
     """The largest step."""
     partial: bool = False
     """One that lacks shards will do."""
-    damaged: tuple[Problem, ...] = ()
+    damaged: tuple[documents.Problem, ...] = ()
     """Folders that turned out to be damaged when they were read."""
 
     def check(self) -> None:
@@ -346,7 +346,7 @@ class Wanted(NamedTuple):
         """Whether another checkpoint will do where one is damaged."""
         return self.step is None and self.name is None
 
-    def find(self, known: series.Known) -> tuple[Path, list[Problem]]:
+    def find(self, series: Series) -> tuple[Path, list[documents.Problem]]:
         """The checkpoint to load, and what was passed over.
 
         Raises:
@@ -354,20 +354,20 @@ class Wanted(NamedTuple):
         """
         if self.name is not None and self.at_most is not None:
             try:
-                return self._replace(at_most=None).find(known)
+                return self._replace(at_most=None).find(series)
             except (FileNotFoundError, CorruptCheckpoint) as error:
-                path, problems = self._replace(name=None).find(known)
+                path, problems = self._replace(name=None).find(series)
                 warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
                 return path, problems
         if self.is_open and not self.partial:
-            return self._newest(known)
-        meant = [path for name in series.names(self.root) if self._means(name, path := self.root / str(name))]
+            return self._newest(series)
+        meant = [path for name in attempts.names(self.root) if self._means(name, path := self.root / str(name))]
         if self.partial:
             for path in meant:
-                if series.look(path, known) is None or series.is_partial(path):
+                if series.look(path.name) is None or attempts.is_partial(path):
                     return path, []
         if self.is_open:
-            return self._newest(known)
+            return self._newest(series)
         if not meant:
             named = (
                 f"called {self.name!r}, found none"
@@ -377,27 +377,27 @@ class Wanted(NamedTuple):
                 else f"of step {self.step}, found none at all. Call save(step) first"
             )
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
-        passed_over: list[Problem] = []
+        passed_over: list[documents.Problem] = []
         for path in meant:
-            wrong = series.look(path, known)
+            wrong = series.look(path.name)
             if wrong is None:
                 return path, passed_over
             passed_over.append(wrong)
         if self.name is not None:
-            raise corrupt(*passed_over[0])
+            raise documents.corrupt(*passed_over[0])
         raise self._none(
             passed_over, f"restore: no checkpoint of step {self.step} is whole: {'; '.join(map(str, passed_over))}"
         )
 
-    def _none(self, passed_over: list[Problem], why: str) -> Exception:
+    def _none(self, passed_over: list[documents.Problem], why: str) -> Exception:
         """What is raised where there is no checkpoint: that there is none yet, where each save was killed or given up."""
-        if not self.partial and any(series.is_partial(problem.path) for problem in passed_over):
+        if not self.partial and any(attempts.is_partial(problem.path) for problem in passed_over):
             why += " allow_partial=True loads what some of the ranks saved."
-        if series.is_unfinished(self.root):
+        if Series(self.root).is_unfinished():
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 
-    def _means(self, name: series.Name, path: Path) -> bool:
+    def _means(self, name: attempts.Name, path: Path) -> bool:
         """Whether that one will do, as far as its name says."""
         return (
             self.step in (None, name.step)
@@ -407,12 +407,12 @@ class Wanted(NamedTuple):
         )
 
     def _steps(self) -> list[int]:
-        return sorted({name.step for name in series.names(self.root)})
+        return sorted({name.step for name in attempts.names(self.root)})
 
-    def _newest(self, known: series.Known) -> tuple[Path, list[Problem]]:
+    def _newest(self, series: Series) -> tuple[Path, list[documents.Problem]]:
         """The newest that is whole, and what was passed over."""
         at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
-        path, problems = series.latest(self.root, at_most=at_most, without=damaged, known=known)
+        path, problems = series.latest(at_most=at_most, without=damaged)
         passed_over = [*self.damaged, *problems]
         if path is None:
             what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
@@ -430,11 +430,11 @@ class Wanted(NamedTuple):
 def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
     """What the last whole checkpoint of this job has of ranks whose shards are missing."""
     missing, manifest = checkpoint.missing, checkpoint.manifest
-    path = series.latest(root, at_most=manifest.step)[0] if missing else None
+    path = Series(root).latest(at_most=manifest.step)[0] if missing else None
     if path is None:
         return Lost(missing)
     with Checkpoint(path) as before:
         if before.manifest.world != manifest.world + len(missing):
             return Lost(missing)
-        totals = added(before.shard(rank).totals for rank in missing)
+        totals = documents.added(before.shard(rank).totals for rank in missing)
     return Lost(missing, path.name, totals.episodes, totals.steps)

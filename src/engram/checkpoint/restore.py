@@ -10,24 +10,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engram._support.words import warn
-from engram.checkpoint.job import Parent
-from engram.checkpoint.reports import Heard, RestoreReport, lost_with
+from engram.checkpoint.reports import LatestStep, RestoreReport, lost_with
+from engram.checkpoint.save import Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
-from engram.format import series
-from engram.format.checkpoints import Checkpoint
-from engram.format.problems import Problem, corrupt
-from engram.persist import parts
-from engram.persist.components import check_blocks
 from engram.reshard.driver import disagreements, reshard, reshard_report
-from engram.reshard.plan import Target
-from engram.reshard.shards import open_shards
+from engram.reshard.plan import Target, open_shards
+from engram.saved import attempts, parts
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.documents import Problem, corrupt
+from engram.saved.series import Series
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engram._support.progress import Work
-    from engram.checkpoint.job import Job
     from engram.checkpoint.reports import RestoreOptions, Wanted
+    from engram.checkpoint.save import Job
     from engram.reshard.driver import Reshard
     from engram.types import BufferLoad
 
@@ -55,7 +53,7 @@ class Restore:
         self._job, self._ranks, self._wanted, self._options = job, job.ranks, wanted, options
         self._work = work
         self._started = time.perf_counter()
-        self._known = series.Known()
+        self._series = Series(job.root)
         """Each restore reads documents itself: what this process wrote may have been damaged since."""
         self._passed_over: list[Problem] = []
         """Newer checkpoints that were damaged or not complete."""
@@ -66,7 +64,7 @@ class Restore:
             path = self._choose()
             try:
                 with contextlib.ExitStack() as stack:
-                    load = _Load(self._job, self._options, path, self._known, stack, self._work)
+                    load = _Load(self._job, self._options, path, self._series, stack, self._work)
                     return load.run(self._passed_over, self._started)
             except (CorruptCheckpoint, RankFailed) as error:
                 # All ranks heard of the same, so all of them go on alike.
@@ -92,11 +90,11 @@ class Restore:
             return [], b""
         root = self._job.root
         try:  # all may have voted, and rank 0 died before it decided
-            series.recover(root, series.newest_epoch(root))
+            self._series.recover(attempts.newest_epoch(root))
         except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
             _log.warning("restore: what is undecided stays so: %s", error)
         try:
-            path, problems = self._wanted.find(self._known)
+            path, problems = self._wanted.find(self._series)
         except (FileNotFoundError, CorruptCheckpoint) as error:
             return [], json.dumps([type(error).__name__, str(error)]).encode()
         return problems, json.dumps(["", path.name]).encode()
@@ -108,22 +106,16 @@ class _Load:
     Args:
         job, options: of the restore.
         path: of the checkpoint, the same on all ranks.
-        known: documents that were read when it was chosen.
+        series: what was read when it was chosen.
         stack: closes what was opened.
         work: counts the bytes that are read.
     """
 
     def __init__(
-        self,
-        job: Job,
-        options: RestoreOptions,
-        path: Path,
-        known: series.Known,
-        stack: contextlib.ExitStack,
-        work: Work,
+        self, job: Job, options: RestoreOptions, path: Path, series: Series, stack: contextlib.ExitStack, work: Work
     ) -> None:
         self._job, self._ranks, self._options, self._path = job, job.ranks, options, path
-        self._known, self._stack, self._work = known, stack, work
+        self._series, self._stack, self._work = series, stack, work
         self._checkpoint: Checkpoint
         self._targets: list[Target] = []
         """Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard."""
@@ -151,7 +143,7 @@ class _Load:
             dealt = reshard_report(made, checkpoint.ranks, lost_with(checkpoint, job.root))
             steps, given_up = dealt["targets"][rank]["steps"], 0
         manifest = checkpoint.manifest
-        job.heard = Heard(manifest.step, manifest.user, manifest.step)
+        job.latest = LatestStep(manifest.step, manifest.user, manifest.step)
         job.parent = Parent(self._path, buffer.form.lineage) if dealt is None else None
         return RestoreReport(
             self._path.name,
@@ -180,10 +172,10 @@ class _Load:
         """The checkpoint; whether this rank can get back its shard, whether it holds rows, and what it has room for."""
         path, options = self._path, self._options
         try:
-            if series.is_partial(path):
-                checkpoint = series.open_partial(path)
+            if attempts.is_partial(path):
+                checkpoint = attempts.open_partial(path)
             else:  # to verify is to read all again
-                checkpoint = Checkpoint(path) if options.verify == "full" else self._known.open(path)
+                checkpoint = Checkpoint(path) if options.verify == "full" else self._series.open(path)
             self._stack.enter_context(checkpoint)
         except CorruptCheckpoint as error:  # rank 0 has looked at it: no damage that an older one would be better than
             raise RankFailed(f"expected {path.name} as rank 0 sees it, got {error}") from error
@@ -278,7 +270,7 @@ class _Load:
         if self._checks_blocks:  # the ranks share out the shards
             for shard in range(rank, self._checkpoint.manifest.world, self._ranks.world):
                 with parts.open_storage(self._checkpoint, shard) as reader:
-                    check_blocks(reader)
+                    parts.check_blocks(reader)
         return load
 
     def _committed(self, load: BufferLoad) -> tuple[None, bytes]:

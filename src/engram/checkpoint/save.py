@@ -1,29 +1,269 @@
-"""One save, from the moment that it is of to its end."""
+"""One save, from its snapshot to its commit, and what all saves and restores of a Checkpointer share."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
+import os
 import time
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from engram._support.words import count
-from engram.checkpoint.reports import Asked, SaveReport, episodes_of, forget_reports
+from engram._support.progress import Work
+from engram._support.words import count, warn
+from engram.checkpoint.ranks import looks
+from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
-from engram.format import disk, series
-from engram.format.checkpoints import added
-from engram.format.workers import Ended
-from engram.reshard.shards import has_ends, saved_fields
+from engram.reshard.plan import has_ends, saved_fields
+from engram.saved import attempts, disk, documents, parts
+from engram.saved.documents import added, rank_folder
+from engram.saved.rows import doubts
+from engram.saved.series import Series
+from engram.saved.snapshot import RowsSnapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.checkpoint.job import Job, Parent
-    from engram.format.checkpoints import Shard
-    from engram.persist.parts import Snapshot
+    from engram.checkpoint.checkpointable import Checkpointable
+    from engram.checkpoint.ranks import Ranks
+    from engram.checkpoint.reports import Options
+    from engram.format.schema import PartField
+    from engram.saved.documents import Manifest, Shard
+    from engram.saved.part_reader import PartReader
+    from engram.saved.part_writer import PartInfo
+    from engram.saved.snapshot import SavedRows, Snapshot
+
+#: Seconds after which a rank tries to decide without rank 0, which may be dead, or without all votes, of which one may be against.
+_TRY_S = 2.0
+#: Seconds that they leave rank 0 at the deadline, to give up for all.
+_GRACE_S = 2.0
+
+
+class JobSeries:
+    """A series of checkpoints of one job, whose ranks agree on attempts.
+
+    Args:
+        series: in a folder that is the same for all ranks.
+        ranks: of the job. Each makes this in the same order, if there are several.
+    """
+
+    def __init__(self, series: Series, ranks: Ranks) -> None:
+        self.root, self.series, self.ranks = series.root, series, ranks
+        self.section = ranks.section()
+        """Before all of its keys in the store."""
+        self._epoch: int | None = None
+        self._told: list[str] = []
+        self._began = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """Of this incarnation of the job. Rank 0's first call claims it, and commits what an earlier one left undecided.
+
+        Raises:
+            RankFailed: rank 0 has not said it. OSError: the folder cannot be used.
+        """
+        if self._epoch is None:
+            if self.ranks.rank:
+                raise RankFailed("rank 0 has not begun anything here yet.")
+            self._epoch = attempts.claim_epoch(self.root)
+            self.series.recover(self._epoch)
+        return self._epoch
+
+    def claim(self, timeout: float) -> int:
+        """The same on all ranks, which must all call this. Raises :class:`RankFailed`: some did not."""
+        given = self.ranks.together("epoch", lambda: b"" if self.ranks.rank else str(self.epoch).encode(), timeout)
+        self._epoch = int(given[0])
+        return self._epoch
+
+    def begin(self, number: int, begun: Callable[[], Path], timeout: float) -> Path:
+        """The folder of the attempt of that number, which rank 0 begins; others hear of it, or of its error.
+
+        Raises:
+            RankFailed: rank 0 could not begin it, or did not in time; or this folder is not visible here. Where there is no other
+                rank, whatever ``begun`` raised.
+        """
+        key = f"{self.section}attempt/{number}"
+        if self.ranks.rank:
+            return self._joined(key, timeout)
+        self._began = time.monotonic()
+        self._told += [key, _joined_of(key)]
+        try:
+            folder = begun()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            self.ranks.set(key, json.dumps({"error": text}).encode())
+            self.joined(number, timeout)
+            if self.ranks.world == 1 or not isinstance(error, Exception):
+                raise
+            raise RankFailed(f"save: rank 0: {text}") from error
+        self.ranks.set(key, json.dumps({"name": folder.name, "epoch": self.epoch}).encode())
+        return folder
+
+    def joined(self, number: int, timeout: float) -> None:
+        """Return on rank 0 when all others have heard of the attempt of that number, at the latest ``timeout`` seconds after it
+        began.
+
+        The vote of a rank says that, too. So this is for an attempt that ends without all votes.
+        """
+        if self.ranks.rank == 0:
+            left = self._began + timeout - time.monotonic()
+            self.ranks.leave(_joined_of(f"{self.section}attempt/{number}"), self.ranks.world - 1, left)
+
+    def forget(self) -> None:
+        """All ranks have voted for the last attempt: no rank reads its entries, or those of earlier ones, any more."""
+        for key in self._told:
+            self.ranks.forget(key)
+        self._told.clear()
+
+    def _joined(self, key: str, timeout: float) -> Path:
+        started = time.monotonic()
+        raw = self.ranks.wait([key], timeout)[0]
+        if raw is None:
+            raise RankFailed(f"save: rank 0 began no checkpoint within {timeout:g} s.")
+        self.ranks.leave(_joined_of(key), 0, 0.0)
+        said = json.loads(raw)
+        if "error" in said:
+            raise RankFailed(f"save: rank 0: {said['error']}")
+        self._epoch = int(said["epoch"])
+        name = attempts.Name.parse(said["name"])
+        if name is None:
+            raise RankFailed(f"save: expected the name of an attempt from rank 0, got {said['name']!r:.100}.")
+        folder = self.root / str(name)
+        for _ in looks(started + timeout - time.monotonic(), at_files=True):
+            if os.path.lexists(folder / documents.ATTEMPT):
+                return folder
+            disk.look_again(self.root, folder)
+        raise RankFailed(
+            f"save: rank {self.ranks.rank}: expected {folder}, which rank 0 made, found none in {timeout:g} s. Is it a file "
+            "system that all ranks share?"
+        )
+
+    def decided(self, folder: Path, timeout: float) -> Manifest:
+        """The decision on an attempt, when it is there; after ``timeout`` seconds votes that are missing are ones against.
+
+        Raises:
+            RuntimeError: a later incarnation of the job has taken over.
+        """
+        world, asked, when = self.ranks.world, 0.0, looks(math.inf, at_files=True)
+        missing = [] if self.ranks.rank else [*range(world)]
+        while (made := attempts.decision(folder)) is None:
+            passed = next(when)
+            late = passed > timeout + (_GRACE_S if self.ranks.rank else 0)
+            while missing and attempts.has_voted(folder, missing[-1], world):
+                missing.pop()
+            if late or passed - asked > _TRY_S or not (missing or self.ranks.rank):
+                asked = passed
+                give_up = f"after {timeout:g} s" if late else None
+                made = attempts.decide(folder, self.epoch, give_up=give_up, contents=self.series.contents(folder))
+                if made is not None:
+                    break
+        return made
+
+
+def _joined_of(key: str) -> str:
+    """The counter of ranks that have heard of an attempt."""
+    return f"{key}/joined"
+
+
+class Parent(NamedTuple):
+    """A checkpoint whose segments can be linked, as long as the lineage of the storage is this."""
+
+    path: Path
+    lineage: object
+
+
+class Job:
+    """A buffer, the ranks that save it together, and what one save leaves for the next.
+
+    Args:
+        root: the folder of the series.
+        buffer: of this rank.
+        ranks: of the job.
+        options: of the Checkpointer.
+        doubtful: warn once of fields that a restore on other ranks may misunderstand.
+    """
+
+    def __init__(self, root: Path, buffer: Checkpointable, ranks: Ranks, options: Options, *, doubtful: bool) -> None:
+        self.root, self.buffer, self.ranks, self.options = root, buffer, ranks, options
+        self.series = Series(root)
+        """What this process read and wrote of the series, so that no document is decoded twice."""
+        self.protocol = JobSeries(self.series, ranks)
+        self.latest = LatestStep()
+        self.parent: Parent | None = None
+        self._since_full = 0
+        self._doubtful = doubtful
+
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint is of: the buffer as it is now."""
+        snapshot = self.buffer.snapshot(prefetched=self.options.prefetch)
+        self.tell_doubts(snapshot.rows.fields(self.options.roles), snapshot)
+        return snapshot
+
+    def tell_doubts(self, fields: Sequence[PartField], snapshot: Snapshot) -> None:
+        """Warn once of what a restore on other ranks would do to rows of these fields; a rank without rows, by those of others."""
+        if not fields or not self._doubtful or snapshot.form.ranking is not None or snapshot.form.ndim > 1:
+            return
+        self._doubtful = False
+        for text in doubts(fields, self.options.roles):
+            warn(f"Checkpointer: {text}.")
+
+    # ---- the parent ------------------------------------------------------------------------------------------------------
+
+    def parent_of(self, snapshot: Snapshot) -> Parent | None:
+        """The checkpoint to link from: the last one of this very storage, if it is still there."""
+        parent, every = self.parent, self.options.full_every
+        due = every is not None and self._since_full + 1 >= every
+        if parent is None or due or snapshot.form.lineage is None or parent.lineage != snapshot.form.lineage:
+            return None
+        return None if self.series.look(parent.path.name) else parent
+
+    def saved(self, path: Path, snapshot: Snapshot, parent: Parent | None) -> None:
+        """There is a new checkpoint, which had this parent."""
+        if self.parent is not None and self.ranks.rank:  # rank 0 forgets what it retires
+            self.series.forget(self.parent.path.name)
+        self.parent = Parent(path, snapshot.form.lineage)
+        rows = snapshot.rows
+        if isinstance(rows, RowsSnapshot) and not rows.store.readonly:
+            rows.store.core.count_save()
+        self._since_full = 0 if parent is None else self._since_full + 1
+
+    # ---- the shard of this rank ------------------------------------------------------------------------------------------
+
+    def write_shard(
+        self, attempt: Path, step: int, snapshot: Snapshot, parent: Parent | None, progress: OnProgress | None = None
+    ) -> None:
+        """Write it, and vote for the attempt."""
+        rank = self.ranks.rank
+        rows, infos = self.write_parts(attempt / rank_folder(rank, self.ranks.world), snapshot, parent, progress)
+        attempts.accept(attempt, rank, infos, rows.shard, step=step, contents=self.series.contents(attempt))
+
+    def write_parts(
+        self, folder: Path, snapshot: Snapshot, parent: Parent | None, progress: OnProgress | None
+    ) -> tuple[SavedRows, list[PartInfo]]:
+        """Write its parts, but for the vote."""
+        options = self.options
+        with contextlib.ExitStack() as stack, disk.batched_fsync():
+            reader: PartReader | None = None
+            if parent is not None:
+                checkpoint = stack.enter_context(self.series.open(parent.path))
+                reader = stack.enter_context(checkpoint.part(self.ranks.rank, parts.STORAGE))
+            # Other ranks print to the same terminal.
+            work = stack.enter_context(Work("saving", snapshot.rows.nbytes, progress, quiet=self.ranks.rank > 0))
+            rows = snapshot.rows.save_segments(
+                folder / parts.STORAGE, roles=options.roles, parent=reader, paranoid=options.paranoid, progress=work
+            )
+            return rows, [rows.info, *parts.write_parts(folder, snapshot.parts)]
+
+    def write_crash(self, attempt: Path) -> None:
+        """Write the shard of this rank. If that fails, it is missing: there is no vote against what others can save."""
+        snapshot = self.snapshot()
+        self.write_shard(attempt, self.latest.step, snapshot, self.parent_of(snapshot))
+
 
 _log = logging.getLogger("engram")
 
@@ -46,7 +286,7 @@ class SaveHandle:
         """The folder that is written; None: not known yet."""
         self.ended: float | None = None
         """When it ended, by ``time.monotonic()``; None: it has not."""
-        self._over = Ended()
+        self._over = disk.WorkerEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -92,16 +332,18 @@ class SaveAttempt(SaveHandle):
 
     Args:
         job: whose save.
-        asked: what for; or why that was wrong: where there are other ranks, they must hear of it.
+        request: what for; or why that was wrong: where there are other ranks, they must hear of it.
         number: of the attempt: the same on all ranks.
         progress: called with a :class:`Progress` now and then.
     """
 
-    def __init__(self, job: Job, asked: Asked | Exception, number: int, progress: OnProgress | None = None) -> None:
+    def __init__(
+        self, job: Job, request: SaveRequest | Exception, number: int, progress: OnProgress | None = None
+    ) -> None:
         super().__init__()
         self._job, self._number, self._progress = job, number, progress
-        self._asked = asked if isinstance(asked, Asked) else None
-        self._failure: BaseException | None = None if isinstance(asked, Asked) else asked
+        self._request = request if isinstance(request, SaveRequest) else None
+        self._failure: BaseException | None = None if isinstance(request, SaveRequest) else request
         self._snapshot: Snapshot | None = None
         self._parent: Parent | None = None
         self._started = 0.0
@@ -138,7 +380,7 @@ class SaveAttempt(SaveHandle):
         try:
             self._report = self._write()
         except BaseException as error:  # noqa: BLE001 - raised by wait
-            which = "" if self._asked is None else f" of step {self._asked.step}"
+            which = "" if self._request is None else f" of step {self._request.step}"
             _log.warning("the save%s failed: %s: %s", which, type(error).__name__, error)
             self.fail(error)
         else:
@@ -155,10 +397,10 @@ class SaveAttempt(SaveHandle):
             raise error
         manifest = job.protocol.decided(attempt, timeout)
         if manifest.status != "complete":
-            job.known.forget(attempt.name)
+            job.series.forget(attempt.name)
             job.protocol.joined(self._number, timeout)
             with contextlib.suppress(OSError, CorruptCheckpoint):  # it may be removed by now
-                series.withdraw(attempt, job.ranks.rank)
+                attempts.withdraw(attempt, job.ranks.rank)
             why = f"save: {attempt.name}: {'; '.join(manifest.reasons)}."
             if world == 1:
                 raise CorruptCheckpoint(why)
@@ -180,18 +422,18 @@ class SaveAttempt(SaveHandle):
 
     def _begin(self) -> Path:
         """On rank 0: the folder of the attempt."""
-        if self._asked is None:
+        if self._request is None:
             assert self._failure is not None
             raise self._failure
         job = self._job
-        return series.begin(
+        return attempts.begin(
             job.root,
-            step=self._asked.step,
+            step=self._request.step,
             epoch=job.protocol.epoch,
             world=job.ranks.world,
             trigger="save",
             parent=None if self._parent is None else self._parent.path.name,
-            user=self._asked.user,
+            user=self._request.user,
         )
 
     def _vote(self, attempt: Path) -> BaseException | None:
@@ -200,12 +442,12 @@ class SaveAttempt(SaveHandle):
         try:
             if self._failure is not None:
                 raise self._failure
-            assert self._asked is not None
+            assert self._request is not None
             assert self._snapshot is not None
-            agreed = series.read_attempt(attempt)
-            if agreed.step != self._asked.step:
-                raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._asked.step}.")
-            if self._asked.user and self._asked.user != agreed.user:
+            agreed = attempts.read_attempt(attempt)
+            if agreed.step != self._request.step:
+                raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._request.step}.")
+            if self._request.user and self._request.user != agreed.user:
                 _log.warning(
                     "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are "
                     "saved: %s",
@@ -213,13 +455,15 @@ class SaveAttempt(SaveHandle):
                     job.ranks.rank,
                     sorted(agreed.user),
                 )
-            job.write_shard(attempt, self._asked.step, self._snapshot, self._parent, self._progress)
-            series.decide(attempt, job.protocol.epoch, known=job.known)  # the last rank to vote decides
+            job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
+            attempts.decide(
+                attempt, job.protocol.epoch, contents=job.series.contents(attempt)
+            )  # the last rank to vote decides
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
-                if series.decision(attempt) is None:
-                    series.refuse(attempt, job.ranks.rank, f"{type(error).__name__}: {error}")
-                series.decide(attempt, job.protocol.epoch)
+                if attempts.decision(attempt) is None:
+                    attempts.refuse(attempt, job.ranks.rank, f"{type(error).__name__}: {error}")
+                attempts.decide(attempt, job.protocol.epoch)
             return error
         return None
 
@@ -227,7 +471,7 @@ class SaveAttempt(SaveHandle):
         shards: list[Shard] = []
         drops = False
         try:
-            with self._job.known.open(attempt) as checkpoint:
+            with self._job.series.open(attempt) as checkpoint:
                 shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
                 fields = saved_fields(checkpoint)
                 drops = snapshot.form.ranking is None and has_ends(fields)
@@ -255,25 +499,25 @@ class SaveAttempt(SaveHandle):
     def _tidy(self, name: str) -> None:
         """Note the new checkpoint, and remove old ones. The new one is there, whatever fails here."""
         job = self._job
-        root, epoch = job.root, job.protocol.epoch
+        root, series, epoch = job.root, job.series, job.protocol.epoch
         try:
             job.protocol.forget()
-            series.set_latest(root, name, epoch)
-            if series.names(root)[:1] != [series.Name.parse(name)]:  # else no file need be looked at
-                newest = series.latest(root, known=job.known)[0]
+            series.set_latest(name, epoch)
+            if attempts.names(root)[:1] != [attempts.Name.parse(name)]:  # else no file need be looked at
+                newest = series.latest()[0]
                 if newest is not None and newest.name != name:
                     _log.warning(
                         "save: %s is there, but restore() takes %s, which is of a later step", name, newest.name
                     )
-            forget_reports(root, series.retire(root, job.options.keep, epoch, job.known, saved=name))
+            forget_reports(root, series.retire(job.options.keep, epoch, saved=name))
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
         else:
-            disk.run_in_background(partial(_sweep, root))
+            disk.run_in_background(partial(_sweep, series))
 
 
-def _sweep(root: Path) -> None:
+def _sweep(series: Series) -> None:
     try:
-        series.sweep(root)
+        series.sweep()
     except OSError as error:
         _log.warning("old checkpoints are not removed: %s. The next save tries again", error)

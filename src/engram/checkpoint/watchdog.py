@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from engram.checkpoint.ranks import looks
 from engram.errors import CorruptCheckpoint, RankFailed
-from engram.format import disk, series
+from engram.saved import attempts, disk, documents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from engram.checkpoint.job import Attempts
+    from engram.checkpoint.save import JobSeries
 
 _log = logging.getLogger("engram")
 
@@ -41,7 +41,7 @@ class Watchdog:
     Args:
         attempts: of the job.
         number: of the watch: the same on all ranks.
-        heard: the step that the training has come to, and the user state.
+        latest: the step that the training has come to, and the user state.
         write: writes this rank's shard into a folder and votes.
         grace: seconds to wait for the votes of others.
         timeout: seconds to wait for others to leave.
@@ -49,15 +49,15 @@ class Watchdog:
 
     def __init__(
         self,
-        attempts: Attempts,
+        attempts: JobSeries,
         number: int,
-        heard: Callable[[], tuple[int, Mapping[str, object]]],
+        latest: Callable[[], tuple[int, Mapping[str, object]]],
         write: Callable[[Path], None],
         grace: float,
         timeout: float,
     ) -> None:
         self._attempts, self._ranks = attempts, attempts.ranks
-        self._number, self._heard, self._write = number, heard, write
+        self._number, self._latest, self._write = number, latest, write
         self._grace, self._timeout = grace, timeout
         self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
         self._key = f"{attempts.section}watch/{number}/"
@@ -153,16 +153,16 @@ class Watchdog:
     def _agreed(self) -> Path:
         """The folder that all ranks use: the first of them says which."""
         root, epoch = self._attempts.root, self._attempts.epoch
-        step, user = self._heard()
-        name = series.Name(step, epoch, f"crash{self._number}")
+        step, user = self._latest()
+        name = attempts.Name(step, epoch, f"crash{self._number}")
         disk.publish(self._file, str(name).encode())
         said = self._file.read_bytes().decode("ascii", "replace")
-        agreed = series.Name.parse(said)
+        agreed = attempts.Name.parse(said)
         if agreed is None:
             raise CorruptCheckpoint(f"{self._file}: expected the name of an attempt, got {said!r:.100}.")
         folder: Path = root / str(agreed)
         try:
-            series.begin(
+            attempts.begin(
                 root,
                 step=agreed.step,
                 epoch=epoch,
@@ -174,7 +174,7 @@ class Watchdog:
         except FileExistsError:
             for _ in looks(self._grace, at_files=True):
                 disk.look_again(root, folder)
-                if os.path.lexists(folder / series.ATTEMPT):
+                if os.path.lexists(folder / documents.ATTEMPT):
                     return folder
             raise
         return folder
@@ -183,14 +183,14 @@ class Watchdog:
         """Wait for those that live; commit if all voted."""
         missing: set[int] = set()
         for _ in looks(self._grace, at_files=True):
-            made = series.decide(folder, self._attempts.epoch, known=self._attempts.known)
+            made = attempts.decide(folder, self._attempts.epoch, contents=self._attempts.series.contents(folder))
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
                 if made.status == "complete":
                     with contextlib.suppress(OSError, RuntimeError):  # a hint, and all ranks write the same
-                        series.set_latest(folder.parent, folder.name, self._attempts.epoch)
+                        self._attempts.series.set_latest(folder.name, self._attempts.epoch)
                 return
-            missing = {vote.rank for vote in series.votes(folder) if vote.shard is None and vote.error is None}
+            missing = {vote.rank for vote in attempts.votes(folder) if vote.shard is None and vote.error is None}
             if missing <= self._dead:
                 break
         _log.warning("saved %s without ranks %s", folder.name, sorted(missing))

@@ -100,7 +100,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
     Exit code: 0, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
     with refusing():
-        from engram.format.describe import describe
+        from engram.saved.inspection import describe
 
         found = describe(_folder(path))
     if as_json:
@@ -177,7 +177,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
     Exit code: 0 if everything is good, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
     with refusing():
-        from engram.format import verify as verifying
+        from engram.saved import inspection as verifying
 
         report = verifying.verify(_folder(path), level)
     if as_json:
@@ -265,20 +265,14 @@ def reshard(
     "--memory", metavar="SIZE", help="Memory for the store, such as 16GB: what does not fit is read from disk."
 )
 @click.option(
-    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins here. Loads torch."
+    "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins. Loads torch."
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
-    sample: Path | None,
-    capacity: int,
-    given: tuple[str, ...],
-    batch: bool,
-    memory: str | None,
-    device: str | None,
-    batch_size: int,
+    sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, device: str | None, batch_size: int,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Say how much memory or disk a buffer will take, before it is made.
 
     SAMPLE is one row: an .npz or .npy file with its arrays; a .json file such as {"obs": "uint8[4,84,84]", "next": {"reward":
@@ -434,14 +428,14 @@ def _folder(path: Path) -> Path:
 def _ours(path: Path) -> None:
     """Ends the command unless something of engram's is there: before torch is imported."""
     with refusing():
-        from engram.format.verify import kind_of
+        from engram.saved.inspection import kind_of
 
         kind_of(_folder(path))
 
 
 def _known(path: Path) -> dict[str, object]:
     """The numbers of a store that are known without torch, which takes seconds."""
-    from engram.format.describe import describe
+    from engram.saved.inspection import describe
 
     found, names = describe(path), {"rows": "size", "capacity": "capacity", "bytes": "bytes"}
     return {names[key]: found[key] for key in names if key in found} if found["kind"] == "store" else {}

@@ -23,9 +23,8 @@ from engram._support.memory import available_memory, missing_share
 from engram._support.version import __version__
 from engram._support.words import said_size
 from engram.format import files, layout
-from engram.format.describe import describe
 from engram.format.sizes import resident_bytes
-from engram.format.verify import read_store
+from engram.saved.inspection import describe, read_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -150,13 +149,11 @@ def _loaded_torch() -> Finding:
     return Finding("torch", f"{torch.__version__}{devices}")
 
 
-def _gpu() -> Finding:
+def _gpu(
+    unused: str = "seen, not tried", advice: str = "engram doctor --load says what it can do, and how fast."
+) -> Finding:
     """As the system sees it: torch takes seconds to load."""
-    if not _NVIDIA.exists():
-        return Finding("GPU", "no CUDA device")
-    return Finding(
-        "GPU", "seen, not tried", "note", "engram doctor --load says whether it reads rows by itself, and how fast."
-    )
+    return Finding("GPU", unused, "note", advice) if _NVIDIA.exists() else Finding("GPU", "no CUDA device")
 
 
 def _loaded_gpu() -> list[Finding]:
@@ -172,16 +169,7 @@ def _loaded_gpu() -> list[Finding]:
             return [*gpu_findings(Accelerator(device), torch.cuda.get_device_name(device))]
     except (ImportError, OSError, RuntimeError) as error:
         return [Finding("GPU", f"fails: {error}", "note", "The lines on torch and on the native core may say why.")]
-    if not _NVIDIA.exists():
-        return [Finding("GPU", "no CUDA device")]
-    return [
-        Finding(
-            "GPU",
-            "seen, and torch cannot use it",
-            "note",
-            "Install a torch for CUDA that this driver is new enough for.",
-        )
-    ]
+    return [_gpu("seen, and torch cannot use it", "Install a torch for CUDA that this driver is new enough for.")]
 
 
 def _package(name: str) -> Finding:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
-import warnings
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
     from engram.store.device.accelerator import Accelerator
 
-#: Rows that are read, their bytes, rows of a batch and batches that are timed.
-ROWS, ROW_BYTES, BATCH, BATCHES = 2_048, 28_224, 256, 100
-_REGISTERED_BYTES = 1 << 20
+#: Rows that are read, their bytes, rows of a batch and batches that are timed; bytes that are registered.
+ROWS, ROW_BYTES, BATCH, BATCHES, _REGISTERED_BYTES = 2_048, 28_224, 256, 100, 1 << 20
 _BLOCK = 'DeviceLoader copies batches through the host (transport="block").'
 #: What to do about an obstacle, by words of it.
 _REMEDIES = {
@@ -43,35 +42,26 @@ def gpu_findings(accelerator: Accelerator, name: str) -> Iterator[Finding]:
     """What was found on a device, in the order to show it. ``name``: of the device."""
     free, total = accelerator.room()
     yield Finding("GPU", f"{name}, {said_size(free)} free of {said_size(total)}")
-    obstacle = accelerator.obstacle()
+    obstacle, reads = accelerator.obstacle(), "GPU reads the host"
     if obstacle is not None:
         remedy = next((advice for words, advice in _REMEDIES.items() if words in obstacle), "")
-        yield Finding("GPU reads the host", f"impossible: {obstacle}", "note", remedy + _BLOCK)
+        yield Finding(reads, f"impossible: {obstacle}", "note", remedy + _BLOCK)
     else:
-        yield Finding(
-            "GPU reads the host", "nothing stands in the way: driver, Triton, a C compiler, a cache for kernels"
-        )
+        yield Finding(reads, "nothing stands in the way: driver, Triton, a C compiler, a cache for kernels")
         yield from _registrations(accelerator)
-    pinned = _speed(accelerator, _copies(accelerator))
+    source = accelerator.memory.empty((BATCH * ROW_BYTES,), torch.uint8)
+    pinned = _speed(accelerator, lambda: accelerator.send(source))
     for transport in ("direct", "block") if obstacle is None else ("block",):
         yield from _batches(accelerator, transport, pinned)
-    slow = (
-        "A card in a full slot reaches 12 GB/s and more: nvidia-smi -q says how wide its link is."
-        if pinned < 8e9
-        else ""
-    )
+    slow = "Cards in full slots reach 12 GB/s and more: nvidia-smi -q has the width of the link." * (pinned < 8e9)
     yield Finding("GPU copies", f"{said_size(round(pinned))}/s of pinned memory", "note" if slow else "ok", slow)
 
 
 def _registrations(accelerator: Accelerator) -> Iterator[Finding]:
     """Whether the device's driver takes memory of each kind."""
-    registry = Registry()
     kinds: dict[str, tuple[Path | None, str]] = {
         "GPU takes RAM": (None, f"ulimit -l unlimited, or less pinned memory elsewhere. Else {_BLOCK}"),
-        "GPU takes shared memory": (
-            SHARED,
-            f"Keep rows that processes share in /dev/shm on a kernel that can pin it. Else {_BLOCK}",
-        ),
+        "GPU takes shared memory": (SHARED, f"A kernel that can pin files of /dev/shm. Else {_BLOCK}"),
         "GPU takes files on a disk": (Path(tempfile.gettempdir()), ""),
     }
     for kind, (folder, advice) in kinds.items():
@@ -82,54 +72,40 @@ def _registrations(accelerator: Accelerator) -> Iterator[Finding]:
                     file = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder))
                     file.truncate(_REGISTERED_BYTES)
                     memory = file_block(Path(file.name), _REGISTERED_BYTES)
-                stack.enter_context(closing(registry.register(accelerator, [memory.tensor])))
+                stack.enter_context(closing(Registry().register(accelerator, [memory.tensor])))
                 yield Finding(
-                    kind, "yes" if advice else "yes, or that is no disk. Rows in files go through the host all the same"
+                    kind, "yes" if advice else "yes, or that is no disk; the host copies their rows all the same"
                 )
         except (NotRegistered, OSError) as error:
-            if advice:
-                yield Finding(kind, f"no: {error}", "note", advice)
-            else:
-                yield Finding(kind, "no, as expected: rows in files go through the host")
+            value = f"no: {error}" if advice else "no, as expected: the host copies their rows"
+            yield Finding(kind, value, "note" if advice else "ok", advice)
 
 
 def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterator[Finding]:
     """Whether batches are right, also after a fork, and how fast they are. ``pinned``: bytes per second of one pinned copy."""
-    name = f"GPU by {transport}"
+    name, is_direct = f"GPU by {transport}", transport == "direct"
     try:
         rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH)
         rb.extend(_rows(0))
         with DeviceLoader(rb, accelerator.device, transport=transport) as loader:
             batches = iter(loader)
-            wrong = sum(_is_wrong(batch, 0) for batch in islice(batches, 3))
+            wrong = _wrong(batches, 0)
             speed = _speed(accelerator, lambda: next(batches))
-            if transport == "direct":
+            if is_direct:
                 _fork_while(lambda: rb.extend(_rows(ROWS)))
-                stale = sum(_is_wrong(batch, ROWS) for batch in islice(batches, 3))
-                after = "works" if not stale else f"{stale} of 3 batches have wrong rows"
-                advice = "" if not stale else "Start processes by spawn or forkserver, and report this."
-                yield Finding(f"{name} after a fork", after, "BAD" if stale else "ok", advice)
+                stale, advice = _wrong(batches, ROWS), "Start processes by spawn or forkserver, and report this."
+                after = Finding(f"{name} after a fork", "works")
+                yield after._replace(value=stale, status="BAD", advice=advice) if stale else after
     except Exception as error:  # noqa: BLE001 - a line says so, and the others follow
-        yield Finding(
-            name, f"fails: {error}", "note", _BLOCK if transport == "direct" else "Use rb.sample().to(device)."
-        )
+        yield Finding(name, f"fails: {error}", "note", _BLOCK if is_direct else "Use rb.sample().to(device).")
         return
     if wrong:
-        yield Finding(
-            name, f"{wrong} of 3 batches have wrong rows", "BAD", 'Use another transport="…", and report this.'
-        )
+        yield Finding(name, wrong, "BAD", 'Use another transport="…", and report this.')
         return
-    part, advice = speed / pinned, ""
-    if part < 0.5:
-        advice = "It is slower than the copies could be. " + (
-            'transport="block" may be faster: the line below says so.'
-            if transport == "direct"
-            else "More threads gather faster: engram.set_num_threads(n)."
-        )
-    value = (
-        f"{said_size(round(speed))}/s, {said_share(part)} of one pinned copy ({BATCH} rows of {said_size(ROW_BYTES)})"
-    )
-    yield Finding(name, value, "note" if advice else "ok", advice)
+    part, what = speed / pinned, f"one pinned copy ({BATCH} rows of {said_size(ROW_BYTES)})"
+    faster = 'transport="block" may be: the line below.' if is_direct else "engram.set_num_threads(n) gathers faster."
+    slow = f"The copies could be faster. {faster}" * (part < 0.5)
+    yield Finding(name, f"{said_size(round(speed))}/s, {said_share(part)} of {what}", "note" if slow else "ok", slow)
 
 
 def _rows(first: int) -> dict[str, torch.Tensor]:
@@ -138,21 +114,19 @@ def _rows(first: int) -> dict[str, torch.Tensor]:
     return {"number": numbers, "bytes": (numbers % 251).to(torch.uint8).unsqueeze(1).repeat(1, ROW_BYTES)}
 
 
-def _is_wrong(batch: dict[str, torch.Tensor], first: int) -> bool:
-    numbers, values = batch["number"].cpu(), batch["bytes"].cpu()
-    here = (numbers >= first) & (numbers < first + ROWS)
-    return not bool((here & (values == (numbers % 251).unsqueeze(1)).all(1)).all())
-
-
-def _copies(accelerator: Accelerator) -> Callable[[], object]:
-    source = accelerator.memory.empty((BATCH * ROW_BYTES,), torch.uint8)
-    return lambda: accelerator.send(source)
+def _wrong(batches: Iterator[dict[str, torch.Tensor]], first: int) -> str:
+    """Look at three batches of such rows. Empty: all are right."""
+    wrong = 0
+    for batch in islice(batches, 3):
+        numbers, values = batch["number"].cpu(), batch["bytes"].cpu()
+        here = (numbers >= first) & (numbers < first + ROWS)
+        wrong += not bool((here & (values == (numbers % 251).unsqueeze(1)).all(1)).all())
+    return f"{wrong} of 3 batches have wrong rows" * bool(wrong)
 
 
 def _speed(accelerator: Accelerator, call: Callable[[], object]) -> float:
     """Bytes per second of batches."""
-    for _ in range(3):
-        call()
+    call()
     accelerator.finish()
     begin = time.perf_counter()
     for _ in range(BATCHES):
@@ -163,17 +137,12 @@ def _speed(accelerator: Accelerator, call: Callable[[], object]) -> float:
 
 def _fork_while(work: Callable[[], object]) -> None:
     """Work while a forked child has this process's memory, so that what is written moves to other pages."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the child runs nothing
-        child = os.fork()
+    child = os.fork()
     if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
+        time.sleep(60)  # it is killed before
         os._exit(0)
     try:
         work()
     finally:
-        os.close(writing)
-        os.close(reading)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

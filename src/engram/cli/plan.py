@@ -15,10 +15,10 @@ import msgspec
 from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, said_share, said_size
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
-from engram.format import control, layout, schema
-from engram.format.describe import describe
+from engram.format import files, layout, schema
 from engram.format.schema import DTYPES, Field
 from engram.format.sizes import DevicePlan, priority_bytes
+from engram.saved.inspection import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,15 +66,9 @@ class Plan(msgspec.Struct):
 
 
 def planned(
-    sample: Path | None,
-    given: Sequence[str],
-    capacity: int,
-    *,
-    batch: bool,
-    memory: str | None,
-    device: str | None = None,
+    sample: Path | None, given: Sequence[str], capacity: int, *, batch: bool, memory: str | None, device: str | None = None,
     batch_size: int = 256,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of a buffer.
 
     Raises:
@@ -97,7 +91,7 @@ def planned(
         raise Misuse(f"plan: {'.'.join(clash[0])} is both a field and the beginning of another one's name.")
     schema.validate_fields(fields, capacity)
     row_bytes = sum(it.row_bytes for it in fields)
-    overhead = layout.tickets_bytes(capacity) + control.control_bytes(1)
+    overhead = layout.tickets_bytes(capacity) + files.control_bytes(1)
     priorities = priority_bytes(capacity, True)
     available = available_memory()
     have = available if memory is None else _size(memory)
@@ -181,10 +175,10 @@ def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
 
 
 def _of_ours(path: Path) -> Iterator[Field]:
-    from engram.format import series
+    from engram.saved.series import Series
 
     found = describe(path)
-    if found["kind"] == "series" and (newest := series.latest(path)[0]) is not None:
+    if found["kind"] == "series" and (newest := Series(path).latest()[0]) is not None:
         found = describe(newest)
     for problem in told(found, "problems"):
         raise Refusal(str(problem))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from engram._support.words import count, said_number, said_share, said_size
 from engram.cli.show import told
 from engram.errors import EngramError
-from engram.format.describe import describe
-from engram.format.verify import kind_of
+from engram.saved.inspection import describe, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

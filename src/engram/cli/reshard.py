@@ -11,14 +11,15 @@ import click
 from engram._support.progress import Work
 from engram._support.words import count, said_number
 from engram.cli.show import echo, print_json, problem, table
-from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
-from engram.persist import parts
-from engram.persist.components import check_blocks, read_state, write_part
-from engram.reshard.driver import Policy, checked_incomplete, disagreements, reshard_report
+from engram.format import layout
+from engram.reshard.driver import disagreements, reshard_report
 from engram.reshard.driver import reshard as run
-from engram.reshard.plan import Target
-from engram.reshard.shards import open_shards
+from engram.reshard.plan import Policy, Target, checked_incomplete, open_shards
+from engram.saved import attempts, disk, parts
+from engram.saved.checkpoints import Checkpoint, is_checkpoint
+from engram.saved.documents import rank_folder
+from engram.saved.parts import check_blocks, read_state, write_part
+from engram.saved.series import Series
 from engram.storages import LazyMemmapStorage
 from engram.storages.announcing import temporary
 from engram.writers import TensorDictMaxValueWriter
@@ -107,7 +108,7 @@ def _ranking(checkpoint: Checkpoint) -> Ranking | Literal["newest"] | None:
 def _found(source: Path) -> Path:
     if is_checkpoint(source):
         return source
-    path = series.latest(source)[0] if series.is_series(source) else None
+    path = Series(source).latest()[0] if layout.is_series(source) else None
     if path is None:
         raise FileNotFoundError(f"{source}: expected a checkpoint that is whole, or a folder of them, found none.")
     return path
@@ -154,15 +155,15 @@ def _show(checkpoint: Checkpoint, made: Reshard, differing: Iterable[str]) -> No
 def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
     """One rank after the other, each through a store on the disk of the target: memory does not depend on their sizes."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    epoch = series.claim_epoch(root)
+    epoch = attempts.claim_epoch(root)
     manifest, world = checkpoint.manifest, len(made.targets)
-    attempt = series.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
+    attempt = attempts.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
     total = sum(target.capacity for target in made.targets) * sum(f.row_bytes for f in made.fields)
     try:
         with Work("resharding", total) as progress:
             for rank in range(world):
                 _write_rank(checkpoint, made, rank, attempt / rank_folder(rank, world), attempt, progress)
-        decided = series.decide(attempt, epoch)
+        decided = attempts.decide(attempt, epoch)
         assert decided is not None  # all have voted
         if decided.status != "complete":
             raise OSError(f"{attempt}: {'; '.join(decided.reasons)}")
@@ -170,7 +171,7 @@ def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
         with contextlib.suppress(OSError):
             disk.remove(attempt)
         raise
-    series.set_latest(root, attempt.name, epoch)
+    Series(root).set_latest(attempt.name, epoch)
     return attempt.name
 
 
@@ -190,4 +191,4 @@ def _write_rank(
                 infos = [rows.info, *(write_part(folder / part, part, kind, state) for part, kind, state in others)]
         finally:
             storage.close()
-        series.accept(attempt, rank, infos, rows.shard)
+        attempts.accept(attempt, rank, infos, rows.shard)

@@ -21,14 +21,14 @@ import msgspec
 
 from engram._support.words import count, said_number, said_share, said_size
 from engram.errors import EngramError
-from engram.format.histograms import Histogram
-from engram.format.problems import Problem
+from engram.saved.documents import Problem
+from engram.saved.inspection import Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from engram.cli.doctor import Finding
-    from engram.format.verify import Report
+    from engram.saved.inspection import Report
 
     Entries = Mapping[str, object]
 

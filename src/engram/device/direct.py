@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from engram._support import fork
+from engram._support import fork, native
 from engram.device.sender import Sender
 from engram.errors import PriorityError, WriterStalled
 from engram.store.device.chain import Chain, signed
@@ -35,6 +35,8 @@ _SLOTS, _WORDS = 64, 8
 _COUNTS = ("batches", "bytes", "redraws", "repeated", "missing", "resident")
 #: Batches of priorities that may be under way to the host.
 _UPDATES = 32
+#: Programs that copy rows while the consumer works on the batch before.
+_PROGRAMS = 32
 
 
 class DeviceReadable(Protocol):
@@ -102,6 +104,18 @@ class Changed(RuntimeError):
     """A buffer, or its memory, is not what it was."""
 
 
+class Queued(NamedTuple):
+    """A batch whose reading is queued."""
+
+    batch: Batch
+    n: int
+    """How many of its rows are meant: the first ones."""
+    is_last: bool
+    """Whether it is the last one of a pass over the rows."""
+    event: torch.Event | None
+    """When it has come, the batch has been read, on a stream that the consumer's does not wait for yet. None: on the consumer's."""
+
+
 class _Commands:
     """A ring in host memory: of each batch its key, where it goes, and where its ranks are. A captured chain reads them."""
 
@@ -158,6 +172,8 @@ class DirectReader:
         seed: batches follow from these 64 bits and their number, which the device counts, so that a graph may capture :meth:`read`.
             None: each follows from the next key of the buffer, so that they are those of ``iter(rb)``.
         updates: priorities may be sent back.
+        ahead: batches are read before they are needed. Large ones are, on a stream of their own, by few programs, which leave room for
+            the consumer's work.
         resident: where all rows of the store stay on the device once they were read, or, if they are in files, sent. None: nowhere.
         registry: of the memory that devices read.
 
@@ -173,6 +189,7 @@ class DirectReader:
         *,
         seed: int | None = None,
         updates: bool = True,
+        ahead: bool = False,
         resident: ResidentRows | None = None,
         registry: Registry = REGISTRY,
     ) -> None:
@@ -182,6 +199,8 @@ class DirectReader:
             raise NotDirect(reason or "nothing was ever written")
         self.rows, self.batch_size, self.accelerator, self.state = rows, batch_size, accelerator, rows.state()
         self._store, self._stream, self.resident = store, accelerator.current(), resident
+        large = batch_size * store.schema.row_bytes >= native.PARALLEL_BYTES
+        self._side = accelerator.stream() if ahead and large else None
         self.transport = "direct" if resident is None else "resident"
         """How rows get to the device: as ``DeviceLoader(transport=)``."""
         self._commands = commands = (
@@ -191,22 +210,18 @@ class DirectReader:
         memory = [] if commands is None else [commands.memory]
         if self._sender is None:
             memory += [*store.control_memory, *(tensor for tensor in store.tensors if tensor.nbytes)]
-        ring = None
-        if index is not None:
-            memory.append(index.block.tensor)
-            if updates:
-                ring = torch.zeros(UpdateRing.words(batch_size, _UPDATES), dtype=torch.int64, device="cpu")
-                memory.append(ring)
+        words = UpdateRing.words(batch_size, _UPDATES) if index is not None and updates else 0
+        ring = torch.zeros(words, dtype=torch.int64, device="cpu")
+        memory += [] if index is None else [index.block.tensor, ring][: 1 + updates]
         try:
             self._registered = registry.register(accelerator, memory)
             seen = dict(zip(map(torch.Tensor.data_ptr, memory), self._registered.addresses, strict=True))
             with accelerator.active():
                 self._chain = self._chain_over(seen, index, seed)
                 self.updates = None
-                if index is not None and ring is not None:
-                    address = seen[ring.data_ptr()]
+                if index is not None and updates:
                     self.updates = UpdateRing(
-                        store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=address,
+                        store.capacity, batch_size, _UPDATES, accelerator.device, memory=ring, address=seen[ring.data_ptr()],
                         launcher=accelerator.launch,
                     )  # fmt: skip
                     self.updates.attach(index, store.indexes)
@@ -230,7 +245,8 @@ class DirectReader:
         return Chain(
             columns, self.batch_size, accelerator.device, kind=kind, full=kind == "permuted" or self._full,  # ranks are rows
             seed=seed, commands=0 if commands is None else commands.address, slots=0 if commands is None else _SLOTS,
-            resident=self.resident if sent is None else None, launcher=accelerator.launch,
+            resident=self.resident if sent is None else None, programs=None if self._side is None else _PROGRAMS,
+            launcher=accelerator.launch,
         )  # fmt: skip
 
     @property
@@ -245,15 +261,20 @@ class DirectReader:
             return False
         return not self._full or self._store.core.size() == self._store.capacity
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether batches are read on a stream of their own, while the consumer works on the one before."""
+        return self._side is not None
+
     @contextlib.contextmanager
-    def _queueing(self) -> Iterator[torch.Stream]:
+    def _queueing(self, side: torch.Stream | None = None) -> Iterator[torch.Stream]:
         """Inside, work that reads the memory may be queued on the stream in use, behind that of the call before: the chain has memory of
-        its own, one batch at a time. No other thread registers the memory again meanwhile.
+        its own, one batch at a time. No other thread registers the memory again meanwhile. ``side``: it is queued there, always.
 
         Raises ``Changed``: it lies elsewhere since a fork. ``ForkedHandle``: this is a forked child.
         """
         accelerator = self.accelerator
-        with self._lock, self._registered.turn:
+        with self._lock, self._registered.turn, contextlib.nullcontext() if side is None else accelerator.on(side):
             try:
                 self._moved |= self._registered.use()
             except NotRegistered:
@@ -262,7 +283,9 @@ class DirectReader:
                 raise Changed(
                     "expected the memory of the buffer where it was, got another place: the process has forked. Make a new DeviceReplay."
                 )
-            if accelerator.capturing():
+            if side is not None:
+                yield side
+            elif accelerator.capturing():
                 _CAPTURED.add(self)  # a graph may read it until this is closed
                 yield accelerator.current()
             else:
@@ -270,12 +293,15 @@ class DirectReader:
                 yield self._stream
 
     def read(self, *, return_info: bool) -> object:
-        """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises what ``rb.sample``
-        raises, and as :meth:`_queueing`.
-        """
+        """The next batch, in the form of ``rb.sample``, whose reading is queued on the stream in use. Raises as :meth:`queue`."""
+        return self.hand_out(self.queue(), return_info=return_info)
+
+    def queue(self) -> Queued:
+        """Queue the reading of the next batch. Raises what ``rb.sample`` raises, and as :meth:`_queueing`."""
         commands, graph, layout = self._commands, self._graph, self._chain.layout
-        with self._queueing() as stream:
+        with self._queueing(self._side) as stream:
             key, ranks = self.rows.next_draw(self.batch_size, keyed=commands is not None)
+            is_last = self.rows.ran_out
             if self._sender is not None:
                 self._sender.send()
             batch = layout.views(layout.empty(self.accelerator.device))
@@ -289,8 +315,16 @@ class DirectReader:
                 graph.replay()
                 commands.number += 1
                 commands.queueing = False
-        n = self.batch_size if ranks is None else len(ranks)
-        return self.rows.finish(batch, n, self.accelerator.device, return_info=return_info)
+            event = None if self._side is None else self.accelerator.mark(stream)
+        return Queued(batch, self.batch_size if ranks is None else len(ranks), is_last, event)
+
+    def hand_out(self, queued: Queued, *, return_info: bool) -> object:
+        """A batch in the form of ``rb.sample``, for work on the stream in use, which comes after its reading."""
+        if queued.event is not None:
+            consumer = self.accelerator.current()
+            self.accelerator.wait(consumer, queued.event)
+            self.accelerator.keep(queued.batch.block, consumer)
+        return self.rows.finish(queued.batch, queued.n, self.accelerator.device, return_info=return_info)
 
     def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
         """Queue new priorities, all ``[n]`` on the device, on the stream in use. Raises as :meth:`UpdateRing.send`; ``Changed``."""

@@ -18,7 +18,7 @@ from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
 from engram._support.words import warn
 from engram.device.block import Blocks, Drawn
-from engram.device.direct import Changed, DirectReader, NotDirect, Readable
+from engram.device.direct import Changed, DirectReader, NotDirect, Queued, Readable
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
@@ -59,7 +59,8 @@ class DeviceLoader(Closes):
 
     A CUDA device reads the rows of a store in RAM or in shared memory by itself, where nothing of a batch needs the host:
     ``docs/gpu.md`` says what does. Batches are then read on the consumer's stream, when they are asked for, and a row that is written
-    before the device gets there may show. Epochs count rows when they are asked for.
+    before the device gets there may show. Epochs count rows when they are asked for. With a ``depth`` above 1, batches of at least 512 KiB
+    are read one ahead, on a stream of their own, while the consumer works on the one before.
 
     Otherwise a batch is drawn into one block of pinned memory, and one copy brings it to the device. The host does not
     wait for the copy. Small batches are drawn when they are asked for, and copied on the consumer's stream. Where drawing takes
@@ -221,7 +222,7 @@ class DeviceLoader(Closes):
         try:
             if self._asked == "resident" and rows.store is not None:
                 self._make_resident(rows.store, streams)
-            fresh = DirectReader(rows, self.rb.batch_size, streams, resident=self._resident)
+            fresh = DirectReader(rows, self.rb.batch_size, streams, ahead=self.depth > 1, resident=self._resident)
         except (NotDirect, NoRoom) as error:
             if self._asked is not None:
                 raise RuntimeError(
@@ -260,21 +261,31 @@ class DeviceLoader(Closes):
         assert rows is not None and streams is not None  # noqa: PT018 - there is a reader
         rows.begin()
         why = "each replay would bring the same batch; DeviceReplay is for graphs"
+        ahead = collections.deque[tuple[DirectReader, Queued]]()
         while self._closings == begun:
             streams.check_not_capturing("DeviceLoader", why)
-            reader = self._reader()
-            if reader is None:
-                yield from self._copied()
-                return
-            self._apply()
-            try:
-                batch = reader.read(return_info=self.return_info)
-            except Changed:
-                continue
+            if not (ahead and ahead[-1][1].is_last):
+                reader = self._reader()
+                if reader is not None:
+                    self._apply()
+                    try:
+                        ahead.append((reader, reader.queue()))
+                    except Changed:
+                        continue
+                    except Exception:
+                        if not ahead:  # else it is raised when that batch is due
+                            raise
+                    else:
+                        if len(ahead) == 1 and reader.reads_ahead:
+                            continue
+                elif not ahead:
+                    yield from self._copied()
+                    return
+            reader, queued = ahead.popleft()
             self._counts["batches"] += 1
             self._counts["bytes"] += reader.nbytes
-            yield batch
-            if rows.ran_out:
+            yield reader.hand_out(queued, return_info=self.return_info)
+            if queued.is_last:
                 return
 
     def _drawn(self) -> Iterator[object]:

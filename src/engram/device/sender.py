@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engram.device.block import Block, Blocks
-from engram.format.control import FIXED_BYTES
+from engram.format.files import FIXED_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor

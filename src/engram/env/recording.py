@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram._support.field_paths import FieldPath
-    from engram.persist.roles import Roles
+    from engram.saved.rows import Roles
     from engram.storages import Storage
 
     Key: TypeAlias = str | tuple[str, ...]

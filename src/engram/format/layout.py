@@ -19,8 +19,11 @@ engram; ours lies beside it in ``.engram/``::
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -55,6 +58,8 @@ NO_RECORD = b"{}".ljust(4096)
 
 _ENCODED = {code: f"%{code:02X}" for code in (*map(ord, '/<>:"|?*\\ %'), *range(32), 127)}
 _NAME_MAX = 255
+#: What :mod:`engram.saved.series` keeps below its folder.
+_OF_A_SERIES = re.compile(r"LATEST|EPOCH-[0-9]{8}|ckpt-[0-9]{12,18}-e[0-9]{4,9}-([0-9a-f]{8}|crash[0-9]{1,9})")
 
 
 def encode_key(key: str) -> str:
@@ -91,7 +96,7 @@ def field_name(key: tuple[str, ...]) -> str:
 
 
 class Group(NamedTuple):
-    """Where the small fields of a store lie in their file."""
+    """The layout of the file in which the small fields of a store lie together."""
 
     stride: int
     """Bytes from row to row: a multiple of the widest dtype."""
@@ -180,6 +185,13 @@ def tickets_bytes(capacity: int, *, earlier: bool = False) -> int:
 def is_store(directory: Path) -> bool:
     """Whether the folder holds a published store."""
     return (directory / FOLDER / STORE).is_file()
+
+
+def is_series(root: Path) -> bool:
+    """Whether checkpoints were made below this folder."""
+    with contextlib.suppress(OSError):
+        return any(map(_OF_A_SERIES.fullmatch, os.listdir(root)))
+    return False
 
 
 def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:

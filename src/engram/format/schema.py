@@ -76,7 +76,7 @@ Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id",
 
 
 class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One column of a store."""
+    """A column of a store."""
 
     key: tuple[str, ...]
     dtype: str
@@ -101,7 +101,7 @@ def name_of(key: tuple[str, ...]) -> str:
 
 
 class PartField(msgspec.Struct, frozen=True):
-    """One column of the rows; ``shape`` is that of one row."""
+    """A column of saved rows; ``shape`` is that of one row."""
 
     id: int
     key: tuple[str, ...]
@@ -118,7 +118,7 @@ Column: TypeAlias = Field | PartField
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """One node of the structure of a row: a leaf names a field, any other kind has children."""
+    """A node of the structure of a row: a leaf names a field, any other kind has children."""
 
     kind: Kind
     field: int = -1
@@ -153,7 +153,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Everything about a store that never changes."""
+    """The schema of a store: everything about it that never changes."""
 
     capacity: int
     lanes: int
@@ -555,40 +555,21 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
             )
         )
     try:
-        _check_version(tree, tuple(version), of_store=of_store)
+        found = tree.keys() | set()
         given = tree.pop("sum", None)
         if given is not None and given != _sum_of(tree):
             raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
         schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
         schema.validate()
-        if tuple(version) != WRITES_VERSION and schema.structure.has_integers != (tuple(version) == INTEGERS_VERSION):
+        if tuple(version) == INTEGERS_VERSION and not schema.structure.has_integers:
+            raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
+        earlier = tuple(version) < WRITES_VERSION
+        known = msgspec.json.decode(encode_store(schema, earlier=earlier) if of_store else encode(schema))
+        if (version, found) != (known["version"], known.keys()):
             raise ValueError(
-                "structure: a description of version 2.3 has keys that are ints, got none"
-                if tuple(version) == INTEGERS_VERSION
-                else f"structure: only versions 2.3 and 2.4 have keys that are ints, got them in version {version[0]}.{version[1]}"
+                f"expected version {known['version']} with the entries {sorted(known)}, got {version} with {sorted(found)}: stores have "
+                "grouped in versions 2.1 to 2.4, sum with added; descriptions have added in 2.2 to 2.4, keys that are ints in 2.3 and 2.4"
             )
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
     return schema
-
-
-def _check_version(tree: dict[str, object], version: tuple[int, ...], *, of_store: bool) -> None:
-    """Raise ``ValueError`` for entries that a description of this version does not have."""
-    has_added = version == ADDED_VERSION or (version in (INTEGERS_VERSION, WRITES_VERSION) and "added" in tree)
-    may_group = version in (ADDED_VERSION, INTEGERS_VERSION, WRITES_VERSION)
-    expected = {
-        "grouped": of_store and (version == GROUPED_VERSION or (may_group and "grouped" in tree)),
-        "added": has_added,
-        "sum": of_store and has_added,
-    }
-    for entry, wanted in expected.items():
-        if (entry in tree) != wanted:
-            only = {
-                "grouped": "versions 2.1 to 2.4 of a store",
-                "added": "versions 2.2 to 2.4",
-                "sum": "versions 2.2 to 2.4 of a store, with added fields",
-            }[entry]
-            raise ValueError(
-                f"{entry}: expected in {only}, and in no other, got {'it' if entry in tree else 'none'} in version "
-                f"{version[0]}.{version[1]}"
-            )

@@ -12,17 +12,10 @@ from engram._support.words import said_size
 from engram.format import layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = [
-    "DevicePlan",
-    "device_priority_bytes",
-    "device_row_bytes",
-    "priority_bytes",
-    "resident_bytes",
-    "resident_sizes",
-]
+__all__ = ["DevicePlan", "priority_bytes", "resident_bytes", "resident_sizes"]
 
 #: Children of a node of a sum tree on a device; a line of memory, at which parts of a block begin; bytes of a mirror's two blocks.
 _FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
@@ -86,73 +79,50 @@ class DevicePlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls,
-        device: str,
-        free: int | None,
-        capacity: int,
-        row_bytes: Sequence[int],
-        overhead: int,
-        batch_size: int,
-        finals: int = 0,
-    ) -> DevicePlan:
-        """The plan for rows of fields of that many bytes each. ``overhead``: of a store on the host, beside its rows."""
-        row = sum(row_bytes)
-        parts = (
-            *(nbytes * batch_size for nbytes in row_bytes),
-            8 * batch_size,
-            8 * batch_size,
-            batch_size,
-            4 * batch_size,
-        )
-        batch, batches = sum(-(-nbytes // _LINE) * _LINE for nbytes in parts), 3
+        cls, device: str, free: int | None, capacity: int, row_bytes: Sequence[int], beside: int, batch_size: int, finals: int = 0
+    ) -> DevicePlan:  # fmt: skip
+        """The plan for rows of fields of that many bytes each. ``beside``: bytes of a store on the host, beside its rows."""
+        row, batches = sum(row_bytes), 3
+        batch = _in_lines(n * batch_size for n in (*row_bytes, 8, 8, 1, 4))  # and index, ticket, flag and weight
         return cls(
-            device=device,
-            free=free,
-            storage=device_row_bytes(capacity, row) + finals,
-            priorities=device_priority_bytes(capacity),
-            mirror=_MIRROR + 8 * capacity,
-            resident=sum(-(-nbytes // _LINE) * _LINE for nbytes in resident_sizes(capacity, 1, row_bytes)) + _LINE,
-            batch=batch,
-            batches=batches,
-            pinned=row * capacity + overhead + priority_bytes(capacity, True),
-            block=batches * (1 << (batch - 1).bit_length()),
-            available=available_memory(),
-        )
+            device, free,
+            device_row_bytes(capacity, row) + finals, device_priority_bytes(capacity), _MIRROR + 8 * capacity,
+            _in_lines(resident_sizes(capacity, 1, row_bytes)) + _LINE,
+            batch, batches,
+            row * capacity + beside + priority_bytes(capacity, True), batches * (1 << (batch - 1).bit_length()), available_memory(),
+        )  # fmt: skip
 
     @property
     def problems(self) -> tuple[str, ...]:
         """What does not fit into memory, a sentence each."""
-        ways = {
-            f"LazyTensorStorage(device={self.device!r})": (
-                self.storage,
-                self.free,
-                "Use fewer rows or a smaller dtype",
-            ),
-            'transport="resident"': (self.resident, self.free, 'Leave transport="resident" out'),
-            'transport="direct"': (self.pinned, self.available or None, 'DeviceLoader uses transport="block" then'),
-        }
+        ways = (
+            (f"LazyTensorStorage(device={self.device!r})", self.storage, self.free, "Use fewer or smaller rows"),
+            ('transport="resident"', self.resident, self.free, 'Leave transport="resident" out'),
+            ('transport="direct"', self.pinned, self.available or None, 'DeviceLoader uses transport="block" then'),
+        )
         return tuple(
             f"Too little memory for {way}: expected {said_size(needed)}, got {said_size(free)} that are free. {advice}."
-            for way, (needed, free, advice) in ways.items()
+            for way, needed, free, advice in ways
             if free is not None and free < needed
         )
 
     def facts(self) -> Iterator[tuple[str, str, str]]:
         """What takes memory, how much, and a remark."""
         free = "free memory unknown on this machine" if self.free is None else f"{said_size(self.free)} free"
+        have = f", {said_size(self.available)} available" * bool(self.available)
         yield "rows there", said_size(self.storage), f"LazyTensorStorage(device={self.device!r}): {free}"
         yield "priorities there", said_size(self.priorities), "if a sampler draws by them"
         yield "a mirror", said_size(self.mirror), 'mirror="DIR", and as much pinned on the host'
         yield "resident rows", said_size(self.resident), 'transport="resident"'
-        yield (
-            "batches",
-            said_size(self.batch * self.batches),
-            f"{self.batches} of a loader, {said_size(self.batch)} each",
-        )
-        have = f", {said_size(self.available)} available" * bool(self.available)
+        yield "batches", said_size(self.batch * self.batches), f"{self.batches} of {said_size(self.batch)}, in a loader"
         yield "pinned rows", said_size(self.pinned), f'of the host, for transport="direct"{have}'
         yield "pinned blocks", said_size(self.block), 'of the host, for transport="block"'
 
     def __str__(self) -> str:
         lines = (f"  {what}: {size}, {remark}" for what, size, remark in self.facts())
         return "\n".join([f"On {self.device}, or for it:", *lines, *self.problems])
+
+
+def _in_lines(sizes: Iterable[int]) -> int:
+    """Bytes of parts that begin at a line each."""
+    return sum(-(-nbytes // _LINE) * _LINE for nbytes in sizes)

@@ -11,9 +11,9 @@ import torch
 
 from engram._support.field_paths import as_path, public
 from engram._support.words import count, said_share
-from engram.persist.roles import boundary_fields, roles_of
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
+from engram.saved.rows import boundary_fields, roles_of
 from engram.store.priorities import PriorityIndex
 from engram.store.row_indexes import ConsumptionIndex, UsageIndex
 

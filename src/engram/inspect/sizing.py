@@ -212,16 +212,5 @@ def plan(
     if device is not None:
         there = DevicePlan.of(*foreseen(device), capacity, sizes, overhead, batch_size, finals)
     return StoragePlan(
-        capacity,
-        fields,
-        row_bytes,
-        row_bytes * capacity,
-        overhead,
-        checked,
-        ready,
-        finals,
-        memory,
-        resident,
-        together,
-        there,
-    )
+        capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident, together, there
+    )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -26,8 +28,8 @@ from engram.writers._base import declared as declared_writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from engram.persist.components import Preparation, Snapshot
-    from engram.persist.hooked import LoadHook, SaveHook
+    from engram.saved.checkpointers import LoadHook, SaveHook
+    from engram.saved.parts import PartSnapshot, Preparation
     from engram.types import Extent, StorageLoad, WritePlan
 
     Change: TypeAlias = Callable[[object], object]
@@ -240,9 +242,7 @@ class _Storages(OfMembers[Storage], Storage):
         return torch.Size([len(self._all)])
 
     def counters(self) -> dict[str, float]:
-        found = [one.counters() for one in self._all]
-        names = dict.fromkeys(name for counts in found for name in counts)
-        return {name: sum(counts.get(name, 0) for counts in found) for name in names}
+        return plans.summed([one.counters() for one in self._all])
 
     def next_number(self) -> int:
         """Each has tickets of its own."""
@@ -290,7 +290,7 @@ class _Storages(OfMembers[Storage], Storage):
 
     def prepare_snapshot(
         self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-    ) -> Preparation[Snapshot]:
+    ) -> Preparation[PartSnapshot]:
         del without, whole
         return super(Storage, self).prepare_snapshot()
 
@@ -464,7 +464,7 @@ class Choice:
         )
         self.parts = members if self.num_buffer_sampled is None or self.sample_from_all else self.num_buffer_sampled
         self.p: Tensor | str | None = None
-        self._weights: list[float] = []
+        self._ends: list[float] = []
         self.weigh(p)
 
     def weigh(self, p: Weights) -> None:
@@ -473,7 +473,7 @@ class Choice:
         if p is None or isinstance(p, str):
             if p not in (None, SAMPLEABLE):
                 raise ValueError(f"{what}: expected weights or {SAMPLEABLE!r}, got {p!r}.")
-            self.p, self._weights = p, []
+            self.p, self._ends = p, []
             return
         weights = as_numbers(what, p).to("cpu", torch.float64)
         if weights.shape != (n,):
@@ -485,7 +485,7 @@ class Choice:
             raise ValueError(f"{what}: expected a weight above 0, got {weights.tolist()}.")
         weights = weights / weights.max()  # whose sum is finite
         self.p = weights / weights.sum()
-        self._weights = self.p.tolist()
+        self._ends = list(accumulate(self.p.tolist()))
 
     def rows_of_part(self, batch_size: int) -> int:
         """Rows of each part of a batch. Raises ``ValueError``: the batch cannot be divided."""
@@ -499,21 +499,22 @@ class Choice:
 
     def chosen(self, key: int, rows: int, sources: Sources) -> list[int]:
         """The member of each part of a batch, of so many rows each. Raises ``NoSampleable``: none can give a part."""
-        n, masses = self._members, self._weights
+        n, ends = self._members, self._ends
         if self.sample_from_all:
             return list(range(n))
         if self.p is None:
             return self._numbers(key, n)
         if isinstance(self.p, str):
-            masses = [_drawable(source, storage, rows) for source, storage in sources]
-            if not any(masses):
+            ends = list(accumulate(_drawable(source, storage, rows) for source, storage in sources))
+            if not ends[-1]:
                 check_drawable(sum(len(storage) for _, storage in sources))
                 raise NoSampleable(
                     f"sample: expected a member of the ensemble that can give {rows} rows, got {n} that cannot."
                 )
-        at = np.array(self._numbers(key, _FINE)) / _FINE
-        members: list[int] = plans.chosen(np.array(masses), at).tolist()
-        return members
+        # A few parts: NumPy, as in plans.chosen, would take longer than the rest of the choice.
+        at = [number / _FINE * ends[-1] for number in self._numbers(key, _FINE)]
+        last = next(i for i, end in enumerate(ends) if end >= ends[-1])  # rounding must not choose one without weight
+        return [min(bisect_right(ends, place), last) for place in at]
 
     def _numbers(self, key: int, below: int) -> list[int]:
         numbers = native.empty_rows(self.parts)
@@ -801,7 +802,7 @@ class WriterEnsemble(_Writers):
         ids, rows = routed(index, len(self._all), "generations_of")
         rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
         numbers = torch.full((ids.numel(),), -1, dtype=torch.int64, device="cpu")
-        for member, at in plans.places_of(ids.reshape(-1)).items():
-            found = self._placers[member].generations_of(plans.rows_at(rows, at))
-            numbers[at] = found.to("cpu").reshape(len(at), -1)[:, 0]
+        for share in plans.shares(self._placers, ids.reshape(-1), rows):
+            found = share.member.generations_of(share.rows)
+            numbers[share.at] = found.to("cpu").reshape(len(share.at), -1)[:, 0]
         return numbers.reshape(ids.shape)

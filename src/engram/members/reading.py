@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -292,8 +291,10 @@ class _Parts(NamedTuple):
             raise RuntimeError(
                 f"sample: expected parts of one shape, got {', '.join(dict.fromkeys(got))}. Give the members samplers that draw the same."
             )
-        places = [np.array(part.places) for part in parts]
-        return cls(parts, sum(map(len, places)), shapes[0], plans.order_of(places))
+        places = [at for part in parts for at in part.places]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        in_order = order == list(range(len(places)))
+        return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Tensors of each part, ``[parts, rows, ...]``."""

@@ -116,19 +116,17 @@ class RoutedWrites:
         if transform.writes:
             data = cast("TensorDict | None", transform.inv(data.copy()))
         if data is None or not data.batch_size.numel():
-            return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
+            return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), [], [])
         ids = self._routing.members_of(data, len(self._members))
-        flat = data.reshape(-1)
-        parts = plans.places_of(ids)
-        rows = {number: plans.rows_at(flat, at) for number, at in parts.items()}
-        for number, some in rows.items():
-            with naming(number, "Nothing was written."):
-                self._check(self._members[number], some, call, alone=len(parts) == 1)
-        written: dict[int, Tensor] = {}
-        for number, some in rows.items():
-            with naming(number, "Members before it have written their rows." if written else ""):
-                written[number] = self._members[number].buffer.extend(some)
-        return self._written(ids, parts, written)
+        shares = plans.shares(self._members, ids, data.reshape(-1))
+        for share in shares:
+            with naming(share.member.number, "Nothing was written."):
+                self._check(share.member, share.rows, call, alone=len(shares) == 1)
+        written: list[Tensor] = []
+        for share in shares:
+            with naming(share.member.number, "Members before it have written their rows." if written else ""):
+                written.append(share.member.buffer.extend(share.rows))
+        return self._written(ids, shares, written)
 
     def _check(self, member: Member, rows: TensorDict, call: str, *, alone: bool) -> None:
         """Raise what writing the rows would, before any is written. What a transform of the member makes of them is not known yet."""
@@ -147,13 +145,12 @@ class RoutedWrites:
         count = storage.unnamed_lanes(call, batched=True)[1]
         storage.prepare(rows, call, batched=True, ignored=(*member.ignored, "index", "index_generation"), count=count)
 
-    def _written(self, ids: Tensor, parts: dict[int, Tensor], written: dict[int, Tensor]) -> TensorDict:
+    def _written(self, ids: Tensor, shares: list[plans.Share[Member, TensorDict]], written: list[Tensor]) -> TensorDict:
         """The places of rows: -1 where a member's transforms made other rows of those that it was given."""
         index = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
-        for number, at in parts.items():
-            found = written[number].to("cpu")
-            if len(found) == len(at):
-                index[at] = found
+        for share, rows in zip(shares, written, strict=True):
+            if len(rows) == len(share.at):
+                index[share.at] = rows.to("cpu")
         entries = {"buffer_ids": ids, "index": index}
         writer: WriterEnsemble = self._wiring.writer
         if writer.tracks_generations:
@@ -179,7 +176,7 @@ class RoutedWrites:
         versions = isinstance(version, Tensor) and version.numel() == n > 1
         updates = []
         for share in shares:
-            some = map_leaves(entries, partial(_of_rows, shape=shape, at=share.at))
+            some = map_leaves(entries, partial(_of_rows, shape=shape, share=share))
             own = share.of(cast("Tensor", version).reshape(n, -1)) if versions else version
             share.member.check_editable(CALL)
             updates.append((share, some, own))
@@ -231,7 +228,7 @@ class RoutedWrites:
                 share.member.wiring.bound_sampler().check_priority(share.of(values), len(share.at))
         taking = [share for share in shares if share.member.wiring.of_sampler.takes_priorities]
         for share in taking:
-            share.check(call)
+            _check_written(share, call)
         for share in taking:
             share.member.buffer.update_priority(share.rows, share.of(values), generation=share.of(numbers))
 
@@ -264,51 +261,37 @@ class RoutedWrites:
         """What ``ReplayBufferEnsemble.mark_update`` does."""
         _, shares = self._shares(index, "mark_update")
         for share in shares:
-            share.check("mark_update")
+            _check_written(share, "mark_update")
         for share in shares:
             share.member.buffer.mark_update(share.rows)
 
-    def _shares(self, index: object, call: str) -> tuple[torch.Size, list[_Share]]:
-        """The shape of an index, and what each of the members has of its rows. Raises as :func:`routed`."""
+    def _shares(self, index: object, call: str) -> tuple[torch.Size, list[plans.Share[Member, Tensor]]]:
+        """The shape of an index, and the share of each of the members. Raises as :func:`routed`."""
         ids, rows = routed(index, len(self._members), call)
         rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
-        places = plans.places_of(ids.reshape(-1))
-        return ids.shape, [_Share(self._members[number], at, plans.rows_at(rows, at)) for number, at in places.items()]
+        return ids.shape, plans.shares(self._members, ids.reshape(-1), rows)
 
 
-class _Share(NamedTuple):
-    """A member's share of the rows of a call."""
-
-    member: Member
-    at: Tensor
-    """Where its rows are among those of the call, int64 ``[k]``."""
-    rows: Tensor
-    """Their numbers in the member."""
-
-    def of(self, values: Tensor | None) -> Tensor | None:
-        """Its part of values, one for each row of the call; None stays."""
-        return None if values is None else plans.rows_at(values, self.at)
-
-    def check(self, call: str) -> None:
-        """Raise what new priorities of these rows would. Nothing is changed."""
-        wiring = self.member.wiring
-        with self.member.checking():
-            if not wiring.storage.initialized:
-                raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
-            named = rows_of(wiring.rows_named(self.rows), call)
-            outside = named[(named < -1) | (named >= wiring.storage.max_size)]
-            if len(outside):
-                raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
+def _check_written(share: plans.Share[Member, Tensor], call: str) -> None:
+    """Raise what new priorities of these rows would. Nothing is changed."""
+    wiring = share.member.wiring
+    with share.member.checking():
+        if not wiring.storage.initialized:
+            raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
+        named = rows_of(wiring.rows_named(share.rows), call)
+        outside = named[(named < -1) | (named >= wiring.storage.max_size)]
+        if len(outside):
+            raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
 
 
-def _of_rows(leaf: object, shape: torch.Size, at: Tensor) -> object:
+def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, Tensor]) -> object:
     """Some rows of a leaf of a patch ``[*shape, ...]``. Raises ``ValueError``: it has another shape."""
     value = as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
     if value.shape[: len(shape)] != shape:
         raise ValueError(
             f"{CALL}: patch: expected entries that begin with shape {list(shape)}, got {list(value.shape)}."
         )
-    return plans.rows_at(value.reshape(shape.numel(), *value.shape[len(shape) :]), at)
+    return share.of(value.reshape(shape.numel(), *value.shape[len(shape) :]))
 
 
 def _last_of_each(ids: Tensor, index: Tensor) -> Tensor:

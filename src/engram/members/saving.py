@@ -12,13 +12,12 @@ from engram._support.state import Change, Loads, check_keys, integer, prepare_lo
 from engram.buffer.prefetching import prepare_batches
 from engram.buffer.saving import RngLoad, most_bytes, saved_rng
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk
-from engram.format.checkpoints import Checkpoint
-from engram.format.dumps import replacing, standing
-from engram.format.parts import PartReader
 from engram.members.components import naming
-from engram.persist.components import check_kind, read_state, write_part
-from engram.persist.foreign import foreign_format, foreign_state
+from engram.saved import disk
+from engram.saved.checkpointers import foreign_format, foreign_state
+from engram.saved.checkpoints import Checkpoint, replacing, standing
+from engram.saved.part_reader import PartReader
+from engram.saved.parts import check_kind, read_state, write_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.persist.foreign import ForeignEnsemble
+    from engram.saved.checkpointers import ForeignEnsemble
     from engram.types import Commit
 
 State = dict[str, object]
@@ -119,9 +118,8 @@ class EnsembleSaving:
             check_count("batch_size", batch_size)
         elif self._settings.prefetch:
             raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
-        own = _OwnLoad(self._wiring, self._settings)
-        own.batch_size, own.iterating = batch_size, typed(state, "_iterating", bool, kind)
-        own.rng = RngLoad.checked(state, kind, default_rng=default_rng)
+        iterating, rng = typed(state, "_iterating", bool, kind), RngLoad.checked(state, kind, default_rng=default_rng)
+        own = _OwnLoad(self._wiring, self._settings, batch_size, iterating, rng)
         transforms = prepare_load(self._wiring.transform, state["_transforms"], f"{kind}: _transforms")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         return Loads([own, transforms, batches])
@@ -225,16 +223,15 @@ class _MemberLoad(NamedTuple):
             raise
 
 
-class _OwnLoad:
+class _OwnLoad(NamedTuple):
     """The checked state of an ensemble itself."""
 
-    batch_size: int | None = None
-    iterating = False
+    wiring: Wiring
+    settings: Settings
+    batch_size: int | None
+    iterating: bool
     rng: RngLoad
 
-    def __init__(self, wiring: Wiring, settings: Settings) -> None:
-        self._wiring, self._settings = wiring, settings
-
     def commit(self) -> None:
-        self._settings.batch_size, self._settings.iterating = self.batch_size, self.iterating
-        self.rng.commit(self._wiring)
+        self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
+        self.rng.commit(self.wiring)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.format.schema import Schema
-    from engram.persist.roles import Roles
     from engram.remote.protocol import Mass, Served, State
+    from engram.saved.rows import Roles
     from engram.storages import Count
     from engram.store import Key, Store
     from engram.store.limits import Rules

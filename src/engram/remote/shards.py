@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.persist.roles import Roles
     from engram.remote.protocol import Served
+    from engram.saved.rows import Roles
     from engram.storages import Count
     from engram.storages._geometry import Geometry
     from engram.store import Store

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from pyarrow import RecordBatch
 
-    from engram.persist.roles import Roles
     from engram.remote.connection import Answer, Connection
+    from engram.saved.rows import Roles
     from engram.types import Info, WritePlan
 
 

@@ -7,10 +7,7 @@ one for all ranks.
 from __future__ import annotations
 
 import hashlib
-import heapq
-import itertools
-import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,45 +17,22 @@ from engram._support.copies import raw_bytes
 from engram._support.words import count, said_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.format.tables import HAS_FIRST, HAS_LAST
-from engram.persist import parts
-from engram.persist.components import check_kind
-from engram.persist.parts import STORAGE, read_parts, reset
-from engram.persist.rows import SavedRowsSource, read_rows_state
-from engram.persist.trajectory_table import count_kinds, kinds_of
-from engram.reshard.plan import (
-    DROPPED,
-    KEPT,
-    Incomplete,
-    ReshardPlan,
-    Target,
-    by_reason,
-    counted,
-    drop_rows,
-    dropped_by,
-    numbered,
-    within,
-)
-from engram.reshard.scatter import Scatter
-from engram.reshard.shards import MOVABLE, can_truncate, fields_of, has_ends, in_blocks, in_rows, read_first_steps
+from engram.reshard import plan as plans
+from engram.reshard.scatter import Scatter, read_first_steps
+from engram.saved import parts as saved_parts
+from engram.saved.rows import SavedRowsSource, count_kinds, counted, named_counts, read_rows_state
 from engram.types import Ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any, Literal
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.checkpoints import Checkpoint
-    from engram.format.parts import PartField
-    from engram.format.schema import Schema
-    from engram.persist.components import SavedPart
-    from engram.reshard.plan import Source
-    from engram.reshard.shards import SavedShard
+    from engram.saved.checkpoints import Checkpoint
     from engram.types import RowsSource
 
-
-_POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
 _LACKING = {"open": ("open", "both", "mid", "orphan"), "headless": ("headless", "both", "orphan")}
 #: Of the steps, that a conversion may drop as longer than a lane.
@@ -69,207 +43,8 @@ _OTHER_CONVERSIONS = (
 )
 
 
-def plan_by_trajectory(
-    sources: Sequence[Source],
-    targets: Sequence[Target],
-    incomplete: Incomplete = Incomplete(),  # noqa: B008 - a value
-    overflow: Literal["cut", "fill"] = "cut",
-) -> ReshardPlan:
-    """Assign trajectories: the newest first, each to the rank and the lane of it that hold the least so far.
-
-    Loads of ranks of one capacity, and of the lanes of a rank, then differ by no more than the longest trajectory, at every point
-    of time. Where rows do not mark ends, one that holds nothing closes each lane: the newest trajectory would be open otherwise,
-    and the next one that is written there could join it.
-
-    Args:
-        sources: the shards, in the order of their ranks.
-        targets: the ranks that load.
-        incomplete: what becomes of trajectories that are not whole.
-        overflow: of more than there is room for: stop at the first that fits nowhere, so that nothing newer than anything kept is
-            dropped; or go on with older, shorter ones.
-
-    Cost: O(n log n), about 3 µs per trajectory.
-    """
-    shard, number = numbered(sources)
-    steps = _joined(source.steps for source in sources)
-    kind = _joined(kinds_of(source.runs, source.columns) for source in sources).astype(np.int8)
-    flags = _joined(source.runs[:, 4] for source in sources)
-    tail, head = flags & HAS_LAST != 0, flags & HAS_FIRST != 0
-    del flags
-    wanted = (tail | (incomplete.open != "drop")) & (head | (incomplete.headless != "drop"))
-    reason = np.where(wanted, KEPT, kind - 1)  # the first reasons are the kinds but for complete
-    gap = ~tail & (incomplete.open == "keep")
-    closing = not all(source.marks_ends for source in sources)
-    targets = [target._replace(lane_length=target.lane_length - closing) for target in targets]
-    longest = max((target.lane_length for target in targets), default=0)
-    too_long = np.maximum(steps + gap - longest, 0)
-    skipped = np.where(wanted & (too_long < steps) & (incomplete.headless == "keep"), too_long, 0)
-    room = steps - skipped + gap
-    reason[wanted & (room > longest)] = DROPPED.index("oversize")
-    candidates = (reason == KEPT).nonzero()[0]
-    candidates = candidates[_newest_first(sources, shard, candidates)]
-    rank, lane = _assign(room[candidates], targets, overflow)
-    placed = rank >= 0
-    reason[candidates[~placed]] = DROPPED.index("overflow")
-    kept, rank, lane = candidates[placed], rank[placed], lane[placed]
-    oldest_first = np.lexsort((-np.arange(len(kept)), lane, rank))
-    kept, rank, lane = kept[oldest_first], rank[oldest_first], lane[oldest_first]
-    position = _positions(rank, lane, room[kept])
-    if closing:
-        gap[kept[_newest(rank, lane)]] = True
-    drops = dropped_by(reason, shard, steps, len(sources))
-    drops[:, DROPPED.index("overflow"), 1] += counted(shard[kept], skipped[kept], len(sources))[:, 1]
-    return ReshardPlan(
-        rank,
-        lane,
-        position,
-        shard[kept],
-        number[kept],
-        skipped[kept],
-        (steps - skipped)[kept],
-        ~tail[kept] & (incomplete.open == "truncate"),
-        gap[kept],
-        len(targets),
-        drops,
-    )
-
-
-def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _newest_first(sources: Sequence[Source], shard: NDArray[np.int64], which: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The order of some of all trajectories by age. Of equal ones: by shard and lane, and the later one in it first."""
-    age = _joined(source.clock - source.runs[:, 3] for source in sources)[which]
-    lane = _joined(source.runs[:, 0] for source in sources)[which]
-    later = _joined(-source.runs[:, 1] for source in sources)[which]
-    return np.lexsort((later, lane, shard[which], age))
-
-
-def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each begins in its lane, one behind the other."""
-    before = room.cumsum() - room
-    newest = _newest(rank, lane)
-    oldest = np.zeros_like(newest)
-    oldest[1:] = newest[:-1] + 1
-    begin: NDArray[np.int64] = before - before[oldest].repeat(newest + 1 - oldest)
-    return begin
-
-
-def _newest(rank: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which of them is the last one of its lane."""
-    last = np.ones(len(rank), bool)
-    last[:-1] = (rank[1:] != rank[:-1]) | (lane[1:] != lane[:-1])
-    return last.nonzero()[0]
-
-
-def _assign(
-    rooms: NDArray[np.int64], targets: Sequence[Target], overflow: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rank and lane of each; -1 for what is left out."""
-    capacities = [max(1, target.capacity) for target in targets]
-    common = math.lcm(*capacities)
-    unit = [common // capacity for capacity in capacities]  # loads in this unit compare as shares of the capacity do
-    ranks = [(0, n) for n in range(len(targets))]
-    lanes = [[(0, lane) for lane in range(target.lanes)] for target in targets]
-    room = [target.lane_length for target in targets]  # of the lane that holds the least
-    to_rank, to_lane = np.full(len(rooms), -1), np.full(len(rooms), -1)
-    hopeless = max(room, default=0) + 1  # nothing of that length or longer fits anywhere
-    for i, length in enumerate(_ints(rooms)):
-        full: list[tuple[int, int]] = []
-        if length < hopeless:
-            while ranks and room[ranks[0][1]] < length:
-                full.append(heapq.heappop(ranks))
-        if length >= hopeless or not ranks:
-            for entry in full:
-                heapq.heappush(ranks, entry)
-            if overflow == "cut":
-                break
-            hopeless = min(hopeless, length)
-            continue
-        load, n = ranks[0]
-        held, lane = lanes[n][0]
-        heapq.heapreplace(lanes[n], (held + length, lane))
-        heapq.heapreplace(ranks, (load + length * unit[n], n))
-        room[n] = targets[n].lane_length - lanes[n][0][0]
-        to_rank[i], to_lane[i] = n, lane
-        for entry in full:
-            heapq.heappush(ranks, entry)
-    return to_rank, to_lane
-
-
-def _ints(numbers: NDArray[np.int64], piece: int = 1 << 14) -> Iterator[int]:
-    """As ints, which Python adds and compares faster; not all of them at once."""
-    return itertools.chain.from_iterable(numbers[at : at + piece].tolist() for at in range(0, len(numbers), piece))
-
-
-def plan_by_rank(
-    sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]
-) -> ReshardPlan:
-    """Deal rows out round robin, the best first, until there is no room; each rank's lie in the order of their ages.
-
-    Of equal ones that of the lower shard comes first, then the one that lies first in its table.
-
-    Args:
-        sources: the shards, in the order of their ranks; each row is a run of its own.
-        values: of their rows.
-        targets: the ranks that load, of one lane each.
-
-    Cost: O(n log n).
-    """
-    shard, number = numbered(sources)
-    time = np.concatenate([np.empty(0, np.int64), *(source.clock - source.runs[:, 3] for source in sources)])
-    best_first = np.lexsort((number, shard, -np.concatenate([np.empty(0), *values])))
-    rank = _round_robin([target.capacity for target in targets], len(shard))
-    kept = best_first[: len(rank)]
-    by_age = np.lexsort((number[kept], shard[kept], -time[kept], rank))
-    kept, rank = kept[by_age], rank[by_age]
-    position = within(np.bincount(rank, minlength=len(targets)))
-    none = np.zeros(len(rank), bool)
-    return ReshardPlan(
-        rank,
-        np.zeros_like(rank),
-        position,
-        shard[kept],
-        number[kept],
-        np.zeros_like(rank),
-        np.ones_like(rank),
-        none,
-        none,
-        len(targets),
-        drop_rows("overflow", shard[best_first[len(rank) :]], len(sources)),
-    )
-
-
-def _round_robin(room: Sequence[int], n: int) -> NDArray[np.int64]:
-    """The rank of each of ``n`` rows, or of as many as there is room for."""
-    places = [min(size, n) for size in room]
-    turn = np.concatenate([np.empty(0, np.int64), *(np.arange(size) for size in places)])
-    rank = np.repeat(np.arange(len(places)), places)
-    return rank[np.lexsort((rank, turn))][:n]
-
-
-def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
-    """Policies by kind. Raises ``ValueError``: a kind or a policy that there is not."""
-    for kind, policy in (given or {}).items():
-        if kind not in _POLICIES:
-            raise ValueError(f"incomplete: expected the keys {', '.join(_POLICIES)}, got {kind!r}.")
-        if policy not in _POLICIES[kind]:
-            raise ValueError(f"incomplete: {kind!r}: expected one of {', '.join(_POLICIES[kind])}, got {policy!r}.")
-    return Incomplete(**(given or {}))  # type: ignore[arg-type]
-
-
-class Policy(NamedTuple):
-    """What is kept of a checkpoint, and how it is redistributed."""
-
-    incomplete: Incomplete = Incomplete()
-    overflow: Literal["cut", "fill"] = "cut"
-    ranking: Ranking | Literal["newest"] | None = None
-    """Rows are redistributed one by one, the best first; None: whole trajectories, the newest first."""
-
-
 class PlacedRows(NamedTuple):
-    """What one rank gets."""
+    """The rows that one rank gets."""
 
     state: dict[str, Any]
     """Of its store, without rows."""
@@ -277,7 +52,7 @@ class PlacedRows(NamedTuple):
 
 
 class _NoRows:
-    """Of shards that were never written."""
+    """The rows of shards that were never written."""
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """There is nothing to fill."""
@@ -286,9 +61,11 @@ class _NoRows:
 class Reshard:
     """Shards, and where their trajectories go."""
 
-    def __init__(self, shards: Sequence[SavedShard], plan: ReshardPlan, targets: Sequence[Target]) -> None:
+    def __init__(
+        self, shards: Sequence[plans.SavedShard], plan: plans.ReshardPlan, targets: Sequence[plans.Target]
+    ) -> None:
         self.shards, self.plan, self.targets = list(shards), plan, list(targets)
-        self._leader_parts: dict[str, SavedPart] | None = None
+        self._leader_parts: dict[str, saved_parts.SavedPart] | None = None
 
     @property
     def leader(self) -> int:
@@ -296,9 +73,9 @@ class Reshard:
         return next((i for i, one in enumerate(self.shards) if one.reader.geometry is not None), 0)
 
     @property
-    def fields(self) -> tuple[PartField, ...]:
+    def fields(self) -> tuple[schemas.PartField, ...]:
         """None, if no shard was ever written."""
-        return fields_of(self.shards)
+        return plans.fields_of(self.shards)
 
     def rows(self, rank: int, env_offset: int = 0) -> PlacedRows:
         """What a rank gets of the rows.
@@ -331,15 +108,15 @@ class Reshard:
         seed = seed_of(checkpoint, len(self.targets), rank)
         generator = torch.Generator().manual_seed(seed).get_state()
         others = [
-            (name, it.type, parts.reset(name, it.state, seed, generator))
+            (name, it.type, saved_parts.reset(name, it.state, seed, generator))
             for name, it in self.leader_parts(checkpoint).items()
         ]
-        return [(part, kind, state) for part, kind, state in others if state != parts.EMPTY.get(part)]
+        return [(part, kind, state) for part, kind, state in others if state != saved_parts.EMPTY.get(part)]
 
-    def leader_parts(self, checkpoint: Checkpoint) -> dict[str, SavedPart]:
+    def leader_parts(self, checkpoint: Checkpoint) -> dict[str, saved_parts.SavedPart]:
         """The parts of the leader that are not of rows, which are read once. Raises ``CorruptCheckpoint``: one is damaged."""
         if self._leader_parts is None:
-            self._leader_parts = parts.read_parts(checkpoint, self.leader)
+            self._leader_parts = saved_parts.read_parts(checkpoint, self.leader)
         return self._leader_parts
 
     def check_dropped(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
@@ -355,7 +132,7 @@ class Reshard:
             IncompatibleCheckpoint: more would be dropped as incomplete, or longer than any lane.
         """
         steps = sum(int(one.source.saved[1]) for one in self.shards)
-        lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
+        lost = {reason: self.plan.dropped[reason]["steps"] for reason in plans.DROPPED if reason != "overflow"}
         if sum(lost.values()) <= most * steps:
             return
         named = ", ".join(f"{number:,} {reason}" for reason, number in lost.items() if number)
@@ -380,7 +157,7 @@ class Reshard:
                 )
 
 
-def reshard(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy) -> Reshard:
     """Plan where saved rows go.
 
     Raises:
@@ -394,30 +171,34 @@ def reshard(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Pol
     return made
 
 
-def _in_blocks_or_trajectories(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
-    fields = fields_of(shards)
-    if policy.incomplete.open == "truncate" and has_ends(fields) and not can_truncate(fields):
+def _in_blocks_or_trajectories(
+    shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy
+) -> Reshard:
+    fields = plans.fields_of(shards)
+    if policy.incomplete.open == "truncate" and plans.has_ends(fields) and not plans.can_truncate(fields):
         raise IncompatibleCheckpoint(
             f"{shards[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
             'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
         )
-    whole = in_blocks(shards, min(target.lane_length for target in targets))
-    plan = plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
+    whole = plans.in_blocks(shards, min(target.lane_length for target in targets))
+    plan = plans.plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
     return Reshard(whole, plan, targets)
 
 
-def _in_single_rows(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+def _in_single_rows(
+    shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy
+) -> Reshard:
     lanes = max((target.lanes for target in targets), default=1)
     if lanes > 1:
         raise IncompatibleCheckpoint(
             f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer puts rows in no order, got {lanes}."
         )
-    rows = [in_rows(one) for one in shards]
+    rows = [plans.in_rows(one) for one in shards]
     values = [_values(one, policy.ranking) for one in rows]
-    return Reshard(rows, plan_by_rank([one.source for one in rows], values, targets), targets)
+    return Reshard(rows, plans.plan_by_rank([one.source for one in rows], values, targets), targets)
 
 
-def _values(rows: SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
+def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
     """Of each row: the largest stay."""
     source = rows.source
     if not len(source.runs):
@@ -435,14 +216,16 @@ class Converted(NamedTuple):
     """Episodes and steps that are dropped, by reason."""
 
 
-def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | Literal["newest"] | None) -> Converted:
+def convert(
+    shard: plans.SavedShard, schema: schemas.Schema, ndim: int, ranking: Ranking | Literal["newest"] | None
+) -> Converted:
     """A shard for the storage of that schema.
 
     Raises:
         CorruptCheckpoint: a block is damaged.
         IncompatibleCheckpoint: a storage with columns, or more than half of the steps cannot be moved.
     """
-    check_kind(shard.reader, parts.STORAGE, *MOVABLE)
+    saved_parts.check_kind(shard.reader, saved_parts.STORAGE, *plans.MOVABLE)
     if schemas.encode(schema).decode() == shard.head["schema"]:
         return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     where = str(shard.reader.folder)
@@ -450,8 +233,8 @@ def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | Lit
         raise IncompatibleCheckpoint(
             f"{where}: expected the geometry of a storage with ndim={ndim}: it cannot be converted."
         )
-    target = Target(schema.lanes, schema.capacity // schema.lanes)
-    policy = Policy(Incomplete(open="keep", headless="keep"), "cut", ranking)
+    target = plans.Target(schema.lanes, schema.capacity // schema.lanes)
+    policy = plans.Policy(plans.Incomplete(open="keep", headless="keep"), "cut", ranking)
     made = reshard([shard], [target], policy)
     made.check_dropped(_CONVERSION_DROPS, where, {}, _OTHER_CONVERSIONS)
     return Converted(made.rows(0), made.plan.dropped)
@@ -488,11 +271,11 @@ def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> 
     shards: list[dict[str, Any]] = [
         {
             "rank": rank,
-            "saved": _count(one.source.saved),
+            "saved": _pair(one.source.saved),
             "kinds": count_kinds(one.source.runs, one.source.columns),
-            "kept": _count(kept[which]),
-            "dropped": by_reason(plan.drops[which]),
-            "truncated": _count(cut[which]),
+            "kept": _pair(kept[which]),
+            "dropped": named_counts(plans.DROPPED, plan.drops[which]),
+            "truncated": _pair(cut[which]),
         }
         for which, (rank, one) in enumerate(zip(ranks, made.shards, strict=True))
     ]
@@ -567,7 +350,7 @@ def said_counts(counts: Mapping[str, int]) -> str:
     return f"{count(counts['episodes'], 'episode')} with {count(counts['steps'], 'step')}"
 
 
-def _count(pair: NDArray[np.int64]) -> dict[str, int]:
+def _pair(pair: NDArray[np.int64]) -> dict[str, int]:
     return {"episodes": int(pair[0]), "steps": int(pair[1])}
 
 
@@ -583,7 +366,7 @@ def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 _RESET = ("rng", "prefetch")
 #: Of priorities, what is not of rows; other entries must agree, or are those of all.
 _OF_PRIORITIES = "beta"
-_MOST = 8
+_RANKS_NAMED = 8
 #: What a storage's state is called that is part of something else.
 _ROWS = "storage"
 
@@ -605,7 +388,9 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     for rank in written:
         if rank == taken:
             continue
-        theirs = _state(made.shards[rank], read_parts(checkpoint, rank, without=(STORAGE, *_RESET)))
+        theirs = _state(
+            made.shards[rank], saved_parts.read_parts(checkpoint, rank, without=(saved_parts.STORAGE, *_RESET))
+        )
         for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]
@@ -617,13 +402,13 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
                 )
             found[where].append(f"rank {names[rank]}{_said(there)}")
     return [
-        f"{where}: expected the same on all ranks, got that of {', '.join(said[:_MOST])}{' …' * (len(said) > _MOST)}; "
+        f"{where}: expected the same on all ranks, got that of {', '.join(said[:_RANKS_NAMED])}{' …' * (len(said) > _RANKS_NAMED)}; "
         f"that of rank {names[taken]} is taken"
         for where, said in found.items()
     ]
 
 
-def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, object]:
+def _state(shard: plans.SavedShard, parts: Mapping[str, saved_parts.SavedPart]) -> dict[str, object]:
     """All of it that could matter to others."""
     storage = shard.head
     state: dict[str, object] = {
@@ -631,7 +416,9 @@ def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, objec
         "windows": storage["windows"],
         "transforms": {},
     }
-    return state | {name: reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET}
+    return state | {
+        name: saved_parts.reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET
+    }
 
 
 def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str, object, object]]:

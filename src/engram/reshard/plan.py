@@ -1,22 +1,38 @@
 """Where saved trajectories go when the ranks, lanes or capacities that load them are not those that saved them.
 
-A pure function of the tables of all shards: integers only, and no order that a set, a folder, a hash seed or a clock could
+A plan is a pure function of the tables of all shards: integers only, and no order that a set, a folder, a hash seed or a clock could
 change. So every rank computes the same plan.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import heapq
+import itertools
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
-from engram.persist.trajectory_table import KINDS
+from engram.errors import IncompatibleCheckpoint
+from engram.format import layout
+from engram.saved import parts
+from engram.saved.description import HAS_FIRST, HAS_LAST, KINDS
+from engram.saved.documents import corrupt
+from engram.saved.rows import ENDS, counted, kinds_of, named_counts, read_rows_state
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import contextlib
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import Any, Literal
 
     from numpy.typing import NDArray
+
+    from engram.format.schema import PartField
+    from engram.saved.checkpoints import Checkpoint
+    from engram.saved.part_reader import PartReader
+    from engram.types import Ranking
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
 DROPPED = (*KINDS[1:], "oversize", "overflow")
@@ -24,7 +40,7 @@ KEPT = -1
 
 
 class Source(NamedTuple):
-    """What one shard holds."""
+    """The trajectories that one shard holds."""
 
     clock: int
     """Its store's ticket counter."""
@@ -47,7 +63,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What one rank has room for."""
+    """The room of one rank that loads."""
 
     lanes: int
     lane_length: int
@@ -58,7 +74,7 @@ class Target(NamedTuple):
 
 
 class Incomplete(NamedTuple):
-    """What becomes of trajectories of which a part is missing. Both count for those that lack both ends."""
+    """The policy for trajectories of which a part is missing. Both entries count for those that lack both ends."""
 
     open: Literal["drop", "truncate", "keep"] = "drop"
     """Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
@@ -107,23 +123,7 @@ class ReshardPlan(NamedTuple):
     @property
     def dropped(self) -> dict[str, dict[str, int]]:
         """Episodes and steps that are left out, by reason, of all shards."""
-        return by_reason(self.drops.sum(0))
-
-
-def by_reason(drops: NDArray[np.int64]) -> dict[str, dict[str, int]]:
-    """Episodes and steps by reason, of an int64 ``[reasons, 2]``."""
-    return {
-        reason: {"episodes": int(count[0]), "steps": int(count[1])}
-        for reason, count in zip(DROPPED, drops, strict=True)
-    }
-
-
-def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """int64 ``[groups, 2]``: how many trajectories each group has, and how many steps. ``of``: the group of each."""
-    episodes = np.bincount(of, minlength=groups)
-    total = np.zeros(groups, np.int64)
-    np.add.at(total, of, steps)
-    return np.stack([episodes, total], 1)
+        return named_counts(DROPPED, self.drops.sum(0))
 
 
 def numbered(sources: Sequence[Source]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -139,15 +139,378 @@ def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(int(ends[-1]) if len(ends) else 0) - (ends - counts).repeat(counts)
 
 
-def drop_rows(why: str, shard: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
-    """What a plan says of single rows that are left out for one reason. ``shard``: that of each."""
-    reason = np.full(len(shard), DROPPED.index(why))
-    return dropped_by(reason, shard, np.ones(len(shard), np.int64), shards)
-
-
 def dropped_by(
     reason: NDArray[np.int64], shard: NDArray[np.int64], steps: NDArray[np.int64], shards: int
 ) -> NDArray[np.int64]:
     of = reason != KEPT
     groups = shard[of] * len(DROPPED) + reason[of]
     return counted(groups, steps[of], shards * len(DROPPED)).reshape(shards, len(DROPPED), 2)
+
+
+#: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
+_STEPS = 256
+_IN_A_LANE = 16
+_BLOCKS = 1 << 16
+MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
+#: What fields that mark a step as the last one of a trajectory that was cut short get there.
+TRUNCATED = {"done": 1, "truncated": 1, "terminated": 0, "step_type": 2}
+_LAST = frozenset(TRUNCATED)
+
+
+class SavedShard(NamedTuple):
+    """A store in a checkpoint, and what is planned with."""
+
+    reader: PartReader
+    source: Source
+    fields: tuple[PartField, ...] = ()
+    """None, if it was never written."""
+    held: dict[str, Any] | None = None
+    """The state of the storage without rows; None: what is wanted of its arrays is read when it is needed."""
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """That state, in which arrays may be missing."""
+        return self.reader.state if self.held is None else self.held
+
+
+def open_shard(reader: PartReader, *, held: bool = False) -> SavedShard:
+    """What there is to move in a part.
+
+    Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
+
+    Raises:
+        CorruptCheckpoint: a table is damaged.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
+    """
+    state = read_rows_state(reader) if held else None
+    geometry = reader.geometry
+    if geometry is None:
+        if reader.type not in MOVABLE:
+            raise IncompatibleCheckpoint(
+                f"{reader.folder}: expected a storage of type {' or '.join(MOVABLE)}, whose rows can be moved, got a "
+                f"{reader.type!r:.100}. Load it with as many ranks as saved it, into storages of the same size."
+            )
+        return SavedShard(reader, Source(1, np.empty((0, 5), np.int64)), held=state)
+    clock = reader.state.get("clock")
+    if type(clock) is not int or clock < 1:
+        raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
+    columns = math.prod(geometry.columns)
+    runs = _checked_runs(reader, geometry.lane_length, columns)
+    fields = reader.schema or ()
+    marks_ends = not has_ends(fields) or any(field.role in _LAST for field in fields)
+    return SavedShard(reader, Source(clock, runs, columns, marks_ends), fields, state)
+
+
+def in_blocks(saved: Sequence[SavedShard], lane_length: int) -> list[SavedShard]:
+    """The same for lanes of that length: where no field says how steps belong together, they are moved in blocks that follow each
+    other, each as if it were a trajectory.
+
+    Of 256 steps at most, but for shards that would be more than 65,536 of them; and short enough that so many fit a lane with
+    little left over.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    if has_ends(fields_of(saved)):
+        return list(saved)
+    fitting = lane_length // max(_IN_A_LANE, -(-lane_length // _STEPS))
+    return [_cut(one, min(lane_length, max(fitting, -(-int(one.source.saved[1]) // _BLOCKS), 1))) for one in saved]
+
+
+def in_rows(saved: SavedShard) -> SavedShard:
+    """The same, of which each row is moved by itself, as it is: no field is rewritten.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    return _cut(saved, 1)._replace(fields=tuple(msgspec.structs.replace(field, role="data") for field in saved.fields))
+
+
+def _cut(saved: SavedShard, block: int) -> SavedShard:
+    """The same in blocks of so many steps."""
+    source = saved.source
+    if not len(source.runs):
+        return saved
+    return saved._replace(source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, block)))
+
+
+def fields_of(saved: Sequence[SavedShard]) -> tuple[PartField, ...]:
+    """The fields of all shards that were written."""
+    return next((one.fields for one in saved if one.fields), ())
+
+
+def has_ends(fields: Sequence[PartField]) -> bool:
+    """Whether some field says where trajectories end."""
+    return any(field.role in ENDS for field in fields)
+
+
+def can_truncate(fields: Sequence[PartField]) -> bool:
+    """Whether a step can be marked as the last one of a trajectory that was cut short."""
+    return any(TRUNCATED.get(field.role) for field in fields)
+
+
+def lanes_of(reader: PartReader) -> NDArray[np.int64]:
+    """Position and live rows of each lane."""
+    return np.frombuffer(reader.read_all(f"{layout.FOLDER}/lanes.bin"), "<i8").reshape(-1, 4)[:, :2]
+
+
+def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray[np.int64]:
+    """The trajectories, each of rows that are there and no two of the same ones."""
+    lanes, rows = lanes_of(reader), reader.records["tickets"]
+    if reader.segment_rows is not None:
+        rows = max((it.first_row + it.rows for it in reader.segments()), default=0)
+    position, live = lanes[:, 0], lanes[:, 1]
+    if (position < 0).any() or (live < np.minimum(position, lane_length)).any() or (live > lane_length).any():
+        raise corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")
+    path = reader.folder / layout.FOLDER / "trajectories.bin"
+    runs = np.frombuffer(reader.read_all(f"{layout.FOLDER}/trajectories.bin"), "<i8").reshape(-1, 5)
+    lane, first, end, time, flags = runs.T
+    good = (lane >= 0) & (lane < len(lanes)) & (first < end) & (time >= 0) & (flags >= 0) & (flags < 16)
+    at = np.where(good, lane, 0)
+    good &= (first >= position[at] - live[at]) & (end < position[at] + columns)
+    ring = np.maximum(live[at], 1)
+    offset, last = first % ring, (end - columns) % ring
+    good &= lane * lane_length + np.where(last < offset, ring - 1, last) < rows
+    order = np.lexsort((first, first % columns, lane))
+    track = np.stack([lane, first % columns])[:, order]
+    good[order[1:]] &= (track[:, 1:] != track[:, :-1]).any(0) | (first[order[1:]] >= end[order[:-1]])
+    if not good.all():
+        raise corrupt(path, f"expected trajectories of the rows that are there, got {runs[np.argmin(good)].tolist()}")
+    return runs
+
+
+def _blocks(reader: PartReader, runs: NDArray[np.int64], columns: int, block: int) -> NDArray[np.int64]:
+    """Runs in pieces of so many steps, counted from their newest ones, as if each were a trajectory."""
+    geometry = reader.geometry
+    assert geometry is not None  # it has runs
+    live, numbers = lanes_of(reader)[:, 1], read_rows_state(reader)["numbers"].numpy()
+    steps = (runs[:, 2] - runs[:, 1]) // columns
+    counts = -(-steps // block)
+    run = np.arange(len(runs)).repeat(counts)
+    from_newest = counts.repeat(counts) - 1 - within(counts)
+    end = runs[run, 2] - from_newest * block * columns
+    first = np.maximum(end - block * columns, runs[run, 1])
+    last = runs[run, 0] * geometry.lane_length + (end - columns) % live[runs[run, 0]]
+    return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
+
+
+def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[SavedShard]:
+    """What all ranks saved. It is closed with the stack.
+
+    Raises:
+        CorruptCheckpoint: a shard is missing, or a table is damaged.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
+    """
+    return [
+        open_shard(stack.enter_context(parts.open_storage(checkpoint, rank)))
+        for rank in range(checkpoint.manifest.world)
+    ]
+
+
+def saved_fields(checkpoint: Checkpoint) -> tuple[PartField, ...]:
+    """The fields of the first rank that was ever written; none: none was."""
+    for rank in range(checkpoint.manifest.world):
+        with parts.open_storage(checkpoint, rank) as reader:
+            if reader.schema is not None:
+                return reader.schema
+    return ()
+
+
+_POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
+
+
+def plan_by_trajectory(
+    sources: Sequence[Source],
+    targets: Sequence[Target],
+    incomplete: Incomplete = Incomplete(),  # noqa: B008 - a value
+    overflow: Literal["cut", "fill"] = "cut",
+) -> ReshardPlan:
+    """Assign trajectories: the newest first, each to the rank and the lane of it that hold the least so far.
+
+    Loads of ranks of one capacity, and of the lanes of a rank, then differ by no more than the longest trajectory, at every point
+    of time. Where rows do not mark ends, one that holds nothing closes each lane: the newest trajectory would be open otherwise,
+    and the next one that is written there could join it.
+
+    Args:
+        sources: the shards, in the order of their ranks.
+        targets: the ranks that load.
+        incomplete: what becomes of trajectories that are not whole.
+        overflow: of more than there is room for: stop at the first that fits nowhere, so that nothing newer than anything kept is
+            dropped; or go on with older, shorter ones.
+
+    Cost: O(n log n), about 3 µs per trajectory.
+    """
+    shard, number = numbered(sources)
+    steps = _joined(source.steps for source in sources)
+    kind = _joined(kinds_of(source.runs, source.columns) for source in sources).astype(np.int8)
+    flags = _joined(source.runs[:, 4] for source in sources)
+    tail, head = flags & HAS_LAST != 0, flags & HAS_FIRST != 0
+    del flags
+    wanted = (tail | (incomplete.open != "drop")) & (head | (incomplete.headless != "drop"))
+    reason = np.where(wanted, KEPT, kind - 1)  # the first reasons are the kinds but for complete
+    gap = ~tail & (incomplete.open == "keep")
+    closing = not all(source.marks_ends for source in sources)
+    targets = [target._replace(lane_length=target.lane_length - closing) for target in targets]
+    longest = max((target.lane_length for target in targets), default=0)
+    too_long = np.maximum(steps + gap - longest, 0)
+    skipped = np.where(wanted & (too_long < steps) & (incomplete.headless == "keep"), too_long, 0)
+    room = steps - skipped + gap
+    reason[wanted & (room > longest)] = DROPPED.index("oversize")
+    candidates = (reason == KEPT).nonzero()[0]
+    candidates = candidates[_newest_first(sources, shard, candidates)]
+    rank, lane = _assign(room[candidates], targets, overflow)
+    placed = rank >= 0
+    reason[candidates[~placed]] = DROPPED.index("overflow")
+    kept, rank, lane = candidates[placed], rank[placed], lane[placed]
+    oldest_first = np.lexsort((-np.arange(len(kept)), lane, rank))
+    kept, rank, lane = kept[oldest_first], rank[oldest_first], lane[oldest_first]
+    position = _positions(rank, lane, room[kept])
+    if closing:
+        gap[kept[_last_of_lanes(rank, lane)]] = True
+    drops = dropped_by(reason, shard, steps, len(sources))
+    drops[:, DROPPED.index("overflow"), 1] += counted(shard[kept], skipped[kept], len(sources))[:, 1]
+    return ReshardPlan(
+        rank,
+        lane,
+        position,
+        shard[kept],
+        number[kept],
+        skipped[kept],
+        (steps - skipped)[kept],
+        ~tail[kept] & (incomplete.open == "truncate"),
+        gap[kept],
+        len(targets),
+        drops,
+    )
+
+
+def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _newest_first(sources: Sequence[Source], shard: NDArray[np.int64], which: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The order of some of all trajectories by age. Of equal ones: by shard and lane, and the later one in it first."""
+    age = _joined(source.clock - source.runs[:, 3] for source in sources)[which]
+    lane = _joined(source.runs[:, 0] for source in sources)[which]
+    later = _joined(-source.runs[:, 1] for source in sources)[which]
+    return np.lexsort((later, lane, shard[which], age))
+
+
+def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each begins in its lane, one behind the other."""
+    before = room.cumsum() - room
+    newest = _last_of_lanes(rank, lane)
+    oldest = np.zeros_like(newest)
+    oldest[1:] = newest[:-1] + 1
+    begin: NDArray[np.int64] = before - before[oldest].repeat(newest + 1 - oldest)
+    return begin
+
+
+def _last_of_lanes(rank: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which of them is the last one of its lane."""
+    last = np.ones(len(rank), bool)
+    last[:-1] = (rank[1:] != rank[:-1]) | (lane[1:] != lane[:-1])
+    return last.nonzero()[0]
+
+
+def _assign(
+    rooms: NDArray[np.int64], targets: Sequence[Target], overflow: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rank and lane of each; -1 for what is left out."""
+    capacities = [max(1, target.capacity) for target in targets]
+    common = math.lcm(*capacities)
+    unit = [common // capacity for capacity in capacities]  # loads in this unit compare as shares of the capacity do
+    ranks = [(0, n) for n in range(len(targets))]
+    lanes = [[(0, lane) for lane in range(target.lanes)] for target in targets]
+    room = [target.lane_length for target in targets]  # of the lane that holds the least
+    to_rank, to_lane = np.full(len(rooms), -1), np.full(len(rooms), -1)
+    hopeless = max(room, default=0) + 1  # nothing of that length or longer fits anywhere
+    for i, length in enumerate(_ints(rooms)):
+        full: list[tuple[int, int]] = []
+        if length < hopeless:
+            while ranks and room[ranks[0][1]] < length:
+                full.append(heapq.heappop(ranks))
+        if length >= hopeless or not ranks:
+            for entry in full:
+                heapq.heappush(ranks, entry)
+            if overflow == "cut":
+                break
+            hopeless = min(hopeless, length)
+            continue
+        load, n = ranks[0]
+        held, lane = lanes[n][0]
+        heapq.heapreplace(lanes[n], (held + length, lane))
+        heapq.heapreplace(ranks, (load + length * unit[n], n))
+        room[n] = targets[n].lane_length - lanes[n][0][0]
+        to_rank[i], to_lane[i] = n, lane
+        for entry in full:
+            heapq.heappush(ranks, entry)
+    return to_rank, to_lane
+
+
+def _ints(numbers: NDArray[np.int64], piece: int = 1 << 14) -> Iterator[int]:
+    """As ints, which Python adds and compares faster; not all of them at once."""
+    return itertools.chain.from_iterable(numbers[at : at + piece].tolist() for at in range(0, len(numbers), piece))
+
+
+def plan_by_rank(
+    sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]
+) -> ReshardPlan:
+    """Deal rows out round robin, the best first, until there is no room; each rank's lie in the order of their ages.
+
+    Of equal ones that of the lower shard comes first, then the one that lies first in its table.
+
+    Args:
+        sources: the shards, in the order of their ranks; each row is a run of its own.
+        values: of their rows.
+        targets: the ranks that load, of one lane each.
+
+    Cost: O(n log n).
+    """
+    shard, number = numbered(sources)
+    time = _joined(source.clock - source.runs[:, 3] for source in sources)
+    best_first = np.lexsort((number, shard, -np.concatenate([np.empty(0), *values])))
+    rank = _round_robin([target.capacity for target in targets], len(shard))
+    kept = best_first[: len(rank)]
+    by_age = np.lexsort((number[kept], shard[kept], -time[kept], rank))
+    kept, rank = kept[by_age], rank[by_age]
+    position = within(np.bincount(rank, minlength=len(targets)))
+    none, left = np.zeros(len(rank), bool), shard[best_first[len(rank) :]]
+    return ReshardPlan(
+        rank,
+        np.zeros_like(rank),
+        position,
+        shard[kept],
+        number[kept],
+        np.zeros_like(rank),
+        np.ones_like(rank),
+        none,
+        none,
+        len(targets),
+        dropped_by(np.full(len(left), DROPPED.index("overflow")), left, np.ones(len(left), np.int64), len(sources)),
+    )
+
+
+def _round_robin(room: Sequence[int], n: int) -> NDArray[np.int64]:
+    """The rank of each of ``n`` rows, or of as many as there is room for."""
+    places = [min(size, n) for size in room]
+    turn = _joined(np.arange(size) for size in places)
+    rank = np.repeat(np.arange(len(places)), places)
+    return rank[np.lexsort((rank, turn))][:n]
+
+
+def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
+    """Policies by kind. Raises ``ValueError``: a kind or a policy that there is not."""
+    for kind, policy in (given or {}).items():
+        if kind not in _POLICIES:
+            raise ValueError(f"incomplete: expected the keys {', '.join(_POLICIES)}, got {kind!r}.")
+        if policy not in _POLICIES[kind]:
+            raise ValueError(f"incomplete: {kind!r}: expected one of {', '.join(_POLICIES[kind])}, got {policy!r}.")
+    return Incomplete(**(given or {}))  # type: ignore[arg-type]
+
+
+class Policy(NamedTuple):
+    """The policy of a reshard: what is kept of a checkpoint, and how it is redistributed."""
+
+    incomplete: Incomplete = Incomplete()
+    overflow: Literal["cut", "fill"] = "cut"
+    ranking: Ranking | Literal["newest"] | None = None
+    """Rows are redistributed one by one, the best first; None: whole trajectories, the newest first."""

@@ -3,43 +3,154 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.format.description import table_name
-from engram.format.problems import corrupt
-from engram.persist.roles import boundary_fields
-from engram.persist.rows import Boundaries, Stretch, checked_numbers, parallel_read, stretches
-from engram.reshard.plan import within
-from engram.reshard.shards import (
-    TRUNCATED,
-    Extents,
-    fields_of,
-    lanes_of,
-    put,
-    put_by_run,
-    read_first_steps,
-    windows,
-    zeroed_window,
-)
+from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
+from engram.saved.description import BLOCK, table_name
+from engram.saved.documents import corrupt
+from engram.saved.rows import Boundaries, Stretch, boundary_fields, checked_numbers, parallel_read, stretches
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.parts import PartField
-    from engram.format.schema import Schema
-    from engram.persist.trajectory_table import Marks
-    from engram.reshard.plan import ReshardPlan, Source
-    from engram.reshard.shards import SavedShard
+    from engram.reshard.plan import ReshardPlan, SavedShard, Source
+    from engram.saved.part_reader import PartReader
+    from engram.saved.rows import Marks
     from engram.types import RowsTarget
+
+#: Bytes that are read at a time: as many as caches hold.
+_WINDOW = 2 << 20
+
+
+class Extents(NamedTuple):
+    """Steps of one source that follow each other there and in the target, by their first row there.
+
+    All int64 ``[K]`` and contiguous.
+    """
+
+    first: NDArray[np.int64]
+    """Row of the source."""
+    target: NDArray[np.int64]
+    """Row of the target."""
+    rows: NDArray[np.int64]
+    """How many."""
+
+    def near(self, begin: int, end: int) -> Extents:
+        """Those with rows in ``[begin, end)`` of the source."""
+        low = (self.first + self.rows).searchsorted(begin, "right")
+        high = self.first.searchsorted(end)
+        return Extents(self.first[low:high], self.target[low:high], self.rows[low:high])
+
+    def windows(self, begin: int, end: int, most: int, gap: int) -> Iterator[tuple[int, int]]:
+        """Rows of the source in ``[begin, end)`` among which there is something wanted: ``most`` at a time, without long gaps."""
+        low, high = np.maximum(self.first, begin), np.minimum(self.first + self.rows, end)
+        breaks = (low[1:] - high[:-1] >= gap).nonzero()[0]
+        starts, stops = [low[0], *low[breaks + 1]], [*high[breaks], high[-1]]
+        for start, stop in zip(map(int, starts), map(int, stops), strict=True):
+            for at in range(start, stop, most):
+                yield at, min(at + most, stop)
+
+
+def _pairs(extents: Extents, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of the source in ``[begin, end)`` that are wanted, and where they go."""
+    first, target, rows = extents.near(begin, end)
+    skipped = np.maximum(begin - first, 0)
+    count = np.minimum(first + rows, end) - first - skipped
+    step = within(count)
+    return (first + skipped).repeat(count) + step, (target + skipped).repeat(count) + step
+
+
+def zeroed_window(row_bytes: int = 0) -> Tensor:
+    """Memory for a window, with the rest of the blocks at its ends."""
+    return torch.empty(max(row_bytes, _WINDOW) + 2 * BLOCK, dtype=torch.uint8, device="cpu")
+
+
+def windows(
+    reader: PartReader, stretch: Stretch, extents: Extents, size: int, memory: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """What is wanted of a stretch, with little beside it: the number of the first row, and the bytes of it and those behind it.
+
+    They are read in whole blocks, each of which is checked; the next ones come to the same memory.
+    """
+    wanted = extents.near(stretch.begin, stretch.end)
+    if not size or not len(wanted.first):
+        return
+    for low, high in wanted.windows(stretch.begin, stretch.end, max(1, _WINDOW // size), max(1, BLOCK // size)):
+        at = stretch.offset + (low - stretch.begin) * size
+        skipped = at % BLOCK
+        stop = min(-(-(at + (high - low) * size) // BLOCK) * BLOCK, reader.listing.files[stretch.file].bytes)
+        reader.read(stretch.file, at - skipped, memory[: stop - at + skipped].numpy().data)
+        yield low, memory[skipped : skipped + (high - low) * size]
+
+
+def put(source: Tensor, begin: int, extents: Extents, tensor: Tensor) -> None:
+    """Rows of a source, ``begin`` and those behind it, to their places in a field."""
+    end = begin + len(source)
+    near = extents.near(begin, end)
+    if tensor.is_cpu:
+        size = source.nbytes // max(1, len(source))
+        native.place_runs(
+            source.data_ptr(),
+            begin,
+            len(source),
+            torch.from_numpy(near.first),
+            torch.from_numpy(near.target),
+            torch.from_numpy(near.rows),
+            tensor.data_ptr(),
+            len(tensor),
+            size,
+            size if tensor.is_contiguous() else tensor.stride(0) * tensor.element_size(),
+        )
+        return
+    at, to = (torch.from_numpy(column) for column in _pairs(near, begin, end))
+    flat = tensor.reshape(len(tensor), -1).view(torch.uint8)
+    flat.index_copy_(0, to.to(tensor.device), source.index_select(0, at - begin).to(tensor.device))
+
+
+def put_by_run(source: Tensor, begin: int, extents: Extents, write: Callable[[int, Tensor], None]) -> None:
+    """As :func:`put`, with a call that writes rows from one on: each run of rows that stay together by itself."""
+    end = begin + len(source)
+    for first, target, rows in zip(*(column.tolist() for column in extents.near(begin, end)), strict=True):
+        skipped = max(begin - first, 0)
+        write(target + skipped, source[first + skipped - begin : min(first + rows, end) - begin])
+
+
+def read_first_steps(saved: SavedShard, key: tuple[str, ...]) -> Tensor:
+    """A field of the first step of each trajectory, ``[K, *shape]``.
+
+    Raises:
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: there is no such field.
+    """
+    reader, geometry = saved.reader, saved.reader.geometry
+    number = next((number for number, field in enumerate(saved.fields) if field.key == key), None)
+    if number is None or geometry is None:
+        raise IncompatibleCheckpoint(
+            f"{reader.folder}: expected the field {key} to rank rows by, got {[field.key for field in saved.fields]}."
+        )
+    field = saved.fields[number]
+    lane, first = saved.source.runs[:, 0], saved.source.runs[:, 1]
+    rows = lane * geometry.lane_length + first % lanes_of(reader)[lane, 1]
+    order = rows.argsort(kind="stable")
+    ones = Extents(np.ascontiguousarray(rows[order]), order, np.ones_like(order))
+    column = torch.empty((len(rows), *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
+    memory = zeroed_window(field.row_bytes)
+    for stretch in stretches(reader):
+        if stretch.field == number:
+            for low, raw in windows(reader, stretch, ones, field.row_bytes, memory):
+                put(raw.reshape(-1, field.row_bytes), low, ones, column)
+    return column
 
 
 #: Rows whose fields are rewritten at a time.
@@ -59,7 +170,7 @@ class Numbering:
     """
 
     def __init__(
-        self, shards: Sequence[SavedShard], plan: ReshardPlan, mine: NDArray[np.int64], schema: Schema
+        self, shards: Sequence[SavedShard], plan: ReshardPlan, mine: NDArray[np.int64], schema: schemas.Schema
     ) -> None:
         self._shards, self._plan, self._mine = shards, plan, mine
         fields = next(one.fields for one in shards if one.fields)
@@ -95,7 +206,8 @@ class Numbering:
         if begun.starts is not None:
             breaks[1:] |= begun.starts[newer]
         group = _numbered(order, breaks)
-        behind = 1 + ((group[1:] == group[:-1]) & self._touch()).nonzero()[0]
+        touch = (plan.lane[mine[1:]] == plan.lane[mine[:-1]]) & ~plan.gap[mine[:-1]]  # no row lies between them
+        behind = 1 + ((group[1:] == group[:-1]) & touch).nonzero()[0]
         behind = behind if over is None else behind[~self._continues(behind, begin[behind] - end[behind - 1])]
         if len(behind):
             place = np.empty(count, np.int64)
@@ -116,12 +228,6 @@ class Numbering:
         columns = (tensors[which] for which in self._says.which)
         at = torch.from_numpy(rows)
         return self._says.marks([_taken(column, at) for column in columns])
-
-    def _touch(self) -> NDArray[np.bool_]:
-        """Whether the row behind a trajectory is the first one of the next: bool ``[K - 1]``."""
-        rows, plan = self._mine, self._plan
-        touch: NDArray[np.bool_] = (plan.lane[rows[1:]] == plan.lane[rows[:-1]]) & ~plan.gap[rows[:-1]]
-        return touch
 
     def _continues(self, behind: NDArray[np.int64], between: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of those goes on where the one before it ended: no step that lay between them was of the same trajectory."""
@@ -171,7 +277,7 @@ def _taken(column: Tensor, rows: Tensor) -> Tensor:
 
 
 class Scatter:
-    """What one rank gets of some shards.
+    """The rows of some shards that one rank gets.
 
     Args:
         shards: all of them.
@@ -182,7 +288,7 @@ class Scatter:
     """
 
     def __init__(
-        self, shards: Sequence[SavedShard], plan: ReshardPlan, rank: int, schema: Schema, env_offset: int = 0
+        self, shards: Sequence[SavedShard], plan: ReshardPlan, rank: int, schema: schemas.Schema, env_offset: int = 0
     ) -> None:
         self._shards, self._plan, self._rank, self._schema = shards, plan, rank, schema
         self._env_offset = env_offset
@@ -403,7 +509,7 @@ def _common_priorities(written: Sequence[SavedShard], rows: int) -> dict[str, di
     return common
 
 
-def _check_range(fields: Sequence[PartField], role: str, most: int, what: str) -> None:
+def _check_range(fields: Sequence[schemas.PartField], role: str, most: int, what: str) -> None:
     """Raise ``IncompatibleCheckpoint`` unless the field of that role can say every number up to ``most``."""
     for field in fields:
         if field.role != role:
@@ -434,7 +540,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_complex() else tensor.view(_WORDS[tensor.itemsize])
 
 
-def _truncate(fields: Sequence[PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
+def _truncate(fields: Sequence[schemas.PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
     """Mark steps as the last ones of trajectories that were cut short."""
     said = boundary_fields(fields, [field.role for field in fields])
     lasts = {role: said["last" if role == "step_type" else role] for role in TRUNCATED}

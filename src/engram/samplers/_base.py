@@ -18,7 +18,7 @@ from engram._support.state import prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
-from engram.persist.noted import Component, adopt
+from engram.saved.parts import Component, adopt
 from engram.store import Key
 from engram.types import Declared, Draw, Traits
 

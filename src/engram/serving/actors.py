@@ -24,11 +24,11 @@ from engram.buffer.wiring import component
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.ranks import Ranks
 from engram.errors import CorruptCheckpoint, RankFailed
-from engram.format import series
 from engram.format.schema import decode
 from engram.remote.connection import Found
 from engram.remote.protocol import Address
 from engram.remote.shards import Described, answer_of
+from engram.saved import attempts
 from engram.serving.server import Server
 from engram.serving.service import Service, served_by, why_alone
 from engram.storages import LazyMemmapStorage, ListStorage, Storage, TensorStorage
@@ -193,8 +193,8 @@ class ShardSaver:
         if handle is None or handle.path is None:
             return False
         with contextlib.suppress(OSError, CorruptCheckpoint):
-            if series.decision(handle.path) is None:
-                series.refuse(handle.path, rank, why)
+            if attempts.decision(handle.path) is None:
+                attempts.refuse(handle.path, rank, why)
         return True
 
     def restore(self, key: str, wanted: Wanted, options: RestoreOptions) -> RestoreReport:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import tempfile
 import threading
 import time
@@ -101,6 +100,15 @@ class TooMany(Exception):
     """Raised where as many dumps as a server makes are under way, and are read."""
 
 
+class _Dump:
+    """A folder of files, which its client reads."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="engram-dump-", ignore_cleanup_errors=True)
+        #: Since when the client reads nothing; infinity while a part is made.
+        self.unread_since = float("inf")
+
+
 class Dumps:
     """Dumps under way."""
 
@@ -113,60 +121,36 @@ class Dumps:
 
         Raises :class:`TooMany`. ``RuntimeError``: this one was not read for too long, and made room for another.
         """
-        dump = _Dump()
         with self._lock:
             if len(self._dumps) >= MAX_DUMPS:
                 oldest = min(self._dumps, key=lambda other: other.unread_since)
                 if time.monotonic() - oldest.unread_since < _MAX_UNREAD_S:
                     raise TooMany(f"the server makes {MAX_DUMPS} dumps already")
                 self._dumps.remove(oldest)
-                oldest.give_up()
-            self._dumps.append(dump)
+                oldest.folder.cleanup()
+            self._dumps.append(dump := _Dump())
         try:
-            yield from dump.parts(dumps, schema)
+            root = Path(dump.folder.name) / "dump"
+            dumps(root)
+            for path in sorted(root.rglob("*")):
+                if path.is_file():
+                    yield from self._parts(dump, path, str(path.relative_to(root)), schema)
         finally:
             with self._lock:
                 if dump in self._dumps:
                     self._dumps.remove(dump)
-            dump.give_up()
+            dump.folder.cleanup()
 
-
-class _Dump:
-    """A folder, which is sent in parts."""
-
-    def __init__(self) -> None:
-        #: Since when its client reads nothing; for ever later while a part is made.
-        self.unread_since = float("inf")
-        self._folder: Path | None = None
-        self._given_up = False
-        self._lock = threading.Lock()
-
-    def give_up(self) -> None:
-        """Remove the folder. Repeatable."""
-        with self._lock:
-            self._given_up, folder, self._folder = True, self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def parts(self, dumps: Callable[[Path], object], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Write the files, and read them."""
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="engram-dump-"))
-        dumps(folder / "dump")
-        for path in sorted((folder / "dump").rglob("*")):
-            if path.is_file():
-                yield from self._parts_of(path, str(path.relative_to(folder / "dump")), schema)
-
-    def _parts_of(self, path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """A file, and an empty one, too."""
+    def _parts(self, dump: _Dump, path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """A file in parts: one at least, so that an empty file is sent, too."""
         with path.open("rb") as file:
             while True:
                 part = file.read(_PART_BYTES)
-                self.unread_since = time.monotonic()
+                dump.unread_since = time.monotonic()
                 yield pa.record_batch([[name], [part]], schema=schema)
-                self.unread_since = float("inf")
-                with self._lock:
-                    if self._given_up:
-                        raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
+                dump.unread_since = float("inf")
+                if dump not in self._dumps:
+                    raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
                 if len(part) < _PART_BYTES:
                     return
 

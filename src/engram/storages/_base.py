@@ -16,10 +16,10 @@ from engram._support.checks import as_numbers
 from engram._support.closing import end
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.format.dumps import standing
-from engram.format.parts import PartReader
-from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
-from engram.persist.components import Dumpable, check_kind, read_state
+from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
+from engram.saved.checkpoints import standing
+from engram.saved.part_reader import PartReader
+from engram.saved.parts import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.row_indexes import ConsumptionIndex, StoredGroups
 from engram.store.sampled import SampledStorage
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
-    from engram.persist.components import Preparation, Snapshot
-    from engram.persist.hooked import LoadHook, SaveHook
+    from engram.saved.checkpointers import LoadHook, SaveHook
+    from engram.saved.parts import PartSnapshot, Preparation
     from engram.store import Store
     from engram.store.limits import Rules
     from engram.store.row_indexes import Groups
@@ -765,7 +765,7 @@ class Storage(Declared, Dumpable, Port):
         >>> from pathlib import Path
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> from engram.format.parts import PartReader
+        >>> from engram.saved.part_reader import PartReader
         >>> folder = Path(tempfile.mkdtemp()) / "storage"
         >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
         >>> _ = rb.extend(torch.arange(3))
@@ -964,7 +964,7 @@ class Storage(Declared, Dumpable, Port):
 
         def prepare_snapshot(
             self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-        ) -> Preparation[Snapshot]: ...
+        ) -> Preparation[PartSnapshot]: ...
 
         def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 

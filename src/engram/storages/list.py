@@ -14,8 +14,7 @@ from engram._support.state import check_keys, integer, tensor_in, typed
 from engram._support.tensordicts import detached, is_tensor_collection, is_tensorclass
 from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.persist.rows import named_writes
-from engram.persist.snapshot import WholeSnapshot
+from engram.saved.snapshot import WholeSnapshot, named_writes
 from engram.storages._base import Count, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
 from engram.storages.items import ItemGroups, pack, unpack
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram._support.field_paths import FieldPath
-    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
+    from engram.saved.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._base import Rows
     from engram.store.row_indexes import Groups
     from engram.types import Decompress, ItemsSource, StorageLoad

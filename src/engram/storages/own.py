@@ -18,7 +18,7 @@ from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, decode, differences, encode
-from engram.persist.snapshot import RowsSnapshot
+from engram.saved.snapshot import RowsSnapshot
 from engram.storages._base import Storage
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
 from engram.storages._home import Home
@@ -32,7 +32,7 @@ from engram.store.limits import Rules
 from engram.types import Extent, RowStorage, Traits
 
 if TYPE_CHECKING:
-    from engram.format.parts import PartReader
+    from engram.saved.part_reader import PartReader
     from engram.types import Form, StorageLoad
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
+    from engram.saved.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._base import Rows
     from engram.types import RowsSource
 

@@ -14,8 +14,8 @@ from engram._support.nested import NoRows, is_number
 from engram._support.state import check_keys, copied, tensor_in, typed
 from engram._support.words import count
 from engram.errors import EngramError, RowError
-from engram.persist.components import check_blocks
-from engram.persist.rows import SavedRowsSource, read_rows_state
+from engram.saved.parts import check_blocks
+from engram.saved.rows import SavedRowsSource, read_rows_state
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
     check_even,
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engram.format.parts import PartReader
     from engram.format.schema import Schema
-    from engram.persist.snapshot import StoragePreparation
+    from engram.saved.part_reader import PartReader
+    from engram.saved.snapshot import StoragePreparation
     from engram.store.priorities import Priorities, PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
@@ -336,7 +336,10 @@ class TensorStorage(Storage):
     def priorities(
         self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
     ) -> tuple[Priorities, bool] | None:
-        return None if self.memory is None else priorities_of(self.memory, name, config, device)
+        memory = self.memory
+        if memory is not None and not memory.is_native:
+            return priorities_of(memory, name, config, device)
+        return None if memory is None else PriorityIndex.of_store(memory, name, config)
 
     def __len__(self) -> int:
         return 0 if self.memory is None else int(self.memory.core.size())

@@ -10,8 +10,7 @@ from engram._support import native
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.persist.rows import bytes_of, named_writes
-from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
+from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import StoreState, add_field, check_index_name, fill_rows
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
 from engram.store.row_indexes import NONE as NO_EPOCH
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.persist.snapshot import StorageSnapshot
+    from engram.saved.snapshot import StorageSnapshot
     from engram.store import Store
     from engram.store.priorities import PriorityConfig, PriorityIndex
     from engram.store.row_indexes import Progress

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram._support import fork, native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
-from engram.format import files, layout, series
+from engram.format import files, layout
 from engram.format import schema as schemas
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ def check_store(directory: Path) -> None:
         remedy = (
             "It holds checkpoints, of which Checkpointer(directory, buffer).restore() loads the newest into a buffer, and engram inspect "
             "says what they hold."
-            if series.is_series(directory)
+            if layout.is_series(directory)
             else "ReplayBuffer.open_or_create(directory, size) makes one where there is none."
         )
         raise FileNotFoundError(

@@ -21,7 +21,7 @@ from engram._support.words import no_space
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
-from engram.format.control import FIXED_BYTES, processes
+from engram.format.files import FIXED_BYTES, processes
 from engram.format.schema import DTYPES
 
 if TYPE_CHECKING:

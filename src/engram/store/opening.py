@@ -18,8 +18,8 @@ from engram._support import fork, native
 from engram._support.memory import available_memory
 from engram._support.words import said_size, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
-from engram.format import control as controls
 from engram.format import files, layout
+from engram.format import files as controls
 from engram.format import schema as schemas
 from engram.format.sizes import resident_bytes
 from engram.store.adding import put_in_order
@@ -459,7 +459,7 @@ def _upgraded(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> I
     control, tickets = _read_control(folder, schema, earlier=True)
     with _naming(folder):
         in_use = anyone_has_open(directory, control, tickets)
-        header = controls.parse(bytes(control.tensor[: controls.FIXED_BYTES].numpy()))
+        header = controls.parse_control(bytes(control.tensor[: controls.FIXED_BYTES].numpy()))
     if header.schema_sum not in fingerprints:
         raise CorruptStore(
             f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."

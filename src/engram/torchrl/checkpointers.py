@@ -13,9 +13,16 @@ import torch
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.persist.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, check_storage
-from engram.persist.hooked import prepare_rows_of
-from engram.persist.slots import Ring, fields_of, ring_of, written_store
+from engram.saved.checkpointers import (
+    Ring,
+    StorageCheckpointerBase,
+    TensorStorageCheckpointer,
+    check_storage,
+    fields_of,
+    prepare_rows_of,
+    ring_of,
+    written_store,
+)
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, as_key
 from engram.torchrl.parts import Layout
@@ -29,8 +36,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from engram.persist.hooked import LoadHook, SaveHook
-    from engram.persist.slots import Key
+    from engram.saved.checkpointers import Key, LoadHook, SaveHook
     from engram.storages import Storage
     from engram.torchrl.layouts import Steps
 

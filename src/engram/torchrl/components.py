@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import convert
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
-from engram.persist.foreign import DumpedPriorities
+from engram.saved.checkpointers import DumpedPriorities
+from engram.saved.folder import convert
 from engram.torchrl.layouts import (
     MAX_ROWS,
     TENSORDICT,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from typing import Self
 
-    from engram.format.folder import Folder
+    from engram.saved.folder import Folder
     from engram.torchrl.layouts import LayoutDump
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")

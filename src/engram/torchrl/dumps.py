@@ -18,8 +18,8 @@ import msgspec
 
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import Folder
 from engram.format.schema import Schema
+from engram.saved.folder import Folder
 from engram.torchrl.checkpointers import wrapped
 from engram.torchrl.components import (
     Buffer,
@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.parts import PartReader
-    from engram.persist.foreign import DumpedPriorities, Loading
-    from engram.persist.slots import LaidOut
+    from engram.saved.checkpointers import DumpedPriorities, SavedStorage
+    from engram.saved.part_reader import PartReader
     from engram.torchrl.checkpointers import H5StorageCheckpointer
     from engram.torchrl.items import TorchRLDump, TorchRLItems
     from engram.types import StorageLoad
@@ -66,7 +65,7 @@ class EmptyMember(NamedTuple):
     rng_state: Tensor | None = None
     nbytes: int = 0
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """What empties a storage."""
         del without
         return storage.prepare_unwritten()
@@ -284,7 +283,7 @@ class _TorchRL:
     def layout(self, who: str) -> Layout:
         return Layout("flat", Keys(), who)
 
-    def prepare_layout(self, storage: LaidOut, reader: PartReader, without: Sequence[str]) -> StorageLoad:
+    def prepare_layout(self, storage: SavedStorage, reader: PartReader, without: Sequence[str]) -> StorageLoad:
         return prepare_layout(storage, reader, without)
 
     def checkpointer(self, theirs: object) -> H5StorageCheckpointer:

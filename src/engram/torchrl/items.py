@@ -14,12 +14,12 @@ from engram._support.copies import inflated, is_stream
 from engram._support.tensordicts import tensordict_type
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.folder import Folder, convert
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema
 from engram.format.strict import parse_loosely
-from engram.persist.rows import bytes_of
-from engram.persist.slots import rows_state
+from engram.saved.checkpointers import rows_state
+from engram.saved.folder import Folder, convert
+from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.layouts import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor, renumbered
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.folder import Folder
-    from engram.persist.foreign import DumpedPriorities, Loading
+    from engram.saved.checkpointers import DumpedPriorities, SavedStorage
+    from engram.saved.folder import Folder
     from engram.torchrl.components import DumpedRanks
     from engram.torchrl.layouts import LayoutDump, Parts
     from engram.types import Decompress, RowsSource, RowsTarget, StorageLoad
@@ -117,7 +117,7 @@ class TorchRLDump:
         """The rows, for the fields of a store."""
         return DumpedRows(self, schema)
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check the rows for a storage. Raises as :meth:`schema`; ``IncompatibleCheckpoint``: it holds no tensors, or other ones."""
         if not storage.form.takes_rows:
             raise IncompatibleCheckpoint(
@@ -533,7 +533,7 @@ class TorchRLItems(NamedTuple):
         """As :meth:`CompressedItems.read`."""
         return self.items.read(decompress, whole=whole, without=self.without)
 
-    def prepare(self, storage: Loading, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Read and check all items for a storage. Raises as :meth:`read`; ``IncompatibleCheckpoint``: it is no list, or another one."""
         return storage.prepare_items(self._replace(without=without))
 

@@ -12,8 +12,8 @@ import torch
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, validate_key
-from engram.persist.rows import bytes_of
-from engram.persist.slots import Key, Ring, rows_state
+from engram.saved.checkpointers import Key, Ring, rows_state
+from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.folder import Folder
+    from engram.saved.folder import Folder
     from engram.types import RowsTarget
 
 #: What TensorDict's files say of a TensorDict.

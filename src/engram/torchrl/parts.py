@@ -15,15 +15,17 @@ import torch
 
 from engram._support.state import typed
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
-from engram.format import beside, disk, layout
+from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.checkpoints import Cut, ShardRows, Totals
-from engram.format.folder import Folder, convert
-from engram.format.parts import NO_SCHEMA, PartWriter
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
-from engram.persist.components import described_state, read_state
-from engram.persist.rows import SavedRows, bytes_of
-from engram.persist.slots import LAYOUTS, METADATA, Ring, check_sums, fields_of, ring_of, summed, written_store
+from engram.saved import disk
+from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, check_sums, fields_of, ring_of, summed, written_store
+from engram.saved.description import NO_SCHEMA
+from engram.saved.documents import Cut, ShardRows, Totals
+from engram.saved.folder import ENTRY, Folder, convert
+from engram.saved.part_writer import PartWriter
+from engram.saved.parts import described_state, read_state
+from engram.saved.snapshot import SavedRows, bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.layouts import (
     FULL,
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.parts import PartReader
-    from engram.persist.slots import Key, LaidOut
+    from engram.saved.checkpointers import Key, SavedStorage
+    from engram.saved.part_reader import PartReader
     from engram.torchrl.layouts import Keys, Steps
     from engram.types import StorageLoad
 
@@ -321,11 +323,11 @@ class Layout(NamedTuple):
         sink.finish(ring.live * ring.width)
         return sink.files
 
-    def snapshot(self, storage: LaidOut, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot:
+    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot:
         """What is saved, once writers wait."""
         return LayoutSnapshot(storage, self, without)
 
-    def load(self, storage: LaidOut, folder: Path) -> StorageLoad:
+    def load(self, storage: SavedStorage, folder: Path) -> StorageLoad:
         """Check a layout that engram did not write for a storage: everything that can be damaged, if it holds rows that would be lost."""
         dump, here = self.open(folder), storage.memory
         schema = dump.schema(None if here is None else here.schema)
@@ -387,7 +389,7 @@ class LayoutSnapshot:
     #: Whether writers must wait until it is saved.
     needs_pause = True
 
-    def __init__(self, storage: LaidOut, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, storage: SavedStorage, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
         self._store = written_store(storage, laid.who)
         self._layout = laid
         self.state = storage.state_without_rows(without=without)
@@ -408,7 +410,7 @@ class LayoutSnapshot:
         if self._now() != self._moment:
             raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
         noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
-        info = part.finish(described_state(part, {**self.state, beside.ENTRY: noted}, "storage"))
+        info = part.finish(described_state(part, {**self.state, ENTRY: noted}, "storage"))
         for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
         if progress is not None:
@@ -431,7 +433,7 @@ class LayoutSnapshot:
         return int(self._store.core.next_ticket), int(self._store.core.write_count)
 
 
-def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] = ()) -> StorageLoad:
+def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[str] = ()) -> StorageLoad:
     """Check a part in a layout for a storage: its sums first.
 
     Args:
@@ -445,7 +447,7 @@ def prepare_layout(storage: LaidOut, reader: PartReader, without: Sequence[str] 
     if _KIND_OF[reader.type] == "hdf5":
         raise _hdf5(str(reader.folder))
     state = read_state(reader)
-    noted = state.pop(beside.ENTRY, None)
+    noted = state.pop(ENTRY, None)
     root = str(reader.folder)
     text, priorities = state.get("schema"), state.get("priorities")
     if not isinstance(noted, dict) or not isinstance(text, str) or not isinstance(priorities, dict):

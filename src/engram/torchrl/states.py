@@ -18,7 +18,7 @@ from engram._support.words import warn
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, put_leaf
-from engram.persist.foreign import DumpedPriorities
+from engram.saved.checkpointers import DumpedPriorities
 from engram.store.memory import DTYPE_NAMES
 from engram.torchrl.items import TorchRLDump, TorchRLItems
 

@@ -12,7 +12,7 @@ from engram._support.checks import as_numbers
 from engram._support.nested import NoRows
 from engram._support.overrides import meanwhile, overrides
 from engram._support.unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
-from engram.persist.noted import Component, adopt
+from engram.saved.parts import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:

@@ -165,29 +165,30 @@ def test_what_ends_an_episode(ends):
     assert sorted(set(batch["obs"].tolist())) == expected
 
 
+class Marked(FinalObservations):
+    """On a device without data marks cannot be written: these are of rows within an episode."""
+
+    def inv(self, data):
+        stored = super().inv(data)
+        assert stored["next", "final"].device.type == "meta"
+        stored["next", "final"] = torch.full((len(data), 2), -1)
+        return stored
+
+
 @pytest.mark.parametrize("inner", [RandomSampler, by_priority])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_nothing_is_waited_for(inner, lanes):
     there = torch.device("meta")
-    kept = FinalObservations(["obs"])
+    kept = Marked(["obs"])
     sampler = NextFromFollowing(inner(), kept)
     storage = LazyTensorStorage(99, device="meta", lanes=lanes)
     rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, transform=kept, batch_size=16)
     assert (kept.storage.max_size, kept.storage.device) == (12, there)
-    plain = TensorDictReplayBuffer(storage=storage)
-
-    def write(n, lane):
-        """As ``rb`` does, but that the marks, which are on a device without data, are those of rows within an episode."""
-        stored = kept.inv(steps([False] * n))
-        assert stored["next", "final"].device == there
-        stored["next", "final"] = torch.full((n, 2), -1)
-        plain.extend(stored, lane=lane)
-
-    write(30, 0)
+    rb.extend(steps([False] * 30), lane=0)
     rb.sample()
     with no_synchronisation() as guard:
         for _ in range(3):
-            write(30, lanes - 1)
+            rb.extend(steps([False] * 30), lane=lanes - 1)
             batch = rb.sample()
             assert batch["next", "obs"].shape == (16, 2)
             assert batch["next", "obs"].device == there
@@ -277,3 +278,24 @@ def test_who_is_refused():
     ):
         with pytest.raises(RuntimeError, match='expected a tensor storage on the CPU.*device="cpu"'):
             TensorDictReplayBuffer(storage=LazyTensorStorage(9, device="meta"), sampler=sampler, transform=kept)
+
+
+def test_rows_that_turn_out_to_be_there():
+    """``device="auto"``: the first row decides. Final observations are on the host then."""
+    kept = FinalObservations(["obs"], LazyTensorStorage(9))
+    rb = TensorDictReplayBuffer(
+        storage=There(24), sampler=NextFromFollowing(RandomSampler(), kept), transform=kept, batch_size=4
+    )
+    rb.extend(steps([False, True, False]))
+    with pytest.raises(RuntimeError, match="NextFromFollowing: expected a tensor storage on the CPU"):
+        rb.sample()
+
+
+def test_two_samplers_with_the_same_final_observations():
+    rb = made()
+    rb.extend(steps([False, True, False]))
+    assert known(rb.sample(few(40))) == {(0, 0), (0, 1)}
+    rb.set_sampler(NextFromFollowing(by_priority(), rb.sampler.finals))
+    batch = rb.sample(few(40))
+    check(batch, [{1}])
+    assert known(batch) == {(0, 0), (0, 1)}

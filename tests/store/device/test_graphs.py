@@ -102,6 +102,19 @@ def test_uniform_draws_follow_the_ring(monkeypatch):
     assert len({tuple(one) for one in seen}) == len(seen)
 
 
+def test_draws_of_several_lanes_follow_what_the_host_writes(monkeypatch):
+    rb = made(lanes=4)
+    draw = Graph(monkeypatch, state_of(rb.storage), rb.sample)
+    for lane in (2, 3, 2):
+        rb.extend(steps_of(torch.arange(3)), lane=lane)
+        expected = set((rb.storage.tickets_of(torch.arange(20)) >= 0).nonzero().flatten().tolist())
+        found = set()
+        for _ in range(8):
+            draw.replay()
+            found |= set(draw.result["index"].tolist())
+        assert found == expected
+
+
 def test_captured_draws_pass_over_removed_rows(monkeypatch):
     rb = made()
     rb.extend(steps_of(torch.arange(15)))

@@ -325,6 +325,19 @@ def test_the_folder_of_rows_that_were_never_kept_is_made_anew(device, tmp_path):
     assert ReplayBuffer.open(tmp_path / "store")[:]["a"].tolist() == [0, 1, 2]
 
 
+def test_too_little_memory_for_a_mirror(device, tmp_path, monkeypatch):
+    answers = iter([1 << 20, 100])  # for the rows, and once they are there
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: next(answers))
+    rb = ReplayBuffer(storage=There(10, mirror=tmp_path / "store"))
+    with pytest.raises(RuntimeError, match=r"the blocks of a mirror on cpu need [\d,]+ bytes, and 100 are free"):
+        rb.extend(rows(0, 3))
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: None)
+    rb = ReplayBuffer(storage=There(10, mirror=tmp_path / "store"))
+    rb.extend(rows(0, 3))
+    rb.close()
+    assert ReplayBuffer.open(tmp_path / "store")[:]["a"].tolist() == [0, 1, 2]
+
+
 _WRITES = """
 import sys
 sys.path.insert(0, root)

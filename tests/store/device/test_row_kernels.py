@@ -18,6 +18,7 @@ from engram import (
 )
 from engram.samplers.prioritized import as_priorities
 from engram.store.device.row_chain import RowKernels
+from engram.store.device.row_operations import Drawing
 from engram.store.device.rows import DeviceRows
 from tests.around.test_next_from_following import steps
 from tests.device.graphs import Graph, state_of
@@ -298,7 +299,7 @@ def test_addresses_of_ten_million_rows():
     index.update_there(torch.arange(3), torch.zeros(3), None)
     index.update_there(there, torch.full((8,), 0.5), None)
     assert [float(sums.sum()) for sums in index.tree.sums] == [4.0] * 5
-    columns = rows.work.read(rows, 64, 3, 0, index)
+    columns = rows.work.read(rows, 64, 3, 0, Drawing(index))
     assert torch.equal(columns[0], columns[1])
     assert set(columns[1].tolist()) == set(there.tolist())
     assert torch.equal(columns[2], columns[1] - 9_999_991)
@@ -332,7 +333,7 @@ def test_values_are_read_at_addresses_as_wide_as_a_load(monkeypatch):
 
     def launched(kernels, name, grid, warps, *arguments, **constants):
         if name == "place":
-            given.extend(arguments[6:])
+            given.extend(arguments[7:])
         launch(kernels, name, grid, warps, *arguments, **constants)
 
     monkeypatch.setattr(RowKernels, "_launch", launched)

@@ -138,6 +138,21 @@ def test_too_little_memory(monkeypatch):
     assert not taken
 
 
+def test_too_little_memory_for_priorities(monkeypatch):
+    rb = ReplayBuffer(storage=There(100_000), batch_size=2)
+    rb.extend(torch.arange(3))
+
+    def drawn():
+        rb.set_sampler(PrioritizedSampler(alpha=0.6, beta=0.4))
+        return rb.sample()
+
+    monkeypatch.setattr("engram._support.devices.free_bytes", lambda device: 1_000)
+    with pytest.raises(RuntimeError, match=r"priorities of 100,000 rows on cpu need [\d,]+ bytes, and 1,000 are free"):
+        drawn()
+    monkeypatch.undo()
+    assert drawn().shape == (2,)
+
+
 def test_rows_that_exist():
     tensors = [torch.rand(4, 3), torch.arange(4)]
     store = DeviceStore.on(schema(4, 1), torch.device("cpu"), tensors)

@@ -145,7 +145,7 @@ def test_observations_are_there_once(tmp_path):
 
 
 def test_the_command_verifies_layouts(tmp_path, kind):
-    from engram.format.verify import verify
+    from engram.saved.inspection import verify
 
     rb = buffer(10, kind)
     rb.extend(episodes([4, 3]))

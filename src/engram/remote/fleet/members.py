@@ -112,7 +112,10 @@ class Members:
 
     def known(self) -> list[Shard]:
         """Those that are there, with masses of this second. Raises as :meth:`lose`."""
-        self.answers(lambda shard: self.ask(shard) if time.monotonic() - shard.updated_at >= _MAX_MASS_AGE_S else None)
+        for shard in self.present():
+            if time.monotonic() - shard.updated_at >= _MAX_MASS_AGE_S:
+                with self.reaching(shard):
+                    self.ask(shard)
         return self.present()
 
     def refreshed(self) -> list[Shard]:

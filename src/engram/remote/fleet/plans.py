@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
     from tensordict import TensorDict
     from torch import Tensor
 
+M = TypeVar("M")
 Rows = TypeVar("Rows", bound="Tensor | TensorDict")
 
 #: A row of a batch is ``store << SHIFT | row``.
@@ -30,12 +31,27 @@ def number(rows: Tensor, store: int) -> Tensor:
     return rows if store == 0 else torch.where(rows < 0, rows, rows | store << SHIFT)
 
 
-def places_of(members: Tensor) -> dict[int, Tensor]:
-    """Where the rows of each member are, int64 ``[k]``, by its number. ``members``: of each row, int64 ``[n]`` on the CPU."""
-    return {number: (members == number).nonzero().flatten() for number in sorted(set(members.tolist()))}
+class Share(NamedTuple, Generic[M, Rows]):
+    """The rows of a call that are of one member."""
+
+    member: M
+    at: Tensor
+    """Where they are among the rows of the call, int64 ``[k]``."""
+    rows: Rows
+
+    def of(self, values: Tensor | None) -> Tensor | None:
+        """Its part of values, one for each row of the call; None stays."""
+        return None if values is None else _some(values, self.at)
 
 
-def rows_at(values: Rows, at: Tensor) -> Rows:
+def shares(members: Sequence[M], numbers: Tensor, rows: Rows) -> list[Share[M, Rows]]:
+    """The share of each member that has rows. ``numbers``: of the member of each row, int64 ``[n]`` on the CPU; below 0: of none."""
+    each = [number for number in sorted(set(numbers.tolist())) if number >= 0]
+    places = [(numbers == number).nonzero().flatten() for number in each]
+    return [Share(members[number], at, _some(rows, at)) for number, at in zip(each, places, strict=True)]
+
+
+def _some(values: Rows, at: Tensor) -> Rows:
     """Some rows, wherever they lie."""
     return cast("Rows", values[at.to(values.device or "cpu")])
 
@@ -97,6 +113,13 @@ def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = No
     if units is not None:
         whole = whole.view(units, whole.shape[0] // units, *whole.shape[1:])
     return whole if order is None else whole.index_select(0, order)
+
+
+def summed(each: Sequence[Mapping[str, float]], largest: Collection[str] = ()) -> dict[str, float]:
+    """Numbers of all members together: sums, and of some names the largest."""
+    names = dict.fromkeys(name for counts in each for name in counts)
+    found = {name: [counts.get(name, 0) for counts in each] for name in names}
+    return {name: max(values) if name in largest else sum(values) for name, values in found.items()}
 
 
 def random_of(key: int, attempt: int) -> np.random.Generator:

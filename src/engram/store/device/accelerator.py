@@ -12,7 +12,8 @@ Unproven: no test of this project has run these calls on a GPU yet, because the 
 - of Triton: ``atomic_cas`` and ``atomic_xchg`` of words of 64 bits, with which kernels keep resident rows, and all kernels of
   ``row_kernels.py``. What the interpreter cannot show of them: a barrier between phases that orders writes to the device's memory for one
   program (``tl.debug_barrier``), ``tl.atomic_max`` of int64, cumulative sums of float64 in several warps, and loads of kernels before a
-  capture, by launches for no rows
+  capture, by launches for no rows; and that the last of several programs, by a counter, sees what the others have stored
+- of batches that are read ahead (``direct.py``): replays of a graph on a stream of its own, and ``record_stream`` of its blocks
 - of a mirror (``mirror.py``): ``cuda.Stream`` and ``Event.synchronize`` in a thread of its own, in the relaxed capture mode, while the
   learner's thread captures with torch's ``capture_error_mode="global"``; ``index_select(…, out=…)`` into views of one block of bytes
 

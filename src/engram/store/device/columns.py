@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram.format.control import FIXED_BYTES
+from engram.format.files import FIXED_BYTES
 from engram.format.schema import Field
 from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout
 from engram.store.memory import row_stride, torch_dtype

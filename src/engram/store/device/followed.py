@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.store.device.priorities import DevicePriorities
-    from engram.store.device.rows import DeviceRows
+    from engram.store.device.row_operations import Drawing
     from engram.store.device.store import DeviceStore
 
 #: Step types: the first step of a trajectory, and the last one.
@@ -44,9 +43,9 @@ class Followed:
     """
 
     def __init__(
-        self, store: DeviceStore, finals: DeviceRows, mark: int, fields: Sequence[int], ends: Sequence[End]
+        self, store: DeviceStore, finals: DeviceStore, mark: int, fields: Sequence[int], ends: Sequence[End]
     ) -> None:
-        self.store, self.rows, self.finals = store, store.rows, finals
+        self.store, self.rows, self.finals_store, self.finals = store, store.rows, finals, finals.rows
         self.mark, self.fields, self.ends, self.width = mark, tuple(fields), ends, math.prod(store.schema.columns)
         self.table: Tensor | None = None
         """As the kernels find it; None: they cannot use it."""
@@ -85,11 +84,9 @@ class Followed:
             found.append(torch.where(is_last, kept[at].to(following.dtype), following))
         return found
 
-    def sample_rows(
-        self, n: int, key: int, tree: DevicePriorities | None = None, *, weighed: bool = True
-    ) -> list[Tensor]:
+    def sample_rows(self, n: int, key: int, how: Drawing) -> list[Tensor]:
         """As :meth:`DeviceStore.sample_rows`, with next observations."""
-        return self.store.sample_rows(n, key, tree, weighed=weighed, followed=self)
+        return self.store.sample_rows(n, key, how._replace(followed=self))
 
     def lost(self) -> int:
         """How many rows name a final observation that was overwritten. Waits for the device."""

@@ -12,6 +12,7 @@ from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.format.sizes import device_priority_bytes
 from engram.store.blocks import Masses
 from engram.store.device.row_chain import RowKernels, tree_state
+from engram.store.device.row_operations import Drawing
 from engram.store.device.tree import SumTree
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class DevicePriorities:
     def sample(self, store: DeviceStore, key: Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]:
         """Rows by priority, on the device: one tensor per field, then rows, numbers of their writes and weights."""
         weighed = single_precision and not over_batch
-        columns = store.sample_rows(n, key.value, self, weighed=weighed)
+        columns = store.sample_rows(n, key.value, Drawing(self, weighed))
         if not weighed:
             leaves = columns.pop()
             least = torch.where(leaves > 0, leaves, torch.inf).amin() if over_batch else None
@@ -179,7 +180,7 @@ class DevicePriorities:
         if self.total == 0:
             raise NoSampleable(f"{EMPTY} Or all priorities are zero.")
         with self._rows:
-            rows, numbers, found = self._rows.work.read(self._rows, n, key, 0, self, weighed=False)[-3:]
+            rows, numbers, found = self._rows.work.read(self._rows, n, key, 0, Drawing(self, False))[-3:]
             return rows.cpu(), numbers.cpu(), (found if leaves else self.weigh(found)).cpu()
 
     # ---- changing ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from engram.store.device.chain import call, kernels_of, signed
-from engram.store.device.row_operations import RowOperations
+from engram.store.device.row_operations import Drawing, RowOperations
 from engram.store.device.tree import FANOUT
 
 if TYPE_CHECKING:
@@ -90,21 +90,12 @@ class RowKernels(RowOperations):
 
     # ---- reads -------------------------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        ledger: DeviceRows,
-        n: int,
-        key: int,
-        size: int,
-        tree: DevicePriorities | None = None,
-        *,
-        weighed: bool = True,
-        followed: Followed | None = None,
-    ) -> list[Tensor]:
+    def read(self, ledger: DeviceRows, n: int, key: int, size: int, how: Drawing) -> list[Tensor]:
         """As :meth:`RowOperations.read`: one launch, and one block of memory for all of the batch."""
+        tree, weighed, followed = how
         table = None if followed is None else self._table_of(followed)
         if (size < 0 and tree is None) or (followed is not None and table is None):
-            return super().read(ledger, n, key, size, tree, weighed=weighed, followed=followed)
+            return super().read(ledger, n, key, size, how)
         beside = None if tree is None else torch.float32 if weighed else torch.float64
         nexts = () if followed is None else followed.fields
         parts = self._known.get((n, beside, nexts)) or self._parts_of(n, beside, nexts)
@@ -162,15 +153,13 @@ class RowKernels(RowOperations):
             words += [column.data_ptr(), nbytes, begin, before, nbytes, size, aligned & -aligned, last]
         return words
 
-    def _read(
-        self, tree: Tensor | None, table: Tensor | None, weighed: bool, captured: bool, key: int, *numbers: int
-    ) -> None:
-        n, state = numbers[-1], self._state
+    def _read(self, tree: Tensor | None, table: Tensor | None, weighed: bool, captured: bool, *numbers: int) -> None:
+        n, state, key = numbers[-1], self._state, signed(numbers[0])
         block = self._block(n, 1)
         given = {"TREE": tree is not None, "WEIGHED": weighed, "CAPTURED": captured, "FOLLOWED": table is not None}
         grid, beside = (max(1, -(-n // block)), self._parts), [state if it is None else it for it in (tree, table)]
         self._launch(
-            "read", grid, self._warps, state, *beside, signed(key), *numbers, BLOCK=block, CHUNK=self._chunk, **given
+            "read", grid, self._warps, state, *beside, key, *numbers[1:], BLOCK=block, CHUNK=self._chunk, **given
         )
 
     # ---- appends -----------------------------------------------------------------------------------------------------
@@ -209,22 +198,14 @@ class RowKernels(RowOperations):
                 kept.append(values if aligned else values.clone())
         return kept
 
-    def _place(
-        self,
-        sources: Sequence[Tensor],
-        n: int,
-        captured: bool,
-        base: int = 0,
-        position: int = 0,
-        rows: Tensor | None = None,
-    ) -> None:
-        """Copy rows to where they belong: a launch for each 8 fields. ``rows``: those that are edited."""
+    def _place(self, sources: Sequence[Tensor], n: int, captured: bool, *at: int, rows: Tensor | None = None) -> None:
+        """Copy rows to where they belong: a launch for each 8 fields. ``at``: base and position; ``rows``: those that are edited."""
         block, addresses = self._block(n, max(1, 4096 // self._chunk)), [values.data_ptr() for values in sources]
         copied = n if rows is not None else min(n, self._length)
         for start in range(0, max(len(addresses), 1), _FIELDS):
             some = addresses[start : start + _FIELDS]
             begin, end = self._first_chunk[start], self._first_chunk[start + len(some)]
-            numbers = (base, position, n, begin, end, *some, *[0] * (_FIELDS - len(some)))
+            numbers = (*(at or (0, 0)), n, begin, end, *some, *[0] * (_FIELDS - len(some)))
             given = {"EDITS": rows is not None, "LAST": start + _FIELDS >= len(addresses), "CAPTURED": captured}
             self._launch(
                 "place", (max(1, -(-copied // block)), max(1, min(self._parts, end - begin))), max(self._warps, 4),

@@ -68,15 +68,13 @@ def _fall(u, tree, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _candidate(key, j, size, state, tree, BLOCK: tl.constexpr, TREE: tl.constexpr, CAPTURED: tl.constexpr):
+def _candidate(key, j, size, state, tree, BLOCK: tl.constexpr, TREE: tl.constexpr):
     """Rows by numbers of a key, the numbers of their writes, and their leaves; of rows of leaf zero, row 0."""
     bits, leaf = _bits(key, j, j * 0), tl.zeros([BLOCK], tl.float64)
     if TREE:
         row, leaf = _fall((bits >> 11).to(tl.float64) * 1.1102230246251565e-16, tree, BLOCK)
         row = tl.where(leaf > 0, row, 0)
     else:
-        if CAPTURED:
-            size = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), _at(state, R_CAPACITY))
         row = tl.umulhi(bits, bits * 0 + size.to(tl.uint64)).to(tl.int64)
     return row, _load(_at(state, R_NUMBERS) + row * 8), leaf
 
@@ -113,21 +111,19 @@ def _usable(row, number, leaf, state, followed, TREE: tl.constexpr, FOLLOWED: tl
 
 
 @triton.jit
-def _some(state, tree, TREE: tl.constexpr, CAPTURED: tl.constexpr):
-    """Whether there may be a row to draw."""
-    some = _at(state, R_CAPACITY) > 0
-    if TREE:
-        some = _load(_at(tree, LEVELS + (_at(tree, T_LEVELS) - 1) * 3), tl.float64) > 0
-    elif CAPTURED:
-        some = _at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2) > 0
-    return some
-
-
-@triton.jit
 def _copy_to(block, entry, source, i, mine, padded, CHUNK: tl.constexpr):
     """A chunk of each row to its place in a block."""
     to = block + padded * (24 + _at(entry, 3)) + i * _at(entry, 4) + _at(entry, 2)
     _copy_wide(source + _at(entry, 2), to, _at(entry, 5), _at(entry, 6), mine, False, False, CHUNK)
+
+
+@triton.jit
+def _copy_next(followed, final, after, out, i, mine, padded, CHUNK: tl.constexpr):
+    """The next observations of rows to their places in a block."""
+    for chunk in range(tl.program_id(1).to(tl.int64), _at(followed, F_CHUNKS), tl.num_programs(1)):
+        entry = followed + _at(followed, F_TABLE) + chunk * ENTRY
+        source = tl.where(final >= 0, _at(entry, 7) + final * _at(entry, 1), _at(entry, 0) + after * _at(entry, 1))
+        _copy_to(out, entry, source, i, mine, padded, CHUNK)
 
 
 @triton.jit(do_not_specialize=["key", "size", "out", "n"])
@@ -146,13 +142,16 @@ def read(
     mixed, padded = key.to(tl.uint64), (n + 15) // 16 * 16
     if CAPTURED:
         mixed = _bits(mixed, _at(state, R_DRAWN), _at(state, R_DRAWN) * 0)
-    row, number, leaf = _candidate(mixed, i, size, state, tree, BLOCK, TREE, CAPTURED)
+        size = tl.minimum(_at(_at(state, R_CURSOR).to(tl.pointer_type(tl.int64)), 2), _at(state, R_CAPACITY))
+    row, number, leaf = _candidate(mixed, i, size, state, tree, BLOCK, TREE)
     good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
     if FOLLOWED or (CAPTURED and not TREE):
-        tries = tl.where(_some(state, tree, TREE, CAPTURED), 1, TRIES * n)
-        while (tries < TRIES * n) & (tl.min(good.to(tl.int32), 0) == 0):
+        tries, most = n * 0 + 1, n * TRIES
+        if not TREE:
+            most = tl.where(size > 0, most, 0)
+        while (tries < most) & (tl.min(good.to(tl.int32), 0) == 0):
             j = (i + tries // TRIES) % n + tries % TRIES * n
-            other, number_there, leaf_there = _candidate(mixed, j, size, state, tree, BLOCK, TREE, CAPTURED)
+            other, number_there, leaf_there = _candidate(mixed, j, size, state, tree, BLOCK, TREE)
             row, number = tl.where(good, row, other), tl.where(good, number, number_there)
             leaf = tl.where(good, leaf, leaf_there)
             good, final, after = _usable(row, number, leaf, state, followed, TREE, FOLLOWED)
@@ -169,10 +168,7 @@ def read(
         entry = state + TABLE + chunk * ENTRY
         _copy_to(out, entry, _at(entry, 0) + row * _at(entry, 1), i, mine, padded, CHUNK)
     if FOLLOWED:
-        for chunk in range(tl.program_id(1).to(tl.int64), _at(followed, F_CHUNKS), tl.num_programs(1)):
-            entry = followed + _at(followed, F_TABLE) + chunk * ENTRY
-            source = tl.where(final >= 0, _at(entry, 7) + final * _at(entry, 1), _at(entry, 0) + after * _at(entry, 1))
-            _copy_to(out, entry, source, i, mine, padded, CHUNK)
+        _copy_next(followed, final, after, out, i, mine, padded, CHUNK)
     if CAPTURED:  # noqa: SIM102 - Triton evaluates both sides
         if _is_last(state):  # all have read which batch this is
             tl.store(state + R_DRAWN, _at(state, R_DRAWN) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 TRIES = 16
 
 
+class Drawing(NamedTuple):
+    """How rows are drawn, and what is read with them."""
+
+    tree: DevicePriorities | None = None
+    """The priorities to draw by; None: uniformly."""
+    weighed: bool = True
+    """Whether float32 weights over the largest in the store are said, or else float64 leaves."""
+    followed: Followed | None = None
+    """Where next observations are. Of a row that has none another takes the place."""
+
+
 class RowOperations:
     """What a store on a device does with its rows in every step. In a graph draws use torch's random numbers.
 
     The ``ledger`` of each call is the rows: columns, numbers and cursor. Nothing here keeps them.
     """
 
-    def read(
-        self,
-        ledger: DeviceRows,
-        n: int,
-        key: int,
-        size: int,
-        tree: DevicePriorities | None = None,
-        *,
-        weighed: bool = True,
-        followed: Followed | None = None,
-    ) -> list[Tensor]:
+    def read(self, ledger: DeviceRows, n: int, key: int, size: int, how: Drawing) -> list[Tensor]:
         """A batch: one tensor per field, next observations, rows, numbers of their writes, and of a draw by priority weights or leaves.
 
         Args:
             n: rows.
             key: 64 random bits, ``0 <= key < 2 ** 64``. A graph draws other rows at each replay.
             size: how many rows hold data, all below it; at the replay of a graph the ring says it. -1: those that do lie apart.
-            tree: the priorities to draw by; None: uniformly.
-            weighed: whether float32 weights over the largest in the store are said, or else float64 leaves.
-            followed: where next observations are. Of a row that has none another takes the place.
+            how: by priority, or uniformly.
         """
+        tree, weighed, followed = how
         redrawn = followed is not None or (tree is None and ledger.capturing)
         rows, leaves = self._drawn(ledger, n * TRIES if redrawn else n, key, size, tree)
         if redrawn or leaves is not None:

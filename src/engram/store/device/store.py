@@ -12,6 +12,7 @@ from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable
 from engram.format.sizes import device_row_bytes
 from engram.store.device.hosted import HostedStore
+from engram.store.device.row_operations import Drawing
 from engram.store.device.rows import DeviceRows
 from engram.store.memory import new_control_memory
 from engram.types import Write, WritePlan
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.store.blocks import Key
-    from engram.store.device.followed import Followed
     from engram.store.device.mirror import Mirror
-    from engram.store.device.priorities import DevicePriorities
     from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
     from engram.types import Changes, RowsTarget
@@ -363,7 +362,7 @@ class DeviceStore(HostedStore):
         if self._lies_apart and not ledger.capturing:
             found = super().sample_uniform(key, n, with_rows, with_numbers)
             return [*found[:fields], *(ledger.sent(beside, "sample") for beside in found[fields:])]
-        columns = self.sample_rows(n, key.value)
+        columns = self.sample_rows(n, key.value, Drawing())
         return [*columns[:fields], *columns[fields : fields + 1] * with_rows, *columns[fields + 1 :] * with_numbers]
 
     @property
@@ -371,23 +370,15 @@ class DeviceStore(HostedStore):
         """Whether the live rows are not the first ones."""
         return self.lanes > 1 or self.bare.void_rows > 0 or not self.rows.ring
 
-    def sample_rows(
-        self,
-        n: int,
-        key: int,
-        tree: DevicePriorities | None = None,
-        *,
-        weighed: bool = True,
-        followed: Followed | None = None,
-    ) -> list[Tensor]:
+    def sample_rows(self, n: int, key: int, how: Drawing) -> list[Tensor]:
         """As :meth:`RowOperations.read`. Raises ``NoSampleable``: the store is empty."""
-        ledger = self.rows
+        ledger, followed = self.rows, how.followed
         with ledger, contextlib.nullcontext() if followed is None else followed.finals:
             size = 0 if ledger.capturing else self._size()
             if not ledger.capturing and not size:
                 raise NoSampleable(EMPTY)
             size = -1 if self._lies_apart else size
-            columns = ledger.work.read(ledger, n, key, size, tree, weighed=weighed, followed=followed)
+            columns = ledger.work.read(ledger, n, key, size, how)
             if any(kind == "usage" for _, kind in self.indexes):
                 beside = 0 if followed is None else len(followed.fields)
                 self.count_sampled(columns[len(self._which) + beside].cpu())

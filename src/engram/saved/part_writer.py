@@ -1,0 +1,441 @@
+"""Writes a part: its files in order, their sums, and last the description, which completes it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from engram.format import layout
+from engram.format.schema import DTYPES, MAX_DIMS
+from engram.saved import description, disk
+from engram.saved.description import ArrayInfo, Part, SegmentSize, SumsEntry
+from engram.saved.part_reader import Listing, SummedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+    from typing_extensions import Buffer
+
+    from engram.format import files
+    from engram.format.schema import PartField
+    from engram.saved.description import Geometry
+    from engram.saved.part_reader import PartReader
+
+#: Entries of a storage's state that version 1.0 of a part does not have.
+_LATER = {"writes", "usage"}
+_CHUNK = 1 << 20
+#: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
+_START = 16 << 20
+
+
+class PartInfo(NamedTuple):
+    """A part that was written."""
+
+    folder: Path
+    bytes: int
+    """Of its ``part.json``."""
+    sha256: str
+    """Of its ``part.json``, which names every sum."""
+    written: int
+    """Bytes of its files that were written."""
+    linked: int
+    """Bytes of its files that are also an older checkpoint's."""
+    listing: Listing
+    """What a reader of it would read."""
+
+
+class SegmentRows(NamedTuple):
+    """The rows of a segment's file: ``[first_row, first_row + rows)`` of the store, all of one lane."""
+
+    lane: int
+    k: int
+    first_row: int
+    rows: int
+    tickets_sum: int
+
+
+class _Written(NamedTuple):
+    """A file that was written or linked."""
+
+    bytes: int
+    sums: description.Sums
+    linked: bool
+
+
+class FileWriter:
+    """A file, written from its beginning to its end. Also a context manager, which closes it.
+
+    After an error the file is given up: its part cannot be finished. ``behind``: of a long one the kernel keeps the end alone.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        nbytes: int,
+        sparse: bool,
+        behind: bool,
+        done: Callable[[_Written], None],
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._path, self._nbytes, self._behind, self._done = path, nbytes, behind, done
+        self._progress = progress
+        self._summing = description.Summing()
+        self._position = self._started = 0
+        self._fd: files.Descriptor | None = disk.create(path, nbytes, sparse=sparse)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes. ``data``: C-contiguous; must not change during the call. Raises ``OSError``; ``ValueError`` beyond the size."""
+        view = memoryview(data)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
+        self._append(len(view), partial(self._write, view))
+
+    def skip(self, nbytes: int) -> None:
+        """Append zeros without writing them: a hole in a sparse file."""
+        self._append(nbytes, lambda _: self._summing.zeros(nbytes))
+
+    def copy_from(self, fd: int, offset: int, nbytes: int) -> None:
+        """Append bytes of another file, which must not change during the call. The files share space where the file system can.
+
+        Raises:
+            EOFError: the other file is shorter.
+        """
+        self._append(nbytes, partial(self._copy, fd, offset, nbytes))
+
+    def close(self) -> None:
+        """Wait until the bytes are on disk. A second call does nothing.
+
+        Raises:
+            OSError: they may not be. The part is lost.
+            ValueError: less was written than the size given.
+        """
+        if self._fd is None:
+            return
+        try:
+            if self._position != self._nbytes:
+                raise ValueError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}.")
+            self._start(self._fd)
+            disk.finish(self._fd)
+        except BaseException:
+            self._abandon()
+            raise
+        self._fd = None
+        self._done(_Written(self._nbytes, self._summing.done(), False))
+
+    def _write(self, view: memoryview, own: int) -> None:
+        for at in range(0, len(view), _CHUNK):  # a chunk is summed while it is in the cache
+            chunk = view[at : at + _CHUNK]
+            self._summing.update(chunk)
+            disk.write(own, chunk, self._position + at)
+            if self._progress is not None:
+                self._progress(len(chunk))
+
+    def _copy(self, fd: int, offset: int, nbytes: int, own: int) -> None:
+        if self._behind:
+            disk.announce(fd, offset, nbytes)
+        copied = disk.copy(fd, offset, own, self._position, nbytes)
+        chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
+        for at in range(0, nbytes, _CHUNK):
+            piece = chunk[: min(_CHUNK, nbytes - at)]
+            # What was copied is read back: the sums are those of this file, whatever happens to the other one.
+            read = disk.read(own, piece, self._position + at) if copied else disk.read(fd, piece, offset + at)
+            if read != len(piece):
+                raise EOFError(f"expected {nbytes} bytes at byte {offset}, the file ends after {at + read}")
+            self._summing.update(piece)
+            if not copied:
+                disk.write(own, piece, self._position + at)
+            if self._progress is not None:
+                self._progress(len(piece))
+
+    def _append(self, nbytes: int, fill: Callable[[int], None]) -> None:
+        """Let ``fill`` write that many bytes to the descriptor that it is given."""
+        if self._fd is None:
+            raise ValueError(f"{self._path}: the file is closed, or an earlier write to it failed.")
+        if nbytes < 0 or self._position + nbytes > self._nbytes:
+            raise ValueError(
+                f"{self._path}: expected at most {self._nbytes - self._position} more bytes, got {nbytes}. Nothing was written."
+            )
+        try:
+            fill(self._fd)
+        except BaseException:
+            self._abandon()
+            raise
+        self._position += nbytes
+        if self._position - self._started >= _START:
+            self._start(self._fd)
+
+    def _start(self, fd: int) -> None:
+        disk.start(fd, self._started, self._position - self._started)
+        if self._behind:
+            disk.forget(fd, 0, self._started)
+        self._started = self._position
+
+    def _abandon(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            fd.close()
+
+
+class PartWriter:
+    """Writes one part into a new folder.
+
+    >>> part = PartWriter(folder / "sampler", "sampler", "PrioritizedSampler")        # doctest: +SKIP
+    >>> leaves = part.array("float64", (n,), data)                                    # doctest: +SKIP
+    >>> info = part.finish({"alpha": 0.6, "leaves": {"$array": leaves}})              # doctest: +SKIP
+
+    Args:
+        folder: where; made with its missing parents. Must not hold a part.
+        part: what it is a part of a buffer as: ``storage``, ``index``, ``sampler``, ``writer`` …
+        type: which class wrote it: looked up by the loading program in its own registry, never imported.
+        name: of an index.
+        behind: what is written does not stay in the kernel's memory, where rows are that others draw.
+        progress: called with how many bytes were written, a megabyte at a time; what it raises gives the file up.
+
+    Raises:
+        ValueError: a name that is too long or has characters other than letters, digits and ``._-`` (``part`` only).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        type: str,  # noqa: A002 - the word of part.json
+        name: str = "",
+        *,
+        behind: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        if not description.NAME.fullmatch(part):
+            raise ValueError(f"part: expected 1 to 128 letters, digits, '.', '_' or '-', got {part!r:.200}.")
+        self.folder, self._behind, self._progress = folder, behind, progress
+        self._root = os.fspath(folder)
+        self._names = (part, type, name)
+        self._prefix = description.prefix(part)
+        self._arrays: list[tuple[str, tuple[int, ...]]] = []
+        self._files: dict[str, _Written | None] = {}
+        self._folders: dict[str, None] = {}
+        self._make("")
+        if self._prefix:
+            self._make(layout.FOLDER)
+
+    def array(self, dtype: str, shape: Sequence[int], data: Buffer) -> int:
+        """Write an array. Returns its number: the state refers to it as ``{"$array": number}``.
+
+        Args:
+            dtype: a key of ``schema.DTYPES``.
+            shape: up to 32 dimensions, zeros too.
+            data: its bytes, C-contiguous and little-endian.
+
+        Raises:
+            TypeError: a dtype that cannot be stored.
+            ValueError: a shape that is impossible, or not that of ``data``.
+            OSError: no space, or an I/O error.
+        """
+        if dtype not in DTYPES:
+            raise TypeError(f"array: expected one of the dtypes {', '.join(DTYPES)}, got {dtype!r}.")
+        shape = tuple(shape)
+        nbytes = memoryview(data).nbytes
+        if len(shape) > MAX_DIMS or any(d < 0 for d in shape) or math.prod(shape) * DTYPES[dtype] != nbytes:
+            raise ValueError(f"array: expected {nbytes} bytes of {dtype}, got the shape {list(shape)}.")
+        number = len(self._arrays)
+        if number == description.MAX_ARRAYS:
+            raise ValueError(f"array: expected at most {description.MAX_ARRAYS} arrays in a part.")
+        self._arrays.append((dtype, shape))
+        with self.file(description.array_name(self._prefix, number), nbytes) as file:
+            file.write(data)
+        return number
+
+    def file(self, relative: str, nbytes: int, *, sparse: bool = False) -> FileWriter:
+        """Begin a file of a storage: rows of a field, ``meta.json``, a table or a segment.
+
+        Args:
+            relative: its path in the part's folder, as the layout has it: what ``finish`` is told must name it.
+            nbytes: its size.
+            sparse: what is skipped takes no space, but then a full disk shows while writing, not here.
+
+        Raises:
+            FileExistsError: it was begun before.
+            OSError: no space, or an I/O error.
+        """
+        self._begin(relative)
+        done = partial(self._files.__setitem__, relative)
+        return FileWriter(self._path(relative), nbytes, sparse, self._behind, done, self._progress)
+
+    def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
+        """Hard-link a file of an older checkpoint, with its sums, without reading it.
+
+        Returns:
+            False: this file system cannot, or the file is gone or of another size. Write it.
+
+        Raises:
+            FileExistsError: it was begun before.
+            KeyError: the other part has no such file.
+        """
+        nbytes, its_sums = reader.listing.files[its_relative].bytes, reader.listing.sums_of(its_relative)
+        self._begin(relative)
+        target = self._path(relative)
+        made = disk.link(its_relative, reader.folder_fd, target)
+        if made and os.lstat(target).st_size != nbytes:
+            disk.remove(target)
+            made = False
+        if made:
+            self._files[relative] = _Written(nbytes, its_sums, True)
+        else:
+            del self._files[relative]
+        return made
+
+    def finish(
+        self,
+        state: Mapping[str, object],
+        *,
+        geometry: Geometry | None = None,
+        schema: Sequence[PartField] | None = None,
+        segment_rows: int | None = None,
+        segments: Sequence[SegmentRows] = (),
+    ) -> PartInfo:
+        """Write sums and ``part.json``, and wait until every name is on disk. The part is complete when this returns.
+
+        Args:
+            state: JSON values; arrays as ``{"$array": number}``. The order of keys is not kept, and
+                other keys that begin with ``$`` are reserved.
+            geometry: storage: the sizes of the store.
+            schema: storage: its fields, numbered from 0.
+            segment_rows: storage in segments: rows of a whole one. Default: flat, a file per field.
+            segments: what the files ``seg/<lane>-<k>.bin`` hold; their table is written here.
+
+        Raises:
+            TypeError: the state has something that JSON has no word for; names it.
+            ValueError: the state, a file or a size does not fit the rest; a file was not closed, or failed.
+            OSError: no space, or an I/O error.
+        """
+        segments = sorted(segments)
+        segments_bytes = None if segment_rows is None else len(segments) * description.RECORD_BYTES["segments"]
+        placed = self._placed(schema or (), segments, segments_bytes)
+        records = [] if segments_bytes is None else self._write_segments(segments, placed)
+        written = [self._complete(name) for name in placed]
+        raw_sums = b"".join([description.pack_sums(file.sums) for file in written])
+        part, type_, name = self._names
+        document = Part(
+            version=Part.VERSION if part == "storage" and not _LATER.isdisjoint(state) else (1, 0),
+            part=part,
+            type=type_,
+            name=name,
+            state=dict(state),
+            arrays=tuple(
+                ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
+                for i, (dtype, shape) in enumerate(self._arrays)
+            ),
+            sums=SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest()),
+            geometry=UNSET if geometry is None else geometry,
+            byteorder=UNSET if schema is None else "little",
+            schema=UNSET if schema is None else tuple(schema),
+            schema_sum=UNSET if schema is None else description.schema_sum(schema),
+            segment=UNSET if segment_rows is None else SegmentSize(segment_rows),
+            storage=UNSET if schema is None or segment_rows is not None else description.file_entries(schema, placed),
+            tables=description.table_entries(placed) if self._prefix else UNSET,
+        )
+        description.check(document)
+        raw, sha256 = self._put(document, raw_sums)
+        linked = sum([file.bytes for file in written if file.linked])
+        new = sum([file.bytes for file in written]) - linked + len(raw) + len(raw_sums)
+        sizes = {name: file.bytes for name, file in placed.items()}
+        sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
+        listing = Listing(
+            msgspec.json.decode(raw, type=Part), sha256, sizes, placed, description.unpack_sums(raw_sums), records
+        )
+        return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
+
+    def _put(self, document: Part, raw_sums: bytes) -> tuple[bytes, str]:
+        """Write the description, and wait for all names. Its text and sha256."""
+        raw = document.encode()
+        disk.put(self._path(f"{self._prefix}{description.SUMS}"), raw_sums)
+        disk.put(self._path(f"{self._prefix}{description.PART}"), raw)
+        for relative in reversed(self._folders):
+            disk.sync_folder(self._path(relative))
+        return raw, hashlib.sha256(raw).hexdigest()
+
+    def _write_segments(
+        self, segments: Sequence[SegmentRows], placed: Mapping[str, SummedFile]
+    ) -> list[description.Segment]:
+        """The table of segments. Their sums come after its own, whose number its size says."""
+        records = []
+        for it in segments:
+            name = description.segment_name(it.lane, it.k)
+            size, sums_at = placed[name]
+            flags = description.LINKED if self._complete(name).linked else 0
+            records.append(
+                description.Segment(it.lane, it.k, it.first_row, it.rows, size, it.tickets_sum, sums_at, flags)
+            )
+        raw = description.pack_segments(records)
+        with self.file(description.table_name("segments"), len(raw)) as file:
+            file.write(raw)
+        return records
+
+    def _placed(
+        self, schema: Sequence[PartField], segments: Sequence[SegmentRows], segments_bytes: int | None
+    ) -> dict[str, SummedFile]:
+        """Size and number of the first sum of every file, in the order of their sums.
+
+        ``segments_bytes``: of the table of segments, which is written later; None: there is none.
+        """
+        sizes = {name: self._complete(name).bytes for name in self._files}
+        if segments_bytes is not None:
+            sizes[description.table_name("segments")] = segments_bytes
+        names = [description.array_name(self._prefix, i) for i in range(len(self._arrays))]
+        of_rows = [*map(description.field_name, schema), *map(description.meta_name, description.levels(schema))]
+        names += [name for name in (*of_rows, *description.TABLE_FILES.values()) if name in sizes]
+        names += [description.segment_name(it.lane, it.k) for it in segments]
+        strangers = sorted(set(sizes).symmetric_difference(names))
+        if strangers:
+            raise ValueError(
+                f"{self.folder}: expected the files that schema and segments name, differs: {strangers[:10]}."
+            )
+        placed, at = {}, 0
+        for name in names:
+            placed[name] = SummedFile(sizes[name], at)
+            at += description.blocks_of(sizes[name])
+        return placed
+
+    def _complete(self, relative: str) -> _Written:
+        written = self._files.get(relative)
+        if written is None:
+            raise ValueError(
+                f"{self.folder / relative}: expected a complete file. It was not closed, or a write failed."
+            )
+        return written
+
+    def _begin(self, relative: str) -> None:
+        if relative in self._files:
+            raise FileExistsError(f"{self.folder / relative}: expected a file that was not begun before.")
+        self._make(relative.rpartition("/")[0])
+        self._files[relative] = None
+
+    def _path(self, relative: str) -> str:
+        return f"{self._root}/{relative}" if relative else self._root
+
+    def _make(self, relative: str) -> None:
+        """A folder of the part, and those it lies in."""
+        if relative not in self._folders:
+            if relative:
+                self._make(relative.rpartition("/")[0])
+            disk.make_folders(self._path(relative))
+            self._folders[relative] = None

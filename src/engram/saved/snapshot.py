@@ -1,0 +1,473 @@
+"""What a storage held at one moment, and how it is written while others write.
+
+It is written flat, a file per field, or in segments, of which those that did not change are linked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from engram._support.words import count
+from engram.errors import CorruptStore
+from engram.format import layout
+from engram.format.files import Descriptor
+from engram.saved import disk
+from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name
+from engram.saved.documents import Count, Cut, ShardRows, Totals
+from engram.saved.part_writer import PartWriter, SegmentRows
+from engram.saved.parts import Preparation, described_state, write_part
+from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, roles_of, ticket_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any, TypeAlias
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.format.schema import PartField
+    from engram.saved.part_reader import PartReader
+    from engram.saved.part_writer import PartInfo
+    from engram.saved.parts import Parts
+    from engram.saved.rows import Marks, Roles
+    from engram.store import Store
+    from engram.types import Form
+
+_HERE = Path()
+#: Bytes that a file system shares between files, or a multiple of them.
+_BLOCK = 4096
+#: Files that are written at the same time.
+_OPEN_FILES = 64
+#: Entries of a state that are tables of their own.
+TABLES = ("lanes", "numbers", "writes")
+
+
+class SavedRows(NamedTuple):
+    """A storage that was written, and what a shard says of it."""
+
+    info: PartInfo
+    shard: ShardRows
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class RowsWriter:
+    """A part with the rows of a snapshot, while it is written.
+
+    Args:
+        folder: where; it must not exist.
+        snapshot: what is written.
+        roles: what fields mean, by key, where they are not called as usual.
+        progress: called with how many bytes were written.
+    """
+
+    def __init__(
+        self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None, progress: Callable[[int], None] | None = None
+    ) -> None:
+        schema = snapshot.store.schema
+        self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger, progress=progress)
+        self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
+        self.geometry, self.fields = described(schema, own)
+        self._snapshot = snapshot
+
+    def finish(
+        self,
+        numbers: NDArray[np.int64],
+        stored: NDArray[np.int64],
+        marks: Callable[[NDArray[np.int64]], Marks],
+        writes: NDArray[np.int64],
+        *,
+        segment_rows: int | None = None,
+        segments: Sequence[SegmentRows] = (),
+    ) -> SavedRows:
+        """Write lanes, tickets, trajectories and the state.
+
+        Args:
+            numbers: of all rows as they are saved, 0 for those that hold nothing.
+            stored: of the rows that the files hold, in their order.
+            marks: what rows say of trajectories.
+            writes: of all rows the numbers of their writes.
+            segment_rows: rows of a whole segment, if files are segments.
+            segments: what they hold.
+        """
+        snapshot = self._snapshot
+        state = snapshot.state
+        totals = self._write_tables(numbers, stored, marks)
+        rest = {name: value for name, value in state.items() if name not in TABLES}
+        rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
+        lost = snapshot.live - int(np.count_nonzero(stored))
+        info = self.part.finish(
+            described_state(self.part, rest, "storage"),
+            geometry=self.geometry,
+            schema=self.fields,
+            segment_rows=segment_rows,
+            segments=segments,
+        )
+        cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
+        return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
+
+    def _write_tables(
+        self, numbers: NDArray[np.int64], stored: NDArray[np.int64], marks: Callable[[NDArray[np.int64]], Marks]
+    ) -> Totals:
+        """Write lanes, tickets and trajectories."""
+        store, lanes = self._snapshot.store, self._snapshot.state["lanes"].numpy().copy()
+        columns = int(np.prod(store.schema.columns))
+        runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
+        lanes[:, 2] = 0
+        lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
+        for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
+            raw = np.ascontiguousarray(table, dtype="<i8")
+            with self.part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
+                file.write(raw.data)
+        totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
+        counted = count_kinds(runs, columns).items()
+        return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
+
+
+def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
+    rows = len(numbers)
+    there = np.concatenate([[False], numbers != 0, [False]])
+    borders = (there[1:] != there[:-1]).nonzero()[0].tolist()
+    stretches = list(zip(borders[::2], borders[1::2], strict=True))
+    together = None if copied or store.directory is None or not store.has_files else layout.group_of(store.schema)
+    if together:
+        _write_together(part, store, rows, stretches, together)
+    for number, (field, tensor) in enumerate(zip(store.schema.fields, copied or store.tensors, strict=True)):
+        if together and number in together.offsets:
+            continue
+        size = field.row_bytes
+        name = layout.field_path(_HERE, field.key).as_posix()
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(part.file(name, rows * size, sparse=True))
+            source: Descriptor | None = None  # another file may share its space
+            if not copied and size and store.directory is not None and store.has_files:
+                path = layout.field_path(store.directory, field.key)
+                source = stack.enter_context(Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+            at = 0
+            for begin, end in stretches:
+                file.skip((begin - at) * size)
+                if source is not None:
+                    for first, n in _steps(begin, end, size if store.larger else 0):
+                        with store.traceless([number], first, n):
+                            file.copy_from(source, first * size, n * size)
+                elif copied and tensor.is_cpu:
+                    file.write(bytes_of(tensor[begin:end]))
+                else:
+                    for piece in _pieces(tensor, begin, end, size):
+                        file.write(piece)
+                at = end
+            file.skip((rows - at) * size)
+    flat = msgspec.structs.replace(store.schema, capacity=rows, grouped=0)
+    for path, raw in layout.meta_files(_HERE, flat).items():
+        with part.file(path.as_posix(), len(raw)) as file:
+            file.write(raw)
+
+
+def _write_together(
+    part: PartWriter, store: Store, rows: int, stretches: Sequence[tuple[int, int]], group: layout.Group
+) -> None:
+    """Write the files of fields that lie in one file of a directory store, which is read once for every 64 of them."""
+    assert store.directory is not None  # as the caller has looked
+    path, fields, stride = store.directory / layout.FOLDER / layout.GROUPED, store.schema.fields, group.stride
+    memory = np.empty(max(PIECE // stride, 1) * stride, np.uint8)
+    for i in range(0, len(group.offsets), _OPEN_FILES):
+        with contextlib.ExitStack() as stack:
+            fd = stack.enter_context(Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+            out = []
+            for number, offset in list(group.offsets.items())[i : i + _OPEN_FILES]:
+                size, name = fields[number].row_bytes, layout.field_path(_HERE, fields[number].key).as_posix()
+                out.append((stack.enter_context(part.file(name, rows * size, sparse=True)), offset, size))
+            at = 0
+            for begin, end in [*stretches, (rows, rows)]:
+                for file, _, size in out:
+                    file.skip((begin - at) * size)
+                for first, n in _steps(begin, end, stride):
+                    piece = memory[: n * stride]
+                    with store.traceless([min(group.offsets)], first, n):
+                        if disk.read(fd, piece.data, first * stride) < len(piece):
+                            raise CorruptStore(f"{path}: expected {store.capacity * stride} bytes, it ends earlier.")
+                    for file, offset, size in out:
+                        column = piece.reshape(n, stride)[:, offset : offset + size]
+                        file.write(np.ascontiguousarray(column).data.cast("B"))
+                at = end
+
+
+def _steps(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Rows in pieces, of whole blocks where these are short: a file system shares no others. 0 bytes each: all at once."""
+    step, blocks = max(1, PIECE // size) if size else end - begin, _BLOCK // math.gcd(_BLOCK, size)
+    step = step // blocks * blocks or step
+    for first in range(begin, end, step):
+        yield first, min(step, end - first)
+
+
+def bytes_of(rows: Tensor) -> memoryview:
+    """The bytes of contiguous rows in RAM. A view."""
+    return rows.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryview]:
+    """Rows as bytes, copied piece by piece: what is summed and written must not change in between."""
+    step = max(1, PIECE // max(1, size))
+    for i in range(begin, end, step):
+        piece = tensor[i : min(i + step, end)]
+        yield bytes_of(piece.clone() if piece.is_cpu else piece.cpu())
+
+
+def named_writes(numbers: NDArray[np.int64], writes: NDArray[np.int64]) -> dict[str, Tensor]:
+    """The entry of a state that says the numbers of the rows' writes, where they are others than those of the tickets."""
+    return {} if np.array_equal(numbers, writes) else {"writes": torch.from_numpy(np.array(writes))}
+
+
+_log = logging.getLogger("engram")
+
+
+#: Bytes of a segment at most, and at least where a lane can have that many segments.
+_MAX_SEGMENT, _MIN_SEGMENT, _SEGMENTS_OF_A_LANE = 16 << 20, 1 << 20, 16
+
+
+def rows_of_a_segment(lane_length: int, row_bytes: int) -> int:
+    """As many as fit in 16 MiB; but a lane has 16 of them, unless they would be below 1 MiB."""
+    size = max(1, row_bytes)
+    rows = min(_MAX_SEGMENT // size, max(-(-lane_length // _SEGMENTS_OF_A_LANE), _MIN_SEGMENT // size))
+    return max(1, min(rows, lane_length))
+
+
+class _Range(NamedTuple):
+    """Rows of a segment that are inside their lane's extent."""
+
+    lane: int
+    k: int
+    begin: int
+    end: int
+
+
+def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_Range]:
+    """All of them: of each lane those with the oldest rows first, in the direction in which a writer goes on."""
+    for lane, (position, live) in enumerate(lanes[:, :2].tolist()):
+        count = -(-live // rows)
+        seam = position % lane_length // rows if live == lane_length else 0
+        for i in range(count):
+            k = (seam + i) % count
+            first = lane * lane_length
+            yield _Range(lane, k, first + k * rows, first + min((k + 1) * rows, live))
+
+
+def _sum(numbers: NDArray[np.int64], base: int) -> int:
+    """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
+    words = ticket_words(np.where(numbers != 0, numbers - base, 0))
+    return int(xxhash.xxh3_64_intdigest(words.data))
+
+
+class _SegmentRoom:
+    """Copies rows of a store as a segment has them."""
+
+    def __init__(self, store: Store, fields: Sequence[PartField], rows: int) -> None:
+        self._store, self._fields = store, fields
+        self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
+
+    def copied(self, it: _Range, numbers: NDArray[np.int64]) -> memoryview:
+        """A segment's bytes; of rows that moved meanwhile zeros, and 0 in ``numbers``. Valid until the next call."""
+        n = it.end - it.begin
+        offsets, size = segment_layout(self._fields, n)
+        room = self._room[:size]
+        columns, end = [], 0
+        for field, offset in zip(self._fields, offsets, strict=True):
+            room[end:offset] = 0
+            end = offset + n * field.row_bytes
+            columns.append(room[offset:end].view(n, field.row_bytes))
+        rows = torch.arange(it.begin, it.end, device="cpu")
+        expected = torch.from_numpy(np.where(numbers != 0, numbers, -1))
+        if self._store.larger:
+            with self._store.traceless(range(len(columns)), it.begin, n):
+                moved = self._store.copy_rows(rows, expected, columns)
+        else:
+            moved = self._store.copy_rows(rows, expected, columns)
+        for column in columns:
+            column[moved] = 0
+        numbers[moved] = 0
+        return room.numpy().data
+
+
+def _compare(reader: _SegmentRoom, it: _Range, numbers: NDArray[np.int64], parent: PartReader, name: str) -> None:
+    still = numbers.copy()
+    ours = np.frombuffer(reader.copied(it, still), np.uint8)
+    theirs = np.frombuffer(parent.read_all(name), np.uint8)
+    offsets, _ = segment_layout(parent.schema or (), it.end - it.begin)
+    for field, offset in zip(parent.schema or (), offsets, strict=True):
+        span = slice(offset, offset + (it.end - it.begin) * field.row_bytes)
+        differs = (ours[span] != theirs[span]).reshape(it.end - it.begin, -1).any(1) & (still != 0)
+        if differs.any():
+            raise RuntimeError(
+                f"save: row {it.begin + int(differs.argmax())} of {field.key} was changed through a view since the last "
+                "checkpoint, which would not have it. Write with rb[index] = value or set_at_."
+            )
+
+
+class WholeSnapshot(NamedTuple):
+    """A state that is all of a storage: items of a list, or a storage that was never written."""
+
+    kind: str
+    """The class of the storage."""
+    state: dict[str, Any]
+    clock: int
+    steps: int
+    nbytes: int
+    needs_pause: bool = False
+    """Whether writers must wait until it is saved."""
+
+    def fields(self, roles: Roles | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
+        return ()
+
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:  # noqa: ARG002 - it is short
+        info = write_part(folder, "storage", self.kind, self.state)
+        return SavedRows(info, ShardRows(Cut(self.clock), Totals(steps=self.steps, episodes=0), NO_SCHEMA))
+
+    def save_segments(self, folder: Path, **_: object) -> SavedRows:
+        return self.save(folder)
+
+
+class RowsSnapshot(NamedTuple):
+    """The rows of a store. A row that others change before it is written is left out."""
+
+    kind: str
+    """The class of the storage."""
+    store: Store
+    state: dict[str, Any]
+    """The storage's, without rows; also without ``numbers`` and ``writes``, where these are read later."""
+    base: int
+    """By how much tickets in the store were larger than those that are saved."""
+    live: int
+    """How many rows there were."""
+    nbytes: int
+    """Of the rows."""
+    copies: Sequence[Tensor] | None = None
+    """Copies of all rows, by field. None: rows are read when they are written."""
+    needs_pause: bool = False
+    """Whether writers must wait until it is saved."""
+
+    def fields(self, roles: Roles | None) -> Sequence[PartField]:
+        schema = self.store.schema
+        return described(schema, roles_of(schema.fields, roles))[1]
+
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ticket numbers of the rows up to the last live one, and the numbers of their writes, to be changed by the caller."""
+        if "numbers" in self.state:
+            tickets = self.state["numbers"]
+            return tickets.numpy().copy(), self.state.get("writes", tickets).numpy().copy()
+        return self.numbers_now()
+
+    def numbers_now(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The same as the store has them by now: 0 also for rows that changed since."""
+        state = self.state
+        return self.store.numbers_before(state["clock"] + self.base, state["lanes"])
+
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
+        """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
+
+        ``progress`` is called with how many bytes were written.
+
+        Raises:
+            OSError: no space, or an I/O error.
+        """
+        known, writes = self.numbers()
+        writer = RowsWriter(folder, self, None, progress)
+        store, copies = self.store, self.copies
+        in_use = np.zeros(store.rows_in_use(self.state["lanes"]), np.int64)
+        in_use[: len(known)] = known
+        boundaries = writer.boundaries
+        marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies)
+        numbers = in_use[: int(in_use.nonzero()[0].max(initial=-1)) + 1]  # the last ones may be void
+        _write_flat(writer.part, store, numbers, copies)
+        if copies is None:
+            # The files hold bytes of no row where others wrote meanwhile: such a row's ticket is void.
+            numbers[self.numbers_now()[0][: len(numbers)] != numbers] = 0
+        in_use[in_use != 0] -= self.base
+        saved = writer.finish(in_use, numbers, marks, np.pad(writes, (0, len(in_use) - len(writes))))
+        if lost_rows := saved.shard.cut.lost_rows:
+            lost = count(lost_rows, "row")
+            _log.warning("dumps: left out, as others changed them before they were copied: %s", lost)
+        return saved
+
+    def save_segments(
+        self,
+        folder: Path,
+        *,
+        roles: Roles | None,
+        progress: Callable[[int], None],
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+    ) -> SavedRows:
+        """Write a store into a new folder, in segments. Others may be writing.
+
+        Args:
+            folder: where; it must not exist.
+            roles: what fields mean, by key, where they are not called as usual.
+            parent: the same part of an older checkpoint of this very store.
+            paranoid: compare segments that are taken over from the parent with the rows, as far as they are still there.
+            progress: called with how many bytes were done.
+
+        Raises:
+            RuntimeError: ``paranoid``, and rows were changed through a view, which no ticket says.
+            OSError: no space, or an I/O error.
+        """
+        numbers, writes = self.numbers()
+        writer = RowsWriter(folder, self, roles)
+        part, fields, base = writer.part, writer.fields, self.base
+        store, lanes = self.store, self.state["lanes"].numpy()
+        marks = writer.boundaries.marks_now(store, numbers)
+        size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
+        known: dict[tuple[int, int, int, int, int], str] = {}
+        if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
+            size = parent.segment_rows
+            known = {
+                (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
+                for it in parent.segments()
+            }
+        rows = _SegmentRoom(store, fields, size)
+        segments = []
+        for it in _ranges(lanes, store.lane_length, size):
+            name = segment_name(it.lane, it.k)
+            wanted = numbers[it.begin : it.end]
+            tickets_sum = _sum(wanted, base)
+            theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
+            if theirs is not None and parent is not None and part.link(name, parent, theirs):
+                if paranoid:
+                    _compare(rows, it, wanted, parent, theirs)
+            else:
+                content = rows.copied(it, wanted)
+                with part.file(name, len(content)) as file:
+                    file.write(content)
+                tickets_sum = _sum(wanted, base)
+            segments.append(SegmentRows(it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
+            progress((it.end - it.begin) * store.schema.row_bytes)
+        saved = np.where(numbers != 0, numbers - base, 0)
+        in_order = np.concatenate(
+            [saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))]
+        )
+        return writer.finish(saved, in_order, marks, writes, segment_rows=size, segments=segments)
+
+
+#: What a storage held at one moment.
+StorageSnapshot: TypeAlias = RowsSnapshot | WholeSnapshot
+StoragePreparation: TypeAlias = Preparation[StorageSnapshot]
+
+
+class Snapshot(NamedTuple):
+    """A buffer at one moment, as a checkpoint saves it. The rows are read when they are written."""
+
+    rows: StorageSnapshot
+    parts: Parts
+    form: Form
+    paused_s: float
+    """For how long writers waited."""
