@@ -138,10 +138,7 @@ _MOVED_NAMES = {
     "engram.samplers": {
         "engram.around": "KNOWN PrioritizedSliceSampler SliceSampler SliceSamplerWithoutReplacement StreamingSliceSampler WindowSpec"
     },
-    "engram.types": {
-        "engram.checkpoint.checkpointable": "Checkpointable Savers",
-        "engram.store.sampled": "SampledStorage",
-    },
+    "engram.types": {"engram.checkpoint.save": "Checkpointable Savers", "engram.store.sampled": "SampledStorage"},
 }
 
 _INSTEAD = {

@@ -140,7 +140,7 @@ class Saving:
         return DumpPreparation(self._wiring.storage, prepare, parts)
 
     def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
-        """As :meth:`~engram.checkpoint.checkpointable.Checkpointable.snapshot`."""
+        """As :meth:`~engram.checkpoint.save.Checkpointable.snapshot`."""
         storage, drop = self._wiring.storage, prefetched == "drop"
         self._parts(None, drop_prefetched=drop)  # raises what cannot be saved, and reads batches, before writers wait
         prepared = storage.prepare_snapshot(whole=False)
@@ -285,7 +285,7 @@ class Saving:
         resize: bool = False,
         prefetched: bool = True,
     ) -> PreparedLoad:
-        """As :meth:`~engram.checkpoint.checkpointable.Checkpointable.prepare_load`.
+        """As :meth:`~engram.checkpoint.save.Checkpointable.prepare_load`.
 
         Args:
             checkpoint: open until the load is committed.
@@ -317,7 +317,7 @@ class Saving:
     def prepare_placed(
         self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
     ) -> PreparedLoad:
-        """As :meth:`~engram.checkpoint.checkpointable.Checkpointable.prepare_placed`.
+        """As :meth:`~engram.checkpoint.save.Checkpointable.prepare_placed`.
 
         What is not of rows is that of one rank. Passes over the rows and generators begin again, and nothing is prefetched.
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram._support.progress import OnProgress
-    from engram.checkpoint.checkpointable import Checkpointable, Savers
     from engram.checkpoint.requests import Requests
+    from engram.checkpoint.save import Checkpointable, Savers
     from engram.saved.documents import Problem
     from engram.saved.rows import Roles
 

@@ -41,7 +41,7 @@ _REMEMBERED = 64
 
 
 class Request:
-    """A wish, and what became of it."""
+    """A request for a save, and what became of it."""
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
@@ -50,7 +50,7 @@ class Request:
 
 
 class Requests:
-    """Wishes of this rank that no save serves yet."""
+    """Requests of this rank that no save serves yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
