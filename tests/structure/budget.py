@@ -12,7 +12,7 @@ ROOMS = {
     "buffer": 6_095,
     "checkpoint": 2_102,
     "cli": 1_844,
-    "device": 1_062,
+    "device": 1_063,
     "env": 537,
     "format": 4_470,
     "inspect": 1_206,
