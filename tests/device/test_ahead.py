@@ -84,11 +84,7 @@ def test_the_consumer_waits_for_its_batch_and_no_memory_is_reused(device):
 def test_small_batches_and_depth_1_stay_on_the_consumers_stream(device, monkeypatch):
     rb, _ = pair()
     assert not DeviceLoader(rb, "cuda", 1)._direct.reads_ahead
-    monkeypatch.undo()
-    rb, _ = pair()
-    for module in (test_direct.loader, test_direct.replay):
-        monkeypatch.setattr(module, "Accelerator", lambda _: device)
-        monkeypatch.setattr(module, "existing_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(direct.native, "PARALLEL_BYTES", 1 << 19)
     reading = DeviceLoader(rb, "cuda")
     assert not reading._direct.reads_ahead
     next(iter(reading))

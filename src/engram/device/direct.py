@@ -252,7 +252,8 @@ class DirectReader:
     @property
     def counts(self) -> dict[str, int]:
         """What happened to batches, for ``stats()``. Waits for the device."""
-        batches, _, *others = self._chain.counters[:6].tolist()
+        with contextlib.nullcontext() if self._side is None else self.accelerator.on(self._side):
+            batches, _, *others = self._chain.counters[:6].tolist()
         return dict(zip(_COUNTS, (batches, batches * self.nbytes, *others), strict=True))
 
     def is_current(self) -> bool:
