@@ -26,7 +26,7 @@ from engram import (
 )
 from engram.format import layout
 from engram.store import BlockLayout, DeviceStore, OutOfOrder, Requests
-from engram.store.requests import IN_DOUBT, KIND, NAME
+from engram.store.requests import IN_DOUBT, NAME, WritersIndex
 from tests import stress
 from tests.fresh import run, start
 from tests.waiting import until
@@ -200,7 +200,7 @@ def test_only_the_last_requests_of_the_last_writers_are_known():
 
 def test_the_table_is_made_by_the_first_such_request_alone(tmp_path):
     rb = _buffer(LazyMemmapStorage(12, scratch_dir=tmp_path / "store", lanes=2))
-    table = tmp_path / "store" / layout.FOLDER / layout.INDEXES / NAME / KIND
+    table = tmp_path / "store" / layout.FOLDER / layout.INDEXES / NAME / WritersIndex.kind
     once = Requests(rb.storage.store)
     once.append_at(0, 0, _columns(0, 1), 1)
     assert not table.exists()
@@ -208,7 +208,7 @@ def test_the_table_is_made_by_the_first_such_request_alone(tmp_path):
     assert table.exists()
     assert Requests(rb.storage.store, writers=5)._table().writers == 1024  # as it was made
     rb.dumps(tmp_path / "dump")
-    assert not list((tmp_path / "dump").rglob(KIND))
+    assert not list((tmp_path / "dump").rglob(WritersIndex.kind))
 
 
 KNOWN = """
@@ -248,7 +248,7 @@ def test_a_damaged_table_is_refused(tmp_path):
     rb = _buffer(LazyMemmapStorage(12, scratch_dir=tmp_path / "store", lanes=2))
     Requests(rb.storage.store).next_request(uuid.uuid4())
     rb.close()
-    table = tmp_path / "store" / layout.FOLDER / layout.INDEXES / NAME / KIND
+    table = tmp_path / "store" / layout.FOLDER / layout.INDEXES / NAME / WritersIndex.kind
     table.write_bytes(b"\0" * table.stat().st_size)
     with pytest.raises(IncompatibleStore, match="not a table of writers"):
         ReplayBuffer.open(tmp_path / "store")
