@@ -53,6 +53,7 @@ def test_the_table_has_no_other_names():
     assert not {*absent._MODULES} & {*absent._INSTEAD}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchRL's own modules, when they are first imported
 def test_they_are_where_the_sentences_say():
     pytest.importorskip("torchrl")
     for name, (module, _) in absent._MODULES.items():

@@ -272,6 +272,7 @@ def raised():
 
 #: Errors that are caught within the package, or are ones of the tree.
 INTERNAL = (
+    "Changed",
     "DriverError",
     "NoRoom",
     "NoRows",
@@ -284,6 +285,7 @@ INTERNAL = (
     "WrongCount",
     "_AnotherStore",
     "_Changed",
+    "_ReplacedAgain",
 )
 
 

@@ -166,21 +166,28 @@ def test_memory_that_cannot_be_registered_again_after_a_fork(device, monkeypatch
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("when", ["before", "after a fork"])
 def test_wrong_rows(device, monkeypatch, when):
-    read, forked = DirectReader.read, []
+    hand_out, forked = DirectReader.hand_out, []
     fork_while = gpu._fork_while
     monkeypatch.setattr(gpu, "_fork_while", lambda work: (fork_while(work), forked.append(1)))
 
-    def torn(reader, **kwargs):
-        batch = read(reader, **kwargs)
+    def torn(reader, queued, **kwargs):
+        batch = hand_out(reader, queued, **kwargs)
         if bool(forked) == (when != "before"):
             batch["bytes"][3, 5] += 1
         return batch
 
-    monkeypatch.setattr(DirectReader, "read", torn)
+    monkeypatch.setattr(DirectReader, "hand_out", torn)
     found = findings(device)
     it = found["GPU by direct" if when == "before" else "GPU by direct after a fork"]
     assert (it.value, it.status) == ("3 of 3 batches have wrong rows", "BAD")
     assert "report this" in it.advice
+
+
+@pytest.mark.usefixtures("fast")
+def test_large_batches_that_would_be_read_ahead(device, monkeypatch):
+    """A batch that was read before the fork would not show what is written after it."""
+    monkeypatch.setattr("engram.device.direct.native.PARALLEL_BYTES", 1)
+    assert findings(device)["GPU by direct after a fork"].value == "works"
 
 
 @pytest.mark.usefixtures("fast")

@@ -11,7 +11,7 @@ ROOMS = {
     "around": 3_935,
     "buffer": 6_051,
     "checkpoint": 2_060,
-    "cli": 1_781,
+    "cli": 1_782,
     "device": 1_063,
     "env": 537,
     "format": 931,

@@ -87,7 +87,8 @@ def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterato
     try:
         rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH)
         rb.extend(_rows(0))
-        with DeviceLoader(rb, accelerator.device, transport=transport) as loader:
+        depth = 1 if is_direct else 2  # the first batch after the fork is to be read after it
+        with DeviceLoader(rb, accelerator.device, depth, transport=transport) as loader:
             batches = iter(loader)
             wrong = _wrong(batches, 0)
             speed = _speed(accelerator, lambda: next(batches))
