@@ -21,7 +21,7 @@ NAMES = {module: " ".join(lines).split() for module, lines in FROZEN.items()}
 ABSENT = sorted({name for names in NAMES.values() for name in names if name not in engram.__all__})
 
 
-def said_of(name):
+def hint_on(name):
     with pytest.raises(AttributeError, match=rf"^module 'engram' has no attribute '{name}'") as raised:
         getattr(engram, name)
     return raised.value
@@ -36,7 +36,7 @@ def test_the_names_are_torchrls(module):
 def test_each_name_that_is_not_here_says_so():
     assert len(ABSENT) > 140
     for name in ABSENT:
-        text = str(said_of(name)).partition(". ")[2]
+        text = str(hint_on(name)).partition(". ")[2]
         assert text.startswith("It is a name of TorchRL's that engram does not have. "), name
         assert text.endswith("."), name
 
@@ -44,7 +44,7 @@ def test_each_name_that_is_not_here_says_so():
 @pytest.mark.parametrize("name", absent._REMOVED)
 def test_a_name_that_was_removed_says_what_to_use(name):
     assert name not in engram.__all__
-    assert ". It was removed. " in str(said_of(name))
+    assert ". It was removed. " in str(hint_on(name))
 
 
 def test_the_table_has_no_other_names():
@@ -57,7 +57,7 @@ def test_the_table_has_no_other_names():
 def test_they_are_where_the_sentences_say():
     pytest.importorskip("torchrl")
     for name, (module, _) in absent._MODULES.items():
-        assert str(said_of(name)).partition("Import it from ")[2].startswith(f"{module}.")
+        assert str(hint_on(name)).partition("Import it from ")[2].startswith(f"{module}.")
         if module != "torchrl.objectives.llm":  # which needs more than TorchRL
             assert hasattr(importlib.import_module(module), name)
 
@@ -83,7 +83,7 @@ def test_only_transforms_are_said_to_be_taken():
 
 @pytest.mark.parametrize(("name", "near"), [("LazyTensorStorag", "LazyTensorStorage"), ("ReplayBufer", "ReplayBuffer")])
 def test_a_misspelt_name_has_a_near_one(name, near):
-    error = said_of(name)
+    error = hint_on(name)
     assert str(error) == f"module 'engram' has no attribute '{name}'"
     assert (error.name, error.obj) == (name, engram)
     shown = subprocess.run(
@@ -93,7 +93,7 @@ def test_a_misspelt_name_has_a_near_one(name, near):
 
 
 def test_other_names_are_no_names():
-    assert str(said_of("Foo")) == "module 'engram' has no attribute 'Foo'"
+    assert str(hint_on("Foo")) == "module 'engram' has no attribute 'Foo'"
     with ReplayBuffer(storage=LazyTensorStorage(2)) as rb:
         assert not hasattr(rb, "ReplayBufferEnsemble")
 

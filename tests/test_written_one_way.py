@@ -20,7 +20,7 @@ from engram import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram._support.words import count, said_share, said_size
+from engram._support.words import count, format_share, format_size
 from engram.cli import main
 
 SOURCES = Path(engram.__file__).parent
@@ -53,10 +53,10 @@ def test_what_is_stray(text, kind):
 
 
 def test_the_form():
-    assert [said_size(n) for n in (0, 999, 1000, 999_499, 999_500, 28_228_000_000)] == [
+    assert [format_size(n) for n in (0, 999, 1000, 999_499, 999_500, 28_228_000_000)] == [
         "0 B", "999 B", "1 kB", "999 kB", "1 MB", "28.2 GB",
     ]  # fmt: skip
-    assert [said_share(share) for share in (0, 0.00012, 0.0125, np.float64(1) / 3, 1)] == [
+    assert [format_share(share) for share in (0, 0.00012, 0.0125, np.float64(1) / 3, 1)] == [
         "0 %", "0.012 %", "1.25 %", "33.3 %", "100 %",
     ]  # fmt: skip
     assert [count(n, "row") for n in (0, 1, 123_456)] == ["0 rows", "1 row", "123,456 rows"]

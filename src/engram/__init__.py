@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from engram._support.absent import MovedModules, said_of
+from engram._support.absent import MovedModules, hint_on
 
 _STUB = Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8")
 _MODULE_OF = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", _STUB, re.MULTILINE)}
@@ -23,7 +23,7 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - a list
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'engram' has no attribute {name!r}{said_of(name)}")
+        raise AttributeError(f"module 'engram' has no attribute {name!r}{hint_on(name)}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

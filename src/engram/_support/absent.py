@@ -258,7 +258,7 @@ def moved_names(module: str) -> Callable[[str], object]:
 vars(importlib.import_module("engram.types"))["__getattr__"] = moved_names("engram.types")
 
 
-def said_of(name: str) -> str:
+def hint_on(name: str) -> str:
     """A sentence on a name that engram had, or a name of TorchRL's that is not here; empty for other names."""
     if name in _REMOVED:
         return f". It was removed. {_REMOVED[name]}"

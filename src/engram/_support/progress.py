@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from engram._support.words import said_share
+from engram._support.words import format_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -125,7 +125,7 @@ class Work:
 
     def _write(self, done: int, seconds: float) -> None:
         divisor, unit = (1e9, "GB") if self._unit == "bytes" else (1e6, "million rows")
-        of = f" of {self.total / divisor:,.2f} {unit} ({said_share(done / self.total)})" if self.total else f" {unit}"
+        of = f" of {self.total / divisor:,.2f} {unit} ({format_share(done / self.total)})" if self.total else f" {unit}"
         _log.info("%s: %.2f%s in %.0f s", self._what, done / divisor, of, seconds)
 
     def _show(self, done: int) -> bool:

@@ -17,16 +17,16 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else several}"
 
 
-def said_wait(seconds: float) -> str:
+def format_wait(seconds: float) -> str:
     """How long something was waited for, to follow a verb; nothing, if it was not."""
     return f" within {seconds:g} s" if seconds else ""
 
 
-def said_number(value: object) -> str:
+def format_number(value: object) -> str:
     """A number for people, as everywhere: thousands apart, six figures of what is no whole number. Anything else as ``str`` has it.
 
-    >>> from engram._support.words import said_number
-    >>> said_number(100_000), said_number(2_500_000.0), said_number(0.1234567)
+    >>> from engram._support.words import format_number
+    >>> format_number(100_000), format_number(2_500_000.0), format_number(0.1234567)
     ('100,000', '2,500,000', '0.123457')
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -34,11 +34,11 @@ def said_number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.6g}"
 
 
-def said_size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """A size for people, in three figures.
 
-    >>> from engram._support.words import said_size
-    >>> said_size(40), said_size(28_224_000)
+    >>> from engram._support.words import format_size
+    >>> format_size(40), format_size(28_224_000)
     ('40 B', '28.2 MB')
     """
     size, units = float(nbytes), ["EB", "PB", "TB", "GB", "MB", "kB", "B"]
@@ -47,11 +47,11 @@ def said_size(nbytes: int) -> str:
     return f"{size:,.3g} {units[-1]}"
 
 
-def said_share(share: float) -> str:
+def format_share(share: float) -> str:
     """A share for people, in three figures.
 
-    >>> from engram._support.words import said_share
-    >>> said_share(0.01), said_share(0.8684), said_share(1)
+    >>> from engram._support.words import format_share
+    >>> format_share(0.01), format_share(0.8684), format_share(1)
     ('1 %', '86.8 %', '100 %')
     """
     return f"{100 * share:.3g} %"
@@ -64,7 +64,7 @@ def no_space(nbytes: int, free: int, advice: str = "Use fewer rows, a smaller dt
     >>> no_space(3 << 40, 5 << 29, "Use fewer rows")
     'expected 3.3 TB, got 2.68 GB that are free. Use fewer rows; engram.plan(row, capacity) says what they take'
     """
-    sizes = f"expected {said_size(nbytes)}, got {said_size(free)}"
+    sizes = f"expected {format_size(nbytes)}, got {format_size(free)}"
     return f"{sizes} that are free. {advice}; engram.plan(row, capacity) says what they take"
 
 

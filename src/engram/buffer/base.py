@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 import torch
 
 from engram._support.closing import Closes
-from engram._support.words import count, said_number, said_share, said_size
+from engram._support.words import count, format_number, format_share, format_size
 from engram.around import finals_of
 from engram.around.query import Query
 from engram.buffer.wiring import checked_generator
@@ -235,7 +235,7 @@ class Display:
         storage = self._wiring.storage
         if not storage.closed and not storage.traits.is_remote and storage.memory is not None:
             for field in storage.memory.schema.fields:
-                nbytes = said_size(field.row_bytes), said_size(field.row_bytes * storage.max_size)
+                nbytes = format_size(field.row_bytes), format_size(field.row_bytes * storage.max_size)
                 yield name_of(field.key), field.dtype, str(list(field.shape)), *nbytes
 
     def _priorities(self) -> Histogram | None:
@@ -297,7 +297,7 @@ class Display:
     def _facts_of_storage(self) -> list[tuple[str, str]]:
         storage = self._wiring.storage
         size, capacity = len(storage), storage.max_size
-        of = f"/{capacity:,} ({said_share(size / capacity)})" if _is_bounded(capacity) else ""
+        of = f"/{capacity:,} ({format_share(size / capacity)})" if _is_bounded(capacity) else ""
         facts = [("size", f"{size:,}{of}")]
         store = storage.memory
         if store is None:
@@ -305,12 +305,12 @@ class Display:
         else:
             names = [field.name for field in store.schema.fields]
             shown = ", ".join(names[:8])
-            facts.append(("memory", f"{said_size(storage.nbytes)} {store.place}"))
+            facts.append(("memory", f"{format_size(storage.nbytes)} {store.place}"))
             facts.append(("fields", shown if len(names) <= 8 else f"{len(names)}: {shown}, …"))
         if storage.lanes > 1:
             facts.append(("lanes", str(storage.lanes)))
         if storage.requested_size != capacity:
-            facts.append(("asked for", said_number(storage.requested_size)))
+            facts.append(("asked for", format_number(storage.requested_size)))
         return facts
 
 

@@ -19,7 +19,7 @@ from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.reshard.driver import convert as converted_for
-from engram.reshard.driver import said_counts, seed_of
+from engram.reshard.driver import format_counts, seed_of
 from engram.reshard.plan import open_shard
 from engram.saved import disk
 from engram.saved import parts as saved_parts
@@ -404,7 +404,7 @@ class Saving:
             shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
         schema = storage.schema_here(shard.head["schema"], str(reader.folder))
         converted = converted_for(shard, schema, storage.ndim, self.form.ranking)
-        dropped = [f"{said_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
+        dropped = [f"{format_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
         if dropped:
             warn(
                 f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The "

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 import msgspec
 
 from engram._support.checks import check_count
-from engram._support.words import count, said_size, warn
+from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
-from engram.reshard.driver import Lost, reshard_lines, said_reshard
+from engram.reshard.driver import Lost, format_reshard, reshard_lines
 from engram.reshard.plan import Policy, checked_incomplete
 from engram.saved import attempts, disk, documents
 from engram.saved.checkpoints import Checkpoint
@@ -206,7 +206,7 @@ class SaveReport(NamedTuple):
         episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in self.episodes.items())
         return (
             f"{self.name}: {count(self.steps, 'row')} (episodes: {episodes or 'none'}; {self.lost_rows:,} overwritten meanwhile), "
-            f"{said_size(self.bytes_written)} written and {said_size(self.bytes_linked)} linked in {self.seconds:.2f} s, "
+            f"{format_size(self.bytes_written)} written and {format_size(self.bytes_linked)} linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
         )
 
@@ -251,7 +251,7 @@ class RestoreReport(NamedTuple):
         if self.given_up:
             text += f"; {self.given_up:,} more were saved: the oldest of full lanes mark where what was open ends"
         if self.dealt is not None:
-            text += f"; {said_reshard(self.dealt)}"
+            text += f"; {format_reshard(self.dealt)}"
         return f"{text}; {self.converted}" if self.converted else text
 
 

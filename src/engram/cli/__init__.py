@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 import click
 
 from engram._support.version import __version__
-from engram._support.words import said_number
+from engram._support.words import format_number
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def plot(path: Path, out: Path, what: tuple[str, ...]) -> None:
 
         _check_out(out, ".png", ".svg", ".pdf")
         rows = _known(path) if drawable(_folder(path)) == "store" else {}
-        of = f", {said_number(rows['size'])} of {said_number(rows['capacity'])} rows," if "size" in rows else ""
+        of = f", {format_number(rows['size'])} of {format_number(rows['capacity'])} rows," if "size" in rows else ""
         echo([f"drawing {', '.join(what) or 'all figures'} of {path}{of} into {out}"])
         out.write_bytes(picture(_folder(path), what, out.suffix[1:].lower() or "png"))
 

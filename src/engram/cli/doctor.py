@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from engram._support.memory import available_memory, missing_share
 from engram._support.version import __version__
-from engram._support.words import said_size
+from engram._support.words import format_size
 from engram.format import files, layout
 from engram.format.sizes import resident_bytes
 from engram.saved.inspection import describe, read_store
@@ -87,7 +87,7 @@ def findings(directory: Path | None = None, *, load: bool = False) -> list[Findi
         _package("tensordict"),
         _loaded_core() if load else _core(),
         Finding("cores", _cores()),
-        Finding("memory", f"{said_size(available_memory())} available to this process"),
+        Finding("memory", f"{format_size(available_memory())} available to this process"),
         _shared_memory(SHARED),
         _huge_pages(Path(_HUGE)),
         _memory_locks(*resource.getrlimit(resource.RLIMIT_MEMLOCK)),
@@ -235,7 +235,7 @@ def _huge_pages(setting: Path) -> Finding:
 
 def _memory_locks(soft: int, hard: int, cards: Path = _RDMA) -> Finding:
     """Engram locks no memory. Drivers of some network cards do, if there are such ``cards``."""
-    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{said_size(soft)} of {_limit(hard)}"
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{format_size(soft)} of {_limit(hard)}"
     if soft != resource.RLIM_INFINITY and soft < 64 << 20 and cards.is_dir() and any(cards.iterdir()):
         advice = "Drivers of network cards that read memory directly (RDMA) lock what they read: ulimit -l unlimited"
         return Finding("memory locks", value, "note", advice)
@@ -243,7 +243,7 @@ def _memory_locks(soft: int, hard: int, cards: Path = _RDMA) -> Finding:
 
 
 def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else said_size(value)
+    return "unlimited" if value == resource.RLIM_INFINITY else format_size(value)
 
 
 def _open_files(soft: int, hard: int) -> Finding:
@@ -279,7 +279,7 @@ def _free(path: str) -> str:
 
 
 def _of(free: int, total: int) -> str:
-    return f"{said_size(free)} free of {said_size(total)}"
+    return f"{format_size(free)} free of {format_size(total)}"
 
 
 # ---- the speed of a disk --------------------------------------------------------------------------------------------------
@@ -314,24 +314,22 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
         if schema is not None and (most := lanes["most_rows"]):
             starts = range(0, schema.capacity, schema.capacity // schema.lanes)
             fields = [_opened(stack, path, size) for path, size in layout.row_files(directory, schema).values() if size]
-            said = f"{said_size(schema.row_bytes)} each, {said_size(nbytes)} in all"
+            said = f"{format_size(schema.row_bytes)} each, {format_size(nbytes)} in all"
         else:
             trial = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))
             for _ in range(_TRIAL >> 20):
                 trial.write(os.urandom(1 << 20))
             os.fsync(trial.fileno())
             fields, starts, most = [_opened(stack, Path(trial.name), _ROW)], range(1), _TRIAL // _ROW
-            said = f"none yet, {said_size(_ROW)} were tried"
+            said = f"none yet, {format_size(_ROW)} were tried"
         batches, read = _measured(fields, starts, most, seconds)
-    speed = f"{said_size(round(read))}/s, {batches:.1f} batches of {_BATCH} rows per second"
+    speed = f"{format_size(round(read))}/s, {batches:.1f} batches of {_BATCH} rows per second"
     found = [Finding("rows", said), Finding("disk", speed)]
     memory = available_memory()
     if nbytes:
         missing = missing_share(nbytes, memory, needed)
         expected = f"expect {batches / missing:.1f} batches of {_BATCH} rows per second" if missing else "all rows fit"
-        value = (
-            f"{said_size(memory)} beside what is in use; tickets and priorities need {said_size(needed)}: {expected}"
-        )
+        value = f"{format_size(memory)} beside what is in use; tickets and priorities need {format_size(needed)}: {expected}"
         fits = memory >= needed
         advice = "" if fits else "Each draw waits for the disk: give the process more memory, or the store fewer rows."
         found.append(Finding("memory of rows", value, "ok" if fits else "BAD", advice))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._support.words import said_share, said_size
+from engram._support.words import format_share, format_size
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.cli.doctor import SHARED, Finding
 from engram.device.loader import DeviceLoader
@@ -41,7 +41,7 @@ _REMEDIES = {
 def gpu_findings(accelerator: Accelerator, name: str) -> Iterator[Finding]:
     """What was found on a device, in the order to show it. ``name``: of the device."""
     free, total = accelerator.room()
-    yield Finding("GPU", f"{name}, {said_size(free)} free of {said_size(total)}")
+    yield Finding("GPU", f"{name}, {format_size(free)} free of {format_size(total)}")
     obstacle, reads = accelerator.obstacle(), "GPU reads the host"
     if obstacle is not None:
         remedy = next((advice for words, advice in _REMEDIES.items() if words in obstacle), "")
@@ -54,7 +54,7 @@ def gpu_findings(accelerator: Accelerator, name: str) -> Iterator[Finding]:
     for transport in ("direct", "block") if obstacle is None else ("block",):
         yield from _batches(accelerator, transport, pinned)
     slow = "Cards in full slots reach 12 GB/s and more: nvidia-smi -q has the width of the link." * (pinned < 8e9)
-    yield Finding("GPU copies", f"{said_size(round(pinned))}/s of pinned memory", "note" if slow else "ok", slow)
+    yield Finding("GPU copies", f"{format_size(round(pinned))}/s of pinned memory", "note" if slow else "ok", slow)
 
 
 def _registrations(accelerator: Accelerator) -> Iterator[Finding]:
@@ -103,10 +103,12 @@ def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterato
     if wrong:
         yield Finding(name, wrong, "BAD", 'Use another transport="…", and report this.')
         return
-    part, what = speed / pinned, f"one pinned copy ({BATCH} rows of {said_size(ROW_BYTES)})"
+    part, what = speed / pinned, f"one pinned copy ({BATCH} rows of {format_size(ROW_BYTES)})"
     faster = 'transport="block" may be: the line below.' if is_direct else "engram.set_num_threads(n) gathers faster."
     slow = f"The copies could be faster. {faster}" * (part < 0.5)
-    yield Finding(name, f"{said_size(round(speed))}/s, {said_share(part)} of {what}", "note" if slow else "ok", slow)
+    yield Finding(
+        name, f"{format_size(round(speed))}/s, {format_share(part)} of {what}", "note" if slow else "ok", slow
+    )
 
 
 def _rows(first: int) -> dict[str, torch.Tensor]:

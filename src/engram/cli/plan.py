@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engram._support.memory import available_memory, missing_share
-from engram._support.words import count, said_share, said_size
+from engram._support.words import count, format_share, format_size
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
 from engram.format import files, layout, schema
 from engram.format.schema import DTYPES, Field
@@ -123,17 +123,21 @@ def planned(
 def show_plan(plan: Plan) -> None:
     """Print it as a table."""
     rows = [
-        (plain(".".join(it.key)), it.dtype, str(it.shape), said_size(it.row_bytes), said_size(it.bytes))
+        (plain(".".join(it.key)), it.dtype, str(it.shape), format_size(it.row_bytes), format_size(it.bytes))
         for it in plan.fields
     ]
     columns = ("field", "dtype", "shape", "a row", count(plan.capacity, "row"))
     echo([*table([columns, *rows], right=[3, 4], headed=True), ""])
     facts = [
-        ("rows", said_size(plan.bytes), f"{said_size(plan.row_bytes)} a row"),
-        ("beside them", said_size(plan.overhead), "tickets"),
-        ("priorities", said_size(plan.priorities), "if a sampler draws by them"),
-        ("memory", said_size(plan.memory), "given" if plan.memory != plan.available else "available to a process here"),
-        ("disk", said_size(plan.disk_free), f"free in {tempfile.gettempdir()}"),
+        ("rows", format_size(plan.bytes), f"{format_size(plan.row_bytes)} a row"),
+        ("beside them", format_size(plan.overhead), "tickets"),
+        ("priorities", format_size(plan.priorities), "if a sampler draws by them"),
+        (
+            "memory",
+            format_size(plan.memory),
+            "given" if plan.memory != plan.available else "available to a process here",
+        ),
+        ("disk", format_size(plan.disk_free), f"free in {tempfile.gettempdir()}"),
     ]
     if plan.device is not None:
         facts += [("", "", ""), *plan.device.facts()]
@@ -142,21 +146,21 @@ def show_plan(plan: Plan) -> None:
 
 def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -> Iterator[str]:
     if missing:
-        share = f"{said_share(missing)} of the rows do not fit into memory"
+        share = f"{format_share(missing)} of the rows do not fit into memory"
         yield f"{share}: LazyMemmapStorage keeps them on disk, and 'engram doctor DIR' says how many batches per second that makes."
     elif nbytes > memory / 2:
         yield "The rows take more than half of the memory: LazyMemmapStorage lets the kernel drop what is not in use."
     wide = [".".join(it.key) for it in fields if it.dtype == "float64"]
     if wide:
         saved = sum(it.row_bytes for it in fields if it.dtype == "float64") // 2
-        yield f"float64: {', '.join(wide)}. dtypes={{…: torch.float32}} of the storage saves {said_size(saved)} a row."
+        yield f"float64: {', '.join(wide)}. dtypes={{…: torch.float32}} of the storage saves {format_size(saved)} a row."
     images = [".".join(it.key) for it in fields if it.dtype.startswith("float") and len(it.shape) >= 3]
     if images:
         yield f"images as floats: {', '.join(images)}. uint8 takes a quarter of float32; DTypeCastTransform makes floats of a batch."
     doubles = [it for it in fields if it.key[0] == "next" and any(it.key[1:] == other.key for other in fields)]
     if doubles:
         saved = sum(it.row_bytes for it in doubles)
-        yield f"stored twice: {', '.join('.'.join(it.key) for it in doubles)}. NextFromFollowing saves up to {said_size(saved)} a row."
+        yield f"stored twice: {', '.join('.'.join(it.key) for it in doubles)}. NextFromFollowing saves up to {format_size(saved)} a row."
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from engram._support.words import count, said_number, said_share, said_size
+from engram._support.words import count, format_number, format_share, format_size
 from engram.cli.show import told
 from engram.errors import EngramError
 from engram.saved.inspection import describe, kind_of
@@ -143,20 +143,26 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
     stats, memory = buffer.stats(), buffer.storage.memory
     size, capacity = int(stats["size"]), int(stats.get("capacity", 0))
     share = size / capacity if capacity else 0
-    yield f"<h3>{size:,} of {count(capacity, 'row')} live ({said_share(share)})</h3>"
+    yield f"<h3>{size:,} of {count(capacity, 'row')} live ({format_share(share)})</h3>"
     yield f"<div class='fill'><div style='width:{share:.1%}'></div></div>"
     yield f"<p>{escape(repr(buffer.sampler))}<br>{escape(repr(buffer.writer))}</p>"
     if memory is not None:
         fields = memory.schema.fields
         rows = [
-            (".".join(it.key), it.dtype, list(it.shape), said_size(it.row_bytes), said_size(it.row_bytes * capacity))
+            (
+                ".".join(it.key),
+                it.dtype,
+                list(it.shape),
+                format_size(it.row_bytes),
+                format_size(it.row_bytes * capacity),
+            )
             for it in fields
         ]
         yield _table(("field", "dtype", "shape", "a row", "in all"), rows, "fields")
     if buffer.limits:
         names = {name: value for name, value in stats.items() if "limit" in name or "wait" in name}
         yield _table([], [[repr(limit)] for limit in buffer.limits], "limits")
-        yield _table([], [(name, said_number(value)) for name, value in names.items()])
+        yield _table([], [(name, format_number(value)) for name, value in names.items()])
     figures = _figures(buffer)
     yield "<h3>figures</h3><div class='figures'>"
     for name, (drawn, _) in figures.items():
@@ -185,10 +191,10 @@ def _table(header: Iterable[object], rows: Iterable[Iterable[object]], title: st
 
 def _cell(name: str, value: object) -> str:
     if "bytes" in name and isinstance(value, int):
-        return said_size(value)
+        return format_size(value)
     if isinstance(value, list):
         return ".".join(value) if name == "key" else str(value)
-    return said_number(value)
+    return format_number(value)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

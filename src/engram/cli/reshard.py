@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from engram._support.progress import Work
-from engram._support.words import count, said_number
+from engram._support.words import count, format_number
 from engram.cli.show import echo, print_json, problem, table
 from engram.format import layout
 from engram.reshard.driver import disagreements, reshard_report
@@ -140,7 +140,7 @@ def _show(checkpoint: Checkpoint, made: Reshard, differing: Iterable[str]) -> No
     found = reshard_report(made, checkpoint.ranks)
     click.echo(f"{checkpoint.folder}: {count(len(found['shards']), 'rank')} → {len(found['targets'])}")
     columns = ("rank", "lanes", "rows", "episodes", "steps", "smallest", "largest", "unused")
-    rows = [columns, *(map(said_number, it.values()) for it in found["targets"])]
+    rows = [columns, *(map(format_number, it.values()) for it in found["targets"])]
     echo(table([[*row] for row in rows], right=range(len(columns)), headed=True))
     click.echo("rows: of a lane; smallest, largest: rows in the lane that has fewest, most; unused: of all lanes")
     counts = {"saved": found["saved"], "kept": found["kept"], "truncated": found["truncated"]}

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import click
 import msgspec
 
-from engram._support.words import count, said_number, said_share, said_size
+from engram._support.words import count, format_number, format_share, format_size
 from engram.errors import EngramError
 from engram.saved.documents import Problem
 from engram.saved.inspection import Histogram
@@ -124,14 +124,14 @@ def refusing(extra: str | None = None, *, oserror: type[Refusal] = Misuse) -> It
     except EngramError as error:
         raise Refusal(str(error)) from error
     except OSError as error:
-        raise oserror(said_error(error)) from error
+        raise oserror(error_text(error)) from error
     except MemoryError as error:
         raise Refusal(str(error) or "there is not enough memory.") from error
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         raise Refusal(str(error.args[0]) if error.args else type(error).__name__) from error
 
 
-def said_error(error: OSError) -> str:
+def error_text(error: OSError) -> str:
     """An error of the system as a sentence that begins with the path."""
     if error.strerror and error.filename is not None:
         other = "" if error.filename2 is None else f" to {os.fspath(error.filename2)}"
@@ -205,7 +205,7 @@ def _told_apart() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(UNREAD)
     except OSError as error:
-        click.echo(f"Error: standard output: {said_error(error)}", err=True)
+        click.echo(f"Error: standard output: {error_text(error)}", err=True)
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(REFUSED)
@@ -292,7 +292,7 @@ def fitted(lines: Iterable[str]) -> Iterator[str]:
 def stat_lines(found: Mapping[str, object], unused: Iterable[str] = ()) -> Iterator[str]:
     """A line for each number of ``engram stats``."""
     for name, value in found.items():
-        yield f"{name:<24}  {'none: no process has the store open' if name in unused else said_number(value)}"
+        yield f"{name:<24}  {'none: no process has the store open' if name in unused else format_number(value)}"
 
 
 def show_findings(found: Sequence[Finding]) -> None:
@@ -342,10 +342,10 @@ def checkpoint_lines(found: Mapping[str, object]) -> Iterator[str]:
     """A line for each checkpoint of a series: its name, and what it holds, or why it is no checkpoint."""
     lines: list[Sequence[object]] = [("checkpoint", "ranks", "steps", "episodes", "bytes", "linked", "age")]
     for row in msgspec.convert(found["checkpoints"], list[_Row]):
-        counts = map(said_number, (row.world, row.steps, row.episodes))
-        sizes = map(said_size, (row.bytes, row.bytes_linked))
+        counts = map(format_number, (row.world, row.steps, row.episodes))
+        sizes = map(format_size, (row.bytes, row.bytes_linked))
         status = row.status if row.status.startswith(("undecided", "aborted")) else f"damaged: {row.status}"
-        lines.append((row.name, *counts, *sizes, said_age(row.age_s)) if row.world else (row.name, plain(status)))
+        lines.append((row.name, *counts, *sizes, format_age(row.age_s)) if row.world else (row.name, plain(status)))
     yield from table(lines, right=range(1, 7), headed=True)
 
 
@@ -427,8 +427,8 @@ def _short(key: str, value: object) -> str | None:
     if key == "key" and isinstance(value, list):
         return plain(".".join(value))
     if "bytes" in key and type(value) is int:
-        return said_size(value)
-    return "–" if value in (None, "", [], (), {}) and key != "shape" else plain(said_number(value))
+        return format_size(value)
+    return "–" if value in (None, "", [], (), {}) and key != "shape" else plain(format_number(value))
 
 
 def plain(value: object) -> str:
@@ -437,7 +437,7 @@ def plain(value: object) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def said_age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """A time span in its largest unit: ``40 s``, ``12 min``, ``5 h``, ``3 days``."""
     for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
@@ -556,15 +556,15 @@ def _store(store: _Store) -> Iterator[str]:
     else:
         named = ", ".join(map(str, store.processes[:8])) or "none is noted"
         state = f"open, or not closed in order; processes: {named}"
-    share = f" ({said_share(store.rows / store.capacity)})"
+    share = f" ({format_share(store.rows / store.capacity)})"
     lanes = f", {store.lanes.count} lanes of {store.lanes.fewest_rows:,} to {store.lanes.most_rows:,}"
     yield from table(
         [
             ("created", store.created or "–"),
-            ("written", f"{store.written}, {said_age(store.age_s)} ago" if store.written else "–"),
+            ("written", f"{store.written}, {format_age(store.age_s)} ago" if store.written else "–"),
             ("state", state),
             ("rows", f"{store.rows:,} of {store.capacity:,}{share}{lanes if store.lanes.count > 1 else ''}"),
-            ("size", f"{said_size(store.bytes)}, {said_size(store.row_bytes)} a row"),
+            ("size", f"{format_size(store.bytes)}, {format_size(store.row_bytes)} a row"),
         ]
     )
     yield from _fields(store.fields)
@@ -576,9 +576,9 @@ def _checkpoint(found: _Checkpoint) -> Iterator[str]:
     totals = found.totals
     kinds = ((kind, totals.get(kind)) for kind in _KINDS)
     episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in kinds if isinstance(it, dict) and it["episodes"])
-    size, linked = (said_size(_whole(totals, f"bytes_{which}")) for which in ("logical", "linked"))
+    size, linked = (format_size(_whole(totals, f"bytes_{which}")) for which in ("logical", "linked"))
     facts = [
-        ("saved", f"{found.saved}, {said_age(found.age_s)} ago" if found.saved else "–"),
+        ("saved", f"{found.saved}, {format_age(found.age_s)} ago" if found.saved else "–"),
         ("step", f"{found.step:,} ({plain(found.trigger)}), {count(found.world, 'rank')}"),
         ("rows", f"{_whole(totals, 'steps'):,} in {count(_whole(totals, 'episodes'), 'episode')}"),
         ("episodes", episodes or "–"),
@@ -608,7 +608,7 @@ def _whole(totals: Entries, name: str) -> int:
 
 def _fields(fields: list[_Field]) -> Iterator[str]:
     yield ""
-    rows = [(plain(".".join(it.key)), it.dtype, str(it.shape), said_size(it.row_bytes)) for it in fields[:_FIELDS]]
+    rows = [(plain(".".join(it.key)), it.dtype, str(it.shape), format_size(it.row_bytes)) for it in fields[:_FIELDS]]
     yield from table([("field", "dtype", "shape", "a row"), *rows], right=[3], headed=True)
     if len(fields) > _FIELDS:
         yield f"and {len(fields) - _FIELDS} more: --all lists them"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from engram._support.words import said_share, said_size
+from engram._support.words import format_share, format_size
 from engram.buffer.prioritized import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
 from engram.inspect import effective_size
@@ -114,8 +114,8 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
     def rate(key: str) -> float:
         return max(0.0, now[key] - before.get(key, 0)) / seconds  # emptied meanwhile: 0
 
-    filled = f" of {now['capacity']:,.0f} ({said_share(now['utilization'])})" if "capacity" in now else ""
-    yield f"{'rows':<10} {now['size']:,.0f}{filled}, {said_size(int(now['bytes']))}"
+    filled = f" of {now['capacity']:,.0f} ({format_share(now['utilization'])})" if "capacity" in now else ""
+    yield f"{'rows':<10} {now['size']:,.0f}{filled}, {format_size(int(now['bytes']))}"
     if "shards" in now:
         missing = f"; {now['rows_missing']:,.0f} rows are missing" if now["shards_missing"] else ""
         yield f"{'stores':<10} {now['shards'] - now['shards_missing']:.0f} of {now['shards']:.0f} answer{missing}"

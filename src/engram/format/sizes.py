@@ -8,7 +8,7 @@ import msgspec
 
 from engram._core import priority_bytes
 from engram._support.memory import available_memory
-from engram._support.words import said_size
+from engram._support.words import format_size
 from engram.format import layout
 
 if TYPE_CHECKING:
@@ -101,22 +101,26 @@ class DevicePlan(msgspec.Struct, frozen=True):
             ('transport="direct"', self.pinned, self.available or None, 'DeviceLoader uses transport="block" then'),
         )
         return tuple(
-            f"Too little memory for {way}: expected {said_size(needed)}, got {said_size(free)} that are free. {advice}."
+            f"Too little memory for {way}: expected {format_size(needed)}, got {format_size(free)} that are free. {advice}."
             for way, needed, free, advice in ways
             if free is not None and free < needed
         )
 
     def facts(self) -> Iterator[tuple[str, str, str]]:
         """What takes memory, how much, and a remark."""
-        free = "free memory unknown on this machine" if self.free is None else f"{said_size(self.free)} free"
-        have = f", {said_size(self.available)} available" * bool(self.available)
-        yield "rows there", said_size(self.storage), f"LazyTensorStorage(device={self.device!r}): {free}"
-        yield "priorities there", said_size(self.priorities), "if a sampler draws by them"
-        yield "a mirror", said_size(self.mirror), 'mirror="DIR", and as much pinned on the host'
-        yield "resident rows", said_size(self.resident), 'transport="resident"'
-        yield "batches", said_size(self.batch * self.batches), f"{self.batches} of {said_size(self.batch)}, in a loader"
-        yield "pinned rows", said_size(self.pinned), f'of the host, for transport="direct"{have}'
-        yield "pinned blocks", said_size(self.block), 'of the host, for transport="block"'
+        free = "free memory unknown on this machine" if self.free is None else f"{format_size(self.free)} free"
+        have = f", {format_size(self.available)} available" * bool(self.available)
+        yield "rows there", format_size(self.storage), f"LazyTensorStorage(device={self.device!r}): {free}"
+        yield "priorities there", format_size(self.priorities), "if a sampler draws by them"
+        yield "a mirror", format_size(self.mirror), 'mirror="DIR", and as much pinned on the host'
+        yield "resident rows", format_size(self.resident), 'transport="resident"'
+        yield (
+            "batches",
+            format_size(self.batch * self.batches),
+            f"{self.batches} of {format_size(self.batch)}, in a loader",
+        )
+        yield "pinned rows", format_size(self.pinned), f'of the host, for transport="direct"{have}'
+        yield "pinned blocks", format_size(self.block), 'of the host, for transport="block"'
 
     def __str__(self) -> str:
         lines = (f"  {what}: {size}, {remark}" for what, size, remark in self.facts())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engram._support.field_paths import public
-from engram._support.words import count, said_share
+from engram._support.words import count, format_share
 from engram.around import Expander, SliceSampler
 from engram.errors import RowError
 from engram.format import layout
@@ -453,7 +453,7 @@ def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     share, diverse = few / len(leaves), effective(leaves) * scan.scale
     good = share >= _FEW_ROWS or size < _MANY
     text = (
-        f"{said_share(share)} of the rows take {said_share(_MOST_DRAWS)} of the draws, which are as diverse as of {diverse:,.0f} "
+        f"{format_share(share)} of the rows take {format_share(_MOST_DRAWS)} of the draws, which are as diverse as of {diverse:,.0f} "
         f"equally likely rows of {size:,} (alpha={found.alpha:g})."
     )
     if not good:
@@ -499,11 +499,11 @@ def _next_observations(storage: Storage, scan: Scan) -> Iterator[Finding]:
             continue
         share, nbytes = float(same.double().mean()), fields[later].row_bytes
         name = public(key)
-        text = f"the next observation {name!r} repeats that of the following row in {said_share(share)} of the rows"
+        text = f"the next observation {name!r} repeats that of the following row in {format_share(share)} of the rows"
         if share >= _EQUAL:
             saved = nbytes / storage.memory.schema.row_bytes
             text += (
-                f": {nbytes:,} bytes of each row, {said_share(saved)} of all, are stored twice. Leave it out, and read it with "
+                f": {nbytes:,} bytes of each row, {format_share(saved)} of all, are stored twice. Leave it out, and read it with "
                 "NextFromFollowing."
             )
         yield Finding("next observations", share < _EQUAL, text, {"equal_frac": share, "bytes_per_row": nbytes})
@@ -533,7 +533,7 @@ def _counts(buffer: Watched) -> Iterator[Finding]:
         return
     never = stats["never_sampled_frac"]
     good = never <= _NEVER or ratio < _OFTEN or stats["size"] < _MANY
-    text = f"{said_share(never)} of the rows were never sampled."
+    text = f"{format_share(never)} of the rows were never sampled."
     if not good:
         text += f" With {ratio:.3g} samples a row that many are not expected: the sampler prefers few rows (see rb.plot.usage())."
     yield Finding("never sampled", good, text, {"never_sampled_frac": never, "replay_ratio": ratio})
@@ -545,7 +545,7 @@ def _stale(storage: Storage, scan: Scan) -> Iterator[Finding]:
         return
     old = ages > _LAPS * size
     share, oldest = float(old.mean()), int(ages.max())
-    text = f"{said_share(share)} of the rows are older than {_LAPS:g} times as many writes as rows are live; the oldest has {oldest:,}."
+    text = f"{format_share(share)} of the rows are older than {_LAPS:g} times as many writes as rows are live; the oldest has {oldest:,}."
     if share > _STALE:
         length = scan.extent.capacity // len(scan.extent.filled)
         lanes = sorted({int(row) // length for row in scan.rows[torch.from_numpy(old)]})

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engram._support.field_paths import as_path, public
-from engram._support.words import count, said_share
+from engram._support.words import count, format_share
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.saved.rows import boundary_fields, roles_of
@@ -370,7 +370,7 @@ class Plots:
         axes.set(
             xlabel="times drawn",
             ylabel="rows",
-            title=f"{said_share(np.mean(counts == 0))} of the rows were never drawn",
+            title=f"{format_share(np.mean(counts == 0))} of the rows were never drawn",
         )
         _count_whole(axes.xaxis)
         return axes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram._support.checks import check_count
 from engram._support.devices import foreseen
 from engram._support.memory import missing_share
-from engram._support.words import count, said_share, said_size
+from engram._support.words import count, format_share, format_size
 from engram.around import Expander
 from engram.format import layout
 from engram.format.sizes import DevicePlan
@@ -100,17 +100,17 @@ class StoragePlan(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {said_size(field.row_bytes * self.capacity)}, "
+            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {format_size(field.row_bytes * self.capacity)}, "
             f"shape {[self.capacity, *field.shape]} {field.dtype}"
             for field in self.fields
         ]
-        row, total, beside = map(said_size, (self.row_bytes, self.nbytes, self.overhead))
+        row, total, beside = map(format_size, (self.row_bytes, self.nbytes, self.overhead))
         lines.append(f"{count(self.capacity, 'row')} of {row}: {total}, and {beside} beside them")
         if self.spared:
             ready = self.ready_bytes * self.capacity
             lines.append(
-                f"With stacks and next observations in each row: {said_size(ready)}. Stored once, they spare "
-                f"{said_size(self.spared)} ({said_share(self.spared / ready)}), with {said_size(self.finals_bytes)} of final observations"
+                f"With stacks and next observations in each row: {format_size(ready)}. Stored once, they spare {format_size(self.spared)} "
+                f"({format_share(self.spared / ready)}), with {format_size(self.finals_bytes)} of final observations"
             )
         if self.memory:
             lines.append(self._in_memory())
@@ -119,12 +119,12 @@ class StoragePlan(NamedTuple):
         return "\n".join([*lines, *advice(self.fields, self.dtypes)])
 
     def _in_memory(self) -> str:
-        have = f"In {said_size(self.memory)} of memory: "
+        have = f"In {format_size(self.memory)} of memory: "
         if self.memory < self.resident:
-            return f"{have}too little. Tickets and priorities need {said_size(self.resident)}, or each draw waits for the disk"
+            return f"{have}too little. Tickets and priorities need {format_size(self.resident)}, or each draw waits for the disk"
         batch = self.from_disk(256)
-        read = f"a batch of 256 rows reads {said_size(round(batch))} from disk" if batch else "all rows fit"
-        return f"{have}{said_size(self.resident)} for tickets and priorities; {read}"
+        read = f"a batch of 256 rows reads {format_size(round(batch))} from disk" if batch else "all rows fit"
+        return f"{have}{format_size(self.resident)} for tickets and priorities; {read}"
 
 
 def plan(

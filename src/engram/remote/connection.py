@@ -15,7 +15,7 @@ from pyarrow import flight
 
 from engram._support import fork
 from engram._support.version import __version__
-from engram._support.words import said_wait
+from engram._support.words import format_wait
 from engram.remote import protocol
 from engram.remote.wire import columns_in
 
@@ -158,7 +158,7 @@ class Connection:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
                     raise ConnectionError(
-                        f"connect: no server answered{said_wait(self.access.patience_s)} at {self.access}: {_short(error)} Start one "
+                        f"connect: no server answered{format_wait(self.access.patience_s)} at {self.access}: {_short(error)} Start one "
                         "with engram serve, or pass another address."
                     ) from error
             else:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engram._support.copies import raw_bytes
-from engram._support.words import count, said_share
+from engram._support.words import count, format_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.reshard import plan as plans
@@ -141,7 +141,7 @@ class Reshard:
             longest = max(target.lane_length for target in self.targets)
             advice.append(f"lanes longer than {count(longest, 'row')} keep the oversize ones")
         raise IncompatibleCheckpoint(
-            f"{where}: expected to leave out at most {said_share(most)} of {count(steps, 'saved step')}, would leave out "
+            f"{where}: expected to leave out at most {format_share(most)} of {count(steps, 'saved step')}, would leave out "
             f"{sum(lost.values()):,} ({named}). {'; '.join([*advice, otherwise])}."
         )
 
@@ -309,9 +309,9 @@ def _load(made: Reshard, rank: int) -> dict[str, int]:
     }
 
 
-def said_reshard(dealt: Mapping[str, Any]) -> str:
+def format_reshard(dealt: Mapping[str, Any]) -> str:
     """A report in a line."""
-    text = f"{_said_counts(dealt)}; from {count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
+    text = f"{_format_counts(dealt)}; from {count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
     lost = dealt["lost"]
     if not lost["ranks"]:
         return text
@@ -319,16 +319,16 @@ def said_reshard(dealt: Mapping[str, Any]) -> str:
     whose = f"the shard of rank {ranks}" if len(lost["ranks"]) == 1 else f"the shards of ranks {ranks}"
     if lost["as_of"] is None:
         return f"{text}; lost with {whose}: unknown how much"
-    return f"{text}; lost with {whose}: at {lost['as_of']} that was {said_counts(lost)}"
+    return f"{text}; lost with {whose}: at {lost['as_of']} that was {format_counts(lost)}"
 
 
 def reshard_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
     """What became of each shard, and what each target got, in a line each."""
     for shard in dealt["shards"]:
-        yield f"shard of rank {shard['rank']}: {_said_counts(shard)}"
+        yield f"shard of rank {shard['rank']}: {_format_counts(shard)}"
     for it in dealt["targets"]:
         yield (
-            f"rank {it['rank']}: {said_counts(it)} in {count(it['lanes'], 'lane')} of {count(it['lane_length'], 'row')}, "
+            f"rank {it['rank']}: {format_counts(it)} in {count(it['lanes'], 'lane')} of {count(it['lane_length'], 'row')}, "
             f"{it['smallest_lane']} to {it['largest_lane']} in each; {count(it['unused'], 'row')} unused"
         )
     yield (
@@ -337,15 +337,15 @@ def reshard_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _said_counts(counts: Mapping[str, Any]) -> str:
+def _format_counts(counts: Mapping[str, Any]) -> str:
     every = {"saved": counts["saved"], "kept": counts["kept"]}
     every |= {f"dropped as {reason}": it for reason, it in counts["dropped"].items() if it["episodes"]}
     if counts["truncated"]["episodes"]:
         every["kept as truncated"] = counts["truncated"]
-    return ", ".join(f"{what} {said_counts(it)}" for what, it in every.items())
+    return ", ".join(f"{what} {format_counts(it)}" for what, it in every.items())
 
 
-def said_counts(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Episodes and steps."""
     return f"{count(counts['episodes'], 'episode')} with {count(counts['steps'], 'step')}"
 

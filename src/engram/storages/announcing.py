@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from engram._support.field_paths import public
-from engram._support.words import count, said_size
+from engram._support.words import count, format_size
 from engram.format.layout import SINGLE
 from engram.format.schema import name_of
 
@@ -27,9 +27,9 @@ def creation_line(fields: Sequence[Field], capacity: int, where: object) -> str:
     said, total = [], 0
     for field in fields:
         nbytes = field.row_bytes * capacity
-        said.append(f"{field.name} {list(field.shape)} {field.dtype} ({said_size(nbytes)})")
+        said.append(f"{field.name} {list(field.shape)} {field.dtype} ({format_size(nbytes)})")
         total += nbytes
-    return f"{count(capacity, 'row')} in {where}, {said_size(total)}: {', '.join(said)}"
+    return f"{count(capacity, 'row')} in {where}, {format_size(total)}: {', '.join(said)}"
 
 
 def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from engram._support import fork, native
 from engram._support.memory import available_memory
-from engram._support.words import said_size, warn
+from engram._support.words import format_size, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import files, layout
 from engram.format import files as controls
@@ -547,8 +547,8 @@ def _use_files(store: Store, directory: Path) -> None:
     needed = resident_bytes(directory, capacity)
     if store.larger and memory < needed:
         warn(
-            f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {said_size(needed)} of memory, this process can have "
-            f"{said_size(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
+            f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {format_size(needed)} of memory, this process can have "
+            f"{format_size(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
         )
 
 

@@ -44,7 +44,7 @@ class Said(NamedTuple):
     """What it has besides tensors, by name."""
 
 
-def said_in(state: object, where: str) -> dict[str, Said] | None:
+def text_in(state: object, where: str) -> dict[str, Said] | None:
     """What a TensorDict's state says of each TensorDict in it, by the beginning of the names of its entries; None: it is no such state.
 
     Raises ``IncompatibleCheckpoint``: the state of something else.
@@ -171,7 +171,7 @@ class ListedItems:
 
     def __init__(self, items: Sequence[object], where: str) -> None:
         self._items, self._where = items, where
-        self._said = [said_in(item, f"{where}: item {number}") for number, item in enumerate(items)]
+        self._said = [text_in(item, f"{where}: item {number}") for number, item in enumerate(items)]
         for number, (item, said) in enumerate(zip(items, self._said, strict=True)):
             if said is None and isinstance(item, dict) and _OLD in item:
                 raise IncompatibleCheckpoint(
@@ -301,7 +301,7 @@ def _read_buffer(state: Mapping[str, object], ndim: int, left_out: list[str]) ->
         )
     if isinstance(rows, dict) and not rows:
         raise IncompatibleCheckpoint(f"{where}: expected rows, got none: nothing was ever written.")
-    said = said_in(rows, where)
+    said = text_in(rows, where)
     tensors = _leaves(rows, said, where)
     if said is not None:
         left_out += lost(said, cast("dict[str, object]", rows), objects=True)

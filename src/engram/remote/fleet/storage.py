@@ -18,7 +18,7 @@ from engram._support import fork
 from engram._support.checks import check_count
 from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
-from engram._support.words import said_wait, warn
+from engram._support.words import format_wait, warn
 from engram.errors import RowError
 from engram.format.schema import decode
 from engram.remote import protocol
@@ -462,7 +462,7 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
     if errors and waits_all:
         where = ", ".join(str(it) for it in access.addresses if it not in served)
         raise ConnectionError(
-            f"connect: no server answered{said_wait(patience_s)} at {where}. Start it with engram serve, or pass another address."
+            f"connect: no server answered{format_wait(patience_s)} at {where}. Start it with engram serve, or pass another address."
         ) from errors[0]
     return served
 
