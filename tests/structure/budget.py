@@ -48,7 +48,10 @@ def above(found, rooms, allowed):
         if room not in rooms:
             yield f"{room}: it has {lines} code lines and no place in the budget"
         elif lines > rooms[room]:
-            yield f"{room}: expected at most {rooms[room]} code lines, got {lines}: merge what repeats, or take lines from another room"
+            yield (
+                f"{room}: expected at most {rooms[room]} code lines, got {lines}: merge what repeats, take lines from another room, or "
+                f"raise its figure here: all rooms together may have {sum(allowed.values())}, and have {sum(found.values())}"
+            )
     if sum(rooms.values()) > sum(allowed.values()):
         yield f"the rooms may have {sum(rooms.values())} code lines together, and issues allow {sum(allowed.values())}"
     yield from (f"{room}: it is in the budget and not in the package" for room in rooms if room not in found)

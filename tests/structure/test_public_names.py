@@ -5,6 +5,9 @@ import typing
 
 import pytest
 
+import engram
+from engram import samplers
+from engram.writers import max_value
 from tests.structure import public_names
 
 
@@ -59,3 +62,12 @@ def test_keywords_of_a_table_count():
 
     assert inspect.signature(call)
     assert public_names._parameters(call) == "(*, first=, second=)"
+
+
+def test_what_a_store_notes_can_be_made_again():
+    """``ReplayBuffer.open`` makes samplers and removers from these tables."""
+    public = {name: getattr(engram, name) for name in engram.__all__}
+    of = lambda room: {n for n, v in public.items() if inspect.isclass(v) and v.__module__.startswith(room)}  # noqa: E731
+    protocols = {name for name, value in public.items() if getattr(value, "_is_protocol", False)}
+    assert of("engram.samplers.") - protocols - {"FieldReader"} == {cls.__name__ for cls in samplers.OF_ROWS}
+    assert of("engram.writers.removers") - protocols == {*max_value._KNOWN}

@@ -96,7 +96,7 @@ class Checkpointer:
     """Saves one buffer as a series of checkpoints below one folder, and restores it.
 
     Every checkpoint is complete. Files of rows that did not change since the last one are hard links to it: a checkpoint costs
-    what is new, and removing one harms no other. The manifest is renamed into place last. If the process is killed during a save,
+    what is new, and removing one harms no other. The manifest appears last, by one hard link. If the process is killed during a save,
     the previous checkpoint remains valid.
 
     A save takes a consistent snapshot; later writes do not change it. Writers wait while 8 bytes per row and priority are copied.

@@ -502,8 +502,8 @@ class RemovingWriter(NativeWriter):
 
     @property
     def recordable(self) -> bool:
-        """Whether the remover is one of engram's."""
-        return type(self.remover).__module__.startswith("engram.")
+        """Whether a store that notes the remover can make it again."""
+        return any(made is self.remover.__class__ for made, _ in _KNOWN.values())
 
     def config(self) -> dict[str, object]:
         name = type(self.remover).__name__
