@@ -1,5 +1,6 @@
 import faulthandler
 import gc
+import logging
 import os
 import re
 import signal
@@ -97,6 +98,15 @@ def seeded():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logged():
+    """What programs log shows again in the next test: examples and benchmarks quieten them."""
+    logger = logging.getLogger("engram")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -568,7 +568,7 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         if (version, found) != (known["version"], known.keys()):
             raise ValueError(
                 f"expected version {known['version']} with the entries {sorted(known)}, got {version} with {sorted(found)}: stores have "
-                "grouped in versions 2.1 to 2.4, sum with added; descriptions have added in 2.2 to 2.4, keys that are ints in 2.3 and 2.4"
+                "grouped in 2.1 to 2.4, sum with added; descriptions have added in 2.2 to 2.4, ints as keys in versions 2.3 and 2.4"
             )
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
