@@ -69,6 +69,7 @@ def by_priority():
     return PrioritizedSampler(alpha=0.7, beta=0.5)
 
 
+@pytest.mark.stress(sample=6)
 @pytest.mark.parametrize(
     "sampler", [lambda: None, by_priority, SamplerWithoutReplacement], ids=["uniform", "priority", "epoch"]
 )

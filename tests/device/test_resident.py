@@ -81,6 +81,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.stress(sample=6)
 @BOTH
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_row_is_stale(device, storage, change):

@@ -19,6 +19,7 @@ def found(program, capability, cache):
     return json.loads(done.stdout)
 
 
+@pytest.mark.stress(sample=1)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_rows_on_a_device(capability, tmp_path):
     all_found = found("compiled_rows", capability, tmp_path)
@@ -29,6 +30,7 @@ def test_kernels_of_rows_on_a_device(capability, tmp_path):
         assert powers or entry["fused"] == 0, entry  # exp and log have some
 
 
+@pytest.mark.stress(sample=1)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_no_cached_load_and_no_atomic_reaches_memory_of_the_host(capability, tmp_path):
     all_found = found("compiled", capability, tmp_path)

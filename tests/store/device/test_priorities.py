@@ -58,6 +58,7 @@ def test_they_lie_there():
     assert isinstance(theirs.sampler.priorities(), PriorityIndex)
 
 
+@pytest.mark.stress(sample=6)
 @pytest.mark.parametrize("normalize", ["store", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lanes", [1, 3])

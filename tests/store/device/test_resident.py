@@ -84,6 +84,7 @@ def test_rows_by_priority():
     assert hits(chain) > 0
 
 
+@pytest.mark.stress(sample=8)
 @pytest.mark.parametrize("before", ["draw", "gather", "repair"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_writer_between_kernels(before, change):
