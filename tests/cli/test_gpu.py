@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from engram.cli import gpu, main
+from engram.device import direct
 from engram.device.block import Blocks
 from engram.device.direct import DirectReader
 from tests.device.imitation import Interpreter
@@ -55,6 +56,15 @@ def test_one_that_works(device):
     assert found["GPU takes files on a disk"].value.startswith("yes, or that is no disk")
     assert device.counts["send"] > 0
     assert not [region for region in device.regions if not region.foreign]
+
+
+@pytest.mark.usefixtures("device", "fast")
+def test_batches_that_are_read_ahead(monkeypatch):
+    """One that was read before the fork has the rows of before."""
+    monkeypatch.setattr(direct.native, "PARALLEL_BYTES", 1)
+    found = findings(Interpreter.installed(monkeypatch))
+    assert found["GPU by direct after a fork"].value == "works"
+    assert found["GPU by direct"].status == "ok"
 
 
 def test_speeds_are_measured_after_all_work(device):
@@ -166,17 +176,17 @@ def test_memory_that_cannot_be_registered_again_after_a_fork(device, monkeypatch
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("when", ["before", "after a fork"])
 def test_wrong_rows(device, monkeypatch, when):
-    read, forked = DirectReader.read, []
+    hand_out, forked = DirectReader.hand_out, []
     fork_while = gpu._fork_while
     monkeypatch.setattr(gpu, "_fork_while", lambda work: (fork_while(work), forked.append(1)))
 
-    def torn(reader, **kwargs):
-        batch = read(reader, **kwargs)
+    def torn(reader, queued, **kwargs):
+        batch = hand_out(reader, queued, **kwargs)
         if bool(forked) == (when != "before"):
             batch["bytes"][3, 5] += 1
         return batch
 
-    monkeypatch.setattr(DirectReader, "read", torn)
+    monkeypatch.setattr(DirectReader, "hand_out", torn)
     found = findings(device)
     it = found["GPU by direct" if when == "before" else "GPU by direct after a fork"]
     assert (it.value, it.status) == ("3 of 3 batches have wrong rows", "BAD")
