@@ -342,6 +342,22 @@ def test_updates_are_applied_in_the_order_of_the_calls(device):
     torch.testing.assert_close(here.sampler.priorities().leaves_of(batch["index"]), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", [DeviceLoader, DeviceReplay])
+def test_what_was_queued_on_another_stream_is_waited_for(device, kind):
+    rb, _ = pair(sampler=by_priority)
+    reading, rows, device.held = kind(rb, "cuda"), torch.arange(8), {"another"}
+    writes = rb.storage.memory.writes_of(rows, rb.storage.memory.tickets_of(rows))
+    with device.on(device._named("another")):
+        _ = reading.sample() if kind is DeviceReplay else next(iter(reading))
+        reading.update_priority(rows, torch.full((8,), 9.0), generation=writes)
+    reading.flush()
+    assert rb.sampler.priorities().leaves(9).tolist() == pytest.approx([9.0**0.7] * 8 + [1.0])
+    with device.on(device._named("another")):
+        _ = reading.sample() if kind is DeviceReplay else next(iter(reading))
+    assert reading.stats()["batches"] == 2
+    reading.close()
+
+
 def test_a_loader_made_before_the_first_row_reads_directly(device):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
     reading = DeviceLoader(rb, "cuda", transport="direct")

@@ -252,8 +252,8 @@ class DirectReader:
     @property
     def counts(self) -> dict[str, int]:
         """What happened to batches, for ``stats()``. Waits for the device."""
-        with contextlib.nullcontext() if self._side is None else self.accelerator.on(self._side):
-            batches, _, *others = self._chain.counters[:6].tolist()
+        self._wait()
+        batches, _, *others = self._chain.counters[:6].tolist()
         return dict(zip(_COUNTS, (batches, batches * self.nbytes, *others), strict=True))
 
     def is_current(self) -> bool:
@@ -345,11 +345,18 @@ class DirectReader:
                     f"{call}: expected finite priorities of at least 0, got {refused} others. They were left out."
                 )
 
+    def _wait(self) -> None:
+        """Wait on the host for all that was queued, whatever the stream in use is; of graphs, on every stream."""
+        streams = {None} if self in _CAPTURED else {self._stream, self._side or self._stream}
+        for stream in streams:
+            self.accelerator.finish(stream)
+
     def flush(self, call: str) -> None:
         """Wait until the priorities that were sent are in the buffer. Raises as :meth:`check`; ``WriterStalled``: it takes too long."""
         if self.updates is None or os.getpid() != self._pid:
             return
         with self._lock:
+            self._wait()
             arrived = self.updates.flush()
         if not arrived:
             raise WriterStalled(
