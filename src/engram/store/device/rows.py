@@ -49,6 +49,8 @@ class DeviceRows:
         self.told = torch.zeros_like(self.edited)
         #: Position of the next step, its number, and rows written since the last emptying: of a store of one lane.
         self.cursor = torch.zeros(3, dtype=torch.int64, device=device)
+        #: Where the cursor will be once a graph has appended what it is at, which it says before; that counts where a mirror looks.
+        self.begun = torch.zeros(1, dtype=torch.int64, device=device)
         #: Updates that came too late; bad priorities; rows outside the store or without data; draws where nothing had a priority.
         self.tally = torch.zeros(4, dtype=torch.int64, device=device)
         #: The spare row, on the device.
@@ -138,6 +140,10 @@ class DeviceRows:
         """Rows hold new writes, numbered from ``first`` on. ``last`` as for :meth:`put`."""
         numbers = torch.arange(len(rows), device=self.device) + first
         self.numbers.index_put_((rows,), numbers if last is None else numbers[last])
+
+    def begin(self, n: int | Tensor) -> None:
+        """Some steps will be appended at the cursor."""
+        torch.add(self.cursor[:1], n, out=self.begun)
 
     def count_edits(self, rows: Tensor) -> None:
         """Edits of rows begin, or end. Those of one call do both at once, as readers come between calls."""
