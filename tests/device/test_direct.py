@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import subprocess
 import threading
 
 import pytest
@@ -166,6 +167,22 @@ def test_a_refused_registration_is_said_once(device):
     assert reading.transport == "block"
     with pytest.raises(RuntimeError, match="801"):
         DeviceLoader(here, "cuda", transport="direct")
+
+
+@pytest.mark.parametrize("cls", [subprocess.CalledProcessError, PermissionError])
+def test_kernels_that_cannot_be_compiled(device, monkeypatch, cls):
+    """Triton calls a C compiler, and writes to a cache."""
+
+    def fails(*_, **__):
+        raise cls(1, "gcc main.c")
+
+    monkeypatch.setattr(direct, "Chain", fails)
+    rb, _ = pair()
+    with pytest.warns(UserWarning, match=rf"cannot read the rows by itself: {cls.__name__}: .*gcc main\.c"):
+        assert DeviceLoader(rb, "cuda").transport == "block"
+    for refused in (lambda: DeviceLoader(rb, "cuda", transport="direct"), lambda: DeviceReplay(rb, "cuda")):
+        with pytest.raises(RuntimeError, match=r"gcc main\.c"):
+            refused()
 
 
 def test_what_changes_meanwhile(device):

@@ -226,8 +226,9 @@ class DirectReader:
                     )  # fmt: skip
                     self.updates.attach(index, store.indexes)
                 self._graph = None if commands is None else accelerator.capture(self._chain.launch)
-        except (NotRegistered, RuntimeError, ImportError) as error:
-            raise NotDirect(str(error)) from error
+        except Exception as error:  # Triton has errors of its own, and those of the C compiler that it calls
+            said = isinstance(error, RuntimeError | ImportError)
+            raise NotDirect(str(error) if said else f"{type(error).__name__}: {error}") from error
         self.nbytes = self._chain.layout.nbytes
         """Of a batch."""
         #: Work is queued by one thread at a time: it uses the chain's own memory, in order.

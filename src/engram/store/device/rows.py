@@ -199,8 +199,11 @@ def work_on(rows: DeviceRows) -> RowOperations:
         return RowOperations()
     obstacle = rows.accelerator.obstacle()
     if obstacle is None:
-        with rows.accelerator.active():
-            return RowKernels(rows, rows.accelerator.launch)
+        try:
+            with rows.accelerator.active():
+                return RowKernels(rows, rows.accelerator.launch)
+        except Exception as error:  # noqa: BLE001 - Triton has errors of its own, and those of the C compiler that it calls
+            obstacle = f"{type(error).__name__}: {error}"
     warn(
         f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
     )
