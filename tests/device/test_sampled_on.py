@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from engram import DeviceReplay, LazyTensorStorage, NoSampleable, ReplayBuffer, TensorDictPrioritizedReplayBuffer
 from engram.buffer import replay_buffer
 from tests.device import test_direct
 from tests.device.test_direct import by_priority, pair, same
@@ -32,6 +32,15 @@ def test_batches_are_read_by_the_device(device):
     rb.add_field("more", torch.tensor(5.0))
     assert "more" in rb.sample(device="cuda")
     assert not device.faults
+
+
+def test_what_is_refused_draws_nothing(device):
+    """Of the buffer's generator: the host draws in its place what it would have drawn."""
+    here, there = pair(transform=lambda batch: batch)
+    with pytest.raises(RuntimeError, match="a transform"):
+        DeviceReplay(here, "cuda")
+    _, batch = here.sample(device="cuda")
+    assert same(batch, there.sample())
 
 
 def test_in_a_graph_with_its_update(device):

@@ -250,6 +250,10 @@ class DirectReader:
             launcher=accelerator.launch,
         )  # fmt: skip
 
+    def seed(self, seed: int) -> None:
+        """Let batches follow from another seed, in 64 bits. Before the first one."""
+        self._chain.seed = seed % (1 << 64)
+
     @property
     def counts(self) -> dict[str, int]:
         """What happened to batches, for ``stats()``. Waits for the device."""

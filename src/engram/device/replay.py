@@ -83,17 +83,20 @@ class DeviceReplay(Closes):
             raise RuntimeError("DeviceReplay: expected a batch size: DeviceReplay(rb, device, batch_size=…).")
         self.rb, self.batch_size = rb, check_count("DeviceReplay: batch_size", found)
         self._rows, self._accelerator = rb.device_readable(), Accelerator(on)
-        seed, store = self._rows.next_seed(), self._rows.store
+        store = self._rows.store
         try:
             resident = ResidentRows(store, self._accelerator) if transport == "resident" and store is not None else None
             reader = partial(DirectReader, self._rows, self.batch_size, self._accelerator, resident=resident)
             numbers = range(1 if self._rows.on_disk else graphs + 1)
-            made = [reader(seed=(seed + number) % (1 << 64), updates=not number) for number in numbers]
+            made = [reader(seed=0, updates=not number) for number in numbers]
         except (NotDirect, NoRoom) as error:
             raise RuntimeError(
                 f"DeviceReplay: expected rows that {on} can read by itself, got a buffer that does not allow it: {error}. Use "
                 "DeviceLoader(rb, device), which copies on the host."
             ) from error
+        seed = self._rows.next_seed()  # now: what is refused draws nothing from the buffer's generator
+        for number, one in enumerate(made):
+            one.seed(seed + number)
         self._reader, *self._spare = made
         self._captured: list[DirectReader] = []
         self._last: tuple[Tensor, Tensor] | None = None
