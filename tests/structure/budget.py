@@ -12,7 +12,7 @@ ROOMS = {
     "buffer": 6_051,
     "checkpoint": 2_060,
     "cli": 1_781,
-    "device": 1_074,
+    "device": 1_076,
     "env": 537,
     "format": 931,
     "inspect": 1_195,

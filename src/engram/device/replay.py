@@ -305,7 +305,11 @@ class DeviceReplay(Closes):
         if not fits or self._reader.updates is None:
             self.flush()
             return False
-        self.update_priority(given[0], given[1], generation=given[2])
+        try:
+            self.update_priority(given[0], given[1], generation=given[2])
+        except Changed:
+            self.flush()
+            return False
         return True
 
 
@@ -346,10 +350,7 @@ class Replays:
 
     def update(self, index: object, priority: object, generation: Tensor | None) -> bool:
         """Send priorities of a batch to the buffer. False: the host must apply them; those before are applied."""
-        try:
-            return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
-        except Changed:
-            return False
+        return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
 
     def close(self) -> None:
         """Apply the priorities that are under way, and give the memory up. A failure is a warning."""
