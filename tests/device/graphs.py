@@ -53,7 +53,13 @@ class Graph:
         return launched
 
     def replay(self):
+        for _ in self.replaying():
+            pass
+
+    def replaying(self):
+        """A replay, which goes on as it is iterated: before each operation."""
         for func, args, kwargs, result in self._steps:
+            yield func, args
             again = func(*args, **kwargs)
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
                 if old.data_ptr() != new.data_ptr():  # else it is a view, or was changed in place
@@ -68,7 +74,7 @@ def _tensors(result):
 def state_of(storage, sampler=None):
     """All that calls on a storage on a device change there."""
     rows = storage.store.rows
-    state = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.tally, rows.last]
+    state = [*rows.whole, rows.numbers, rows.edited, rows.cursor, rows.begun, rows.tally, rows.last]
     if isinstance(rows.work, RowKernels):
         state.append(rows.work._state)
     for tree in rows.trees:

@@ -61,6 +61,13 @@ def driver(library, monkeypatch):
 # ---- memory ------------------------------------------------------------------------------------------------------------------
 
 
+def test_torch_for_rocm_has_no_driver_of_cuda(monkeypatch):
+    """Its devices are called cuda, too, and mirrors and doctor wait for them."""
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with Bare().beside_captures():
+        pass
+
+
 def test_registering_passes_whole_numbers_and_flags(driver):
     device = Bare()
     device.register(ADDRESS, NBYTES)

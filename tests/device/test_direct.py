@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import subprocess
 import threading
 
 import pytest
@@ -167,6 +168,22 @@ def test_a_refused_registration_is_said_once(device):
     assert reading.transport == "block"
     with pytest.raises(RuntimeError, match="801"):
         DeviceLoader(here, "cuda", transport="direct")
+
+
+@pytest.mark.parametrize("cls", [subprocess.CalledProcessError, PermissionError])
+def test_kernels_that_cannot_be_compiled(device, monkeypatch, cls):
+    """Triton calls a C compiler, and writes to a cache."""
+
+    def fails(*_, **__):
+        raise cls(1, "gcc main.c")
+
+    monkeypatch.setattr(direct, "Chain", fails)
+    rb, _ = pair()
+    with pytest.warns(UserWarning, match=rf"cannot read the rows by itself: {cls.__name__}: .*gcc main\.c"):
+        assert DeviceLoader(rb, "cuda").transport == "block"
+    for refused in (lambda: DeviceLoader(rb, "cuda", transport="direct"), lambda: DeviceReplay(rb, "cuda")):
+        with pytest.raises(RuntimeError, match=r"gcc main\.c"):
+            refused()
 
 
 def test_what_changes_meanwhile(device):
@@ -341,6 +358,22 @@ def test_updates_are_applied_in_the_order_of_the_calls(device):
         reading.update_priority(batch["index"], torch.full((8,), 1.0))
         expected = torch.full((8,), (1.0 + here.sampler.eps) ** here.sampler.alpha, dtype=torch.float64)
     torch.testing.assert_close(here.sampler.priorities().leaves_of(batch["index"]), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [DeviceLoader, DeviceReplay])
+def test_what_was_queued_on_another_stream_is_waited_for(device, kind):
+    rb, _ = pair(sampler=by_priority)
+    reading, rows, device.held = kind(rb, "cuda"), torch.arange(8), {"another"}
+    writes = rb.storage.memory.writes_of(rows, rb.storage.memory.tickets_of(rows))
+    with device.on(device._named("another")):
+        _ = reading.sample() if kind is DeviceReplay else next(iter(reading))
+        reading.update_priority(rows, torch.full((8,), 9.0), generation=writes)
+    reading.flush()
+    assert rb.sampler.priorities().leaves(9).tolist() == pytest.approx([9.0**0.7] * 8 + [1.0])
+    with device.on(device._named("another")):
+        _ = reading.sample() if kind is DeviceReplay else next(iter(reading))
+    assert reading.stats()["batches"] == 2
+    reading.close()
 
 
 def test_a_loader_made_before_the_first_row_reads_directly(device):

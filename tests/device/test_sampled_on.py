@@ -5,8 +5,16 @@ import contextlib
 import pytest
 import torch
 
-from engram import LazyTensorStorage, NoSampleable, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from engram import (
+    DeviceLoader,
+    DeviceReplay,
+    LazyTensorStorage,
+    NoSampleable,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 from engram.buffer import replay_buffer
+from engram.store.device.registry import NotRegistered, Registered
 from tests.device import test_direct
 from tests.device.test_direct import by_priority, pair, same
 
@@ -32,6 +40,15 @@ def test_batches_are_read_by_the_device(device):
     rb.add_field("more", torch.tensor(5.0))
     assert "more" in rb.sample(device="cuda")
     assert not device.faults
+
+
+def test_what_is_refused_draws_nothing(device):
+    """Of the buffer's generator: the host draws in its place what it would have drawn."""
+    here, there = pair(transform=lambda batch: batch)
+    with pytest.raises(RuntimeError, match="a transform"):
+        DeviceReplay(here, "cuda")
+    _, batch = here.sample(device="cuda")
+    assert same(batch, there.sample())
 
 
 def test_in_a_graph_with_its_update(device):
@@ -95,4 +112,30 @@ def test_closing_the_buffer_applies_what_is_under_way(device, monkeypatch, value
         rb.close()
     torch.testing.assert_close(seen[0], torch.full_like(before, 3.0**0.7) if value == 3.0 else before)
     assert not device.regions, "the memory is registered no more"
+    rb.close()
+
+
+@pytest.mark.parametrize("through", ["loader", "buffer"])
+def test_priorities_under_way_when_the_memory_moves_come_before_later_ones(device, monkeypatch, through):
+    rb, _ = pair(sampler=by_priority)
+    rows = torch.arange(8)
+    writes = rb.storage.memory.writes_of(rows, rb.storage.memory.tickets_of(rows))
+    rb.sample(device="cuda")
+    loader = DeviceLoader(rb, "cuda")
+    update = loader.update_priority if through == "loader" else rb.update_priority
+    device.held = {"MainThread"}
+    update(rows, torch.full((8,), 2.0), generation=writes)
+
+    def moved(*_):
+        raise NotRegistered("it lies elsewhere")
+
+    monkeypatch.setattr(Registered, "use", moved)
+    update(rows, torch.full((8,), 7.0), generation=writes)
+    first = 2.0 if through == "loader" else 7.0  # the later ones of a loader come with the next call
+    assert rb.sampler.priorities().leaves(8).tolist() == pytest.approx([first**0.7] * 8)
+    monkeypatch.undo()
+    device.release()
+    loader.flush()
+    assert rb.sampler.priorities().leaves(8).tolist() == pytest.approx([7.0**0.7] * 8)
+    loader.close()
     rb.close()

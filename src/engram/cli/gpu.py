@@ -87,14 +87,14 @@ def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterato
     try:
         rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH)
         rb.extend(_rows(0))
-        depth = 1 if is_direct else 2  # the first batch after the fork is to be read after it
-        with DeviceLoader(rb, accelerator.device, depth, transport=transport) as loader:
+        with DeviceLoader(rb, accelerator.device, transport=transport) as loader:
             batches = iter(loader)
             wrong = _wrong(batches, 0)
             speed = _speed(accelerator, lambda: next(batches))
             if is_direct:
                 _fork_while(lambda: rb.extend(_rows(ROWS)))
-                stale, advice = _wrong(batches, ROWS), "Start processes by spawn or forkserver, and report this."
+                # A new iteration: a batch of the old one may have been read ahead, before the fork.
+                stale, advice = _wrong(iter(loader), ROWS), "Start processes by spawn or forkserver, and report this."
                 after = Finding(f"{name} after a fork", "works")
                 yield after._replace(value=stale, status="BAD", advice=advice) if stale else after
     except Exception as error:  # noqa: BLE001 - a line says so, and the others follow

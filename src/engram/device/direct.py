@@ -226,8 +226,9 @@ class DirectReader:
                     )  # fmt: skip
                     self.updates.attach(index, store.indexes)
                 self._graph = None if commands is None else accelerator.capture(self._chain.launch)
-        except (NotRegistered, RuntimeError, ImportError) as error:
-            raise NotDirect(str(error)) from error
+        except Exception as error:  # Triton has errors of its own, and those of the C compiler that it calls
+            said = isinstance(error, RuntimeError | ImportError)
+            raise NotDirect(str(error) if said else f"{type(error).__name__}: {error}") from error
         self.nbytes = self._chain.layout.nbytes
         """Of a batch."""
         #: Work is queued by one thread at a time: it uses the chain's own memory, in order.
@@ -249,11 +250,15 @@ class DirectReader:
             launcher=accelerator.launch,
         )  # fmt: skip
 
+    def seed(self, seed: int) -> None:
+        """Let batches follow from another seed, in 64 bits. Before the first one."""
+        self._chain.seed = seed % (1 << 64)
+
     @property
     def counts(self) -> dict[str, int]:
         """What happened to batches, for ``stats()``. Waits for the device."""
-        with contextlib.nullcontext() if self._side is None else self.accelerator.on(self._side):
-            batches, _, *others = self._chain.counters[:6].tolist()
+        self._wait()
+        batches, _, *others = self._chain.counters[:6].tolist()
         return dict(zip(_COUNTS, (batches, batches * self.nbytes, *others), strict=True))
 
     def is_current(self) -> bool:
@@ -345,11 +350,18 @@ class DirectReader:
                     f"{call}: expected finite priorities of at least 0, got {refused} others. They were left out."
                 )
 
+    def _wait(self) -> None:
+        """Wait on the host for all that was queued, whatever the stream in use is; of graphs, on every stream."""
+        streams = {None} if self in _CAPTURED else {self._stream, self._side or self._stream}
+        for stream in streams:
+            self.accelerator.finish(stream)
+
     def flush(self, call: str) -> None:
         """Wait until the priorities that were sent are in the buffer. Raises as :meth:`check`; ``WriterStalled``: it takes too long."""
         if self.updates is None or os.getpid() != self._pid:
             return
         with self._lock:
+            self._wait()
             arrived = self.updates.flush()
         if not arrived:
             raise WriterStalled(

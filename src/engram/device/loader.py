@@ -395,6 +395,7 @@ class DeviceLoader(Closes):
         try:
             reader.send(*(one.reshape(-1) for one in given))
         except Changed:
+            reader.flush("update_priority")
             return False
         reader.check("update_priority")
         return True

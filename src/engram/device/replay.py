@@ -83,17 +83,20 @@ class DeviceReplay(Closes):
             raise RuntimeError("DeviceReplay: expected a batch size: DeviceReplay(rb, device, batch_size=…).")
         self.rb, self.batch_size = rb, check_count("DeviceReplay: batch_size", found)
         self._rows, self._accelerator = rb.device_readable(), Accelerator(on)
-        seed, store = self._rows.next_seed(), self._rows.store
+        store = self._rows.store
         try:
             resident = ResidentRows(store, self._accelerator) if transport == "resident" and store is not None else None
             reader = partial(DirectReader, self._rows, self.batch_size, self._accelerator, resident=resident)
             numbers = range(1 if self._rows.on_disk else graphs + 1)
-            made = [reader(seed=(seed + number) % (1 << 64), updates=not number) for number in numbers]
+            made = [reader(seed=0, updates=not number) for number in numbers]
         except (NotDirect, NoRoom) as error:
             raise RuntimeError(
                 f"DeviceReplay: expected rows that {on} can read by itself, got a buffer that does not allow it: {error}. Use "
                 "DeviceLoader(rb, device), which copies on the host."
             ) from error
+        seed = self._rows.next_seed()  # now: what is refused draws nothing from the buffer's generator
+        for number, one in enumerate(made):
+            one.seed(seed + number)
         self._reader, *self._spare = made
         self._captured: list[DirectReader] = []
         self._last: tuple[Tensor, Tensor] | None = None
@@ -302,7 +305,11 @@ class DeviceReplay(Closes):
         if not fits or self._reader.updates is None:
             self.flush()
             return False
-        self.update_priority(given[0], given[1], generation=given[2])
+        try:
+            self.update_priority(given[0], given[1], generation=given[2])
+        except Changed:
+            self.flush()
+            return False
         return True
 
 
@@ -343,10 +350,7 @@ class Replays:
 
     def update(self, index: object, priority: object, generation: Tensor | None) -> bool:
         """Send priorities of a batch to the buffer. False: the host must apply them; those before are applied."""
-        try:
-            return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
-        except Changed:
-            return False
+        return any(replay._sends(index, priority, generation) for replay in self.made.values())  # noqa: SLF001 - it is in this module
 
     def close(self) -> None:
         """Apply the priorities that are under way, and give the memory up. A failure is a warning."""

@@ -176,12 +176,11 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         nbytes = native.priority_bytes(store.capacity, config.within_buffer)
         # No other thread looks while they are on neither the device nor the host.
         with store.placing() if isinstance(store, DeviceStore) else contextlib.nullcontext():
-            moved = DeviceIndex.taken_off(store, name)
+            moved = DeviceIndex.taken_off(store, name, config)
             index, made = cls.of_name(store.indexes, name, nbytes, make)
             if moved is not None:
                 index.restore(moved)
-        if (index.core.eps, index.core.within_buffer) != (config.eps, config.within_buffer):
-            raise other_parameters(name, index.core, config)
+        check_parameters(name, index.core, config)
         return index, made
 
     @classmethod
@@ -348,8 +347,7 @@ class DeviceIndex(DevicePriorities):
                         f"index {name!r}: expected priorities on {store.device}, got those of that name on the host, where another sampler "
                         "has needed them. Give this sampler device='cpu', or another name: index=…."
                     )
-                if (known.eps, known.within_buffer) != (config.eps, config.within_buffer):
-                    raise other_parameters(name, known, config)
+                check_parameters(name, known, config)
                 return known, False
             index = cls(store.rows, *config)
             saved = None if store.mirror is None else store.mirror.saved(name)
@@ -363,11 +361,15 @@ class DeviceIndex(DevicePriorities):
         return index, True
 
     @classmethod
-    def taken_off(cls, store: Store, name: str) -> dict[str, object] | None:
-        """The state of the priorities of that name, which lie on the device no more; None: they did not. The caller holds the store."""
+    def taken_off(cls, store: Store, name: str, config: PriorityConfig) -> dict[str, object] | None:
+        """The state of the priorities of that name, which lie on the device no more; None: they did not. The caller holds the store.
+
+        Raises ``IncompatibleStore``, as :meth:`PriorityIndex.of_store`: they stay there.
+        """
         known = store.indexes.get((name, PriorityIndex.kind))
         if not (isinstance(store, DeviceStore) and isinstance(known, cls)):
             return None
+        check_parameters(name, known, config)
         known.retired = True
         store.indexes.keep((name, PriorityIndex.kind), None)
         store.rows.trees.remove(known)
@@ -414,11 +416,10 @@ def priorities_of(
     return PriorityIndex.of_store(store, name, config)
 
 
-def other_parameters(
-    name: str, known: native.Priorities | DevicePriorities, config: PriorityConfig
-) -> IncompatibleStore:
-    """The error for an index of that name with another ``eps`` or ``max_priority_within_buffer``."""
-    return IncompatibleStore(
-        f"index {name!r}: expected eps={known.eps} and max_priority_within_buffer={known.within_buffer}, as the store's "
-        f"index of that name has, got eps={config.eps} and {config.within_buffer}. Give it another name: index=…."
-    )
+def check_parameters(name: str, known: native.Priorities | DevicePriorities, config: PriorityConfig) -> None:
+    """Raise ``IncompatibleStore`` for an index of that name with another ``eps`` or ``max_priority_within_buffer``."""
+    if (known.eps, known.within_buffer) != (config.eps, config.within_buffer):
+        raise IncompatibleStore(
+            f"index {name!r}: expected eps={known.eps} and max_priority_within_buffer={known.within_buffer}, as the store's "
+            f"index of that name has, got eps={config.eps} and {config.within_buffer}. Give it another name: index=…."
+        )

@@ -125,6 +125,15 @@ def test_rows_that_have_one_are_drawn_in_proportion(kind):
     )
 
 
+def test_nothing_has_a_priority():
+    rb = made(inner=by_priority)
+    rb.extend(steps([False] * 5 + [True]))
+    rb.update_priority(torch.arange(6), torch.zeros(6))
+    assert rb.sample(2)["priority_weight"].tolist() == [0.0, 0.0]
+    with pytest.raises(NoSampleable, match="no priority"):
+        rb.stats()
+
+
 def test_ends_without_a_final_observation_are_passed_over():
     rb = made(finals=2)
     rb.extend(steps([False, False, False]))

@@ -231,6 +231,66 @@ def test_a_graph_that_writes_while_rows_are_copied(device, monkeypatch, tmp_path
     rb.close()
 
 
+def moves_cursor(storage, func, args):
+    """Whether an operation of a graph is the one that ends an append."""
+    return func is torch.ops.aten.add_.Tensor and args[0].data_ptr() == storage.store.rows.cursor.data_ptr()
+
+
+@pytest.mark.parametrize("what", ["rows", "all rows"])
+@pytest.mark.parametrize("writes", ["append", "edit"])
+def test_a_graph_that_is_just_writing_while_rows_are_copied(device, monkeypatch, tmp_path, what, writes):
+    """Its cursor is where it was, or its edit has not ended: the folder has none of the rows that it is at."""
+    storage = There(20, mirror=tmp_path / "store")
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(rows(0, 20))
+    storage.flush()
+    there, mirrored = storage.store, storage.store.mirror
+    data = rows(100, 4)
+    if writes == "append":
+        graph = Graph(monkeypatch, state_of(storage), lambda: rb.extend(data))
+    else:
+        columns = [data["a"], data["b"]]
+        graph = Graph(monkeypatch, state_of(storage), lambda: there.edit_there(torch.arange(4), [0, 1], columns))
+    rb.extend(rows(20, 17))
+    replay, select, clone = graph.replaying(), torch.index_select, torch.Tensor.clone
+    begun = []
+
+    def begin(column):
+        """Once a part of the first field was copied, until the graph has put its rows there."""
+        if not begun and column.data_ptr() == there.rows.whole[0].data_ptr():
+            begun.append(True)
+            ends = [at for at, (func, *_) in enumerate(graph._steps) if func is torch.ops.aten.index_put_.default]
+            for at, (func, args) in enumerate(replay):
+                if moves_cursor(storage, func, args) or (writes == "edit" and at > ends[-1]):
+                    break
+
+    def selected(column, dim, index, *, out):
+        select(column, dim, index, out=out)
+        begin(column)
+
+    def cloned(tensor):
+        made = clone(tensor)
+        begin(tensor)
+        return made
+
+    if what == "all rows":
+        mirrored._replaced = -1
+        monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    monkeypatch.setattr(torch, "index_select", selected)
+    mirrored.copy()
+    assert mirrored.error is None
+    assert begun
+    opened = ReplayBuffer.open(tmp_path / "store")
+    found = opened[:]
+    assert torch.equal(found["a"], found["b"][:, 0])
+    opened.close()
+    for _ in replay:
+        pass
+    storage.flush()
+    assert_same(storage, tmp_path / "store")
+    rb.close()
+
+
 def test_the_learner_need_not_wait_for_copies_to_the_host(monkeypatch, tmp_path):
     """The second stream is held: calls go on, and the folder lags until it runs."""
     device = imitate(monkeypatch, held={"stream 3"})

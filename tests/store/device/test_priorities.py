@@ -274,3 +274,17 @@ def test_other_parameters_are_refused():
     rb.sample()
     with pytest.raises(IncompatibleStore, match="expected eps="):
         rb.set_sampler(PrioritizedSampler(alpha=0.7, beta=0.5, eps=0.5))
+
+
+def test_a_refused_sampler_takes_no_priorities_to_the_host():
+    rb, _ = pair(alpha=1.0)
+    rb.extend(steps_of(6))
+    rb.update_priority(torch.arange(6), torch.arange(6.0))
+    before = rb.sampler.priorities().leaves(6)
+    for other in ({"eps": 0.5}, {"max_priority_within_buffer": True}):
+        sampler = PrioritizedSampler(alpha=1.0, beta=0.5, device="cpu", **other)
+        with pytest.raises(IncompatibleStore, match="another name"):
+            TensorDictReplayBuffer(storage=rb.storage, sampler=sampler)
+        assert rb.sampler.draws_on_device
+        assert torch.equal(before, rb.sampler.priorities().leaves(6))
+    rb.sample()

@@ -1,7 +1,9 @@
 """Rows on a device, which torch's CPU stands for: what two threads do, steps of environments, memory that there is not."""
 
 import contextlib
+import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
 from engram.store import DeviceStore, Key
+from engram.store.device import rows
+from engram.store.device.row_operations import RowOperations
 from engram.store.priorities import DeviceIndex, PriorityConfig, PriorityIndex
 from engram.types import WritePlan
+from tests.device.imitation import Imitation
 from tests.store.device.test_priorities import steps_of
 from tests.store.device.there import There
 from tests.store.test_device import columns, schema
@@ -20,6 +25,19 @@ from tests.waiting import until
 CONFIG = PriorityConfig(0.6, 0.4, 0.0, False)
 #: Of priorities, as one is saved.
 STATE = {"alpha": 0.5, "beta": 0.5, "highest": 2.0, "leaves": torch.ones(4, dtype=torch.float64)}
+
+
+def test_kernels_that_cannot_be_compiled_are_done_without(monkeypatch):
+    """Triton calls a C compiler, which may find no headers."""
+
+    def fails(*_):
+        raise subprocess.CalledProcessError(1, "gcc main.c")
+
+    device = Imitation()
+    there = SimpleNamespace(device=torch.device("cuda", 0), accelerator=device)
+    monkeypatch.setattr(rows, "RowKernels", fails)
+    with pytest.warns(UserWarning, match=r"got none: CalledProcessError: .*gcc main\.c"):
+        assert type(rows.work_on(there)) is RowOperations
 
 
 def test_steps_of_environments_are_those_of_the_host():

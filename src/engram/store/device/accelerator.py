@@ -284,7 +284,7 @@ class Accelerator:
     @contextlib.contextmanager
     def beside_captures(self) -> Iterator[None]:
         """Inside, the driver knows which device this thread means, and captures of other threads stay whole, whatever they forbid."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or torch.version.hip is not None:  # whose devices torch calls the same
             yield
             return
         mode = ctypes.c_int(_RELAXED)

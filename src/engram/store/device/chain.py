@@ -136,7 +136,8 @@ class Chain:
         self.launches = 0
         """Kernels launched so far."""
         self._kernels, self._launcher = kernels_of(self.device), launcher
-        self._seed = seed
+        self.seed = seed
+        """It may be set until the first batch."""
         longest = max((field.row_bytes for field in columns.fields), default=0)
         self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
         self._rows_per_program = rows_per_program
@@ -172,7 +173,7 @@ class Chain:
 
     def launch(self, out: int = 0, key: int = 0, ranks: int = 0) -> None:
         """As :meth:`run`, by addresses that are valid on the device: what a graph captures."""
-        given = (self._state, signed(key if self._seed is None else self._seed), ranks, out)
+        given = (self._state, signed(key if self.seed is None else self.seed), ranks, out)
         if self._looks_at_lanes:
             self._launch("extents", 1, 4, self._state, BLOCK=_LANES_AT_ONCE)
         per = self._rows_per_program

@@ -55,6 +55,7 @@ class Followed:
         steps, finals = self.rows, self.finals
         first = rows // steps.lane_length * steps.lane_length
         after = first + (rows - first + self.width) % steps.lane_length
+        after.clamp_(max=steps.spare)  # nothing follows that one
         place, tag = steps.whole[self.mark][rows].unbind(-1)
         is_last, inside = place >= 0, place < finals.capacity
         kept = inside & (finals.whole[-1][torch.where(is_last & inside, place, finals.nowhere)] == tag)

@@ -77,8 +77,8 @@ class _Block(NamedTuple):
     columns: list[Tensor]
     """One pinned tensor ``[a + e, *row shape]`` per field."""
     moved: tuple[Tensor, Tensor] | None
-    """The position of the next step once the rows were read; and of each row, int32 ``[a + e, 2]``, how many edits were known before, and
-    how many there were then. None: no graph writes rows."""
+    """Once the rows were read: the position of the step after those that were appended, or were just being; and of each row, int32
+    ``[a + e, 2]``, how many edits were known before, and how many there were then. None: no graph writes rows."""
     leaves: list[_Leaves]
     copied: torch.Event
     """When it has come, the memory on the host holds the copies."""
@@ -90,8 +90,8 @@ class Mirror:
     Calls on the rows wait for nothing but the moment in which a block of rows is copied on the device. A second stream brings the
     block to pinned memory, and the thread writes it to the folder. What was written meanwhile stays in the columns and comes with
     the next block: a slow disk makes the folder lag, and nothing is dropped. A row that the ring overwrites before it is copied is
-    counted as lost. Rows that a CUDA graph may be replacing while they are copied show by the cursor and the counts of edits, which
-    graphs move first; they are copied again.
+    counted as lost. Rows that a CUDA graph may be replacing while they are copied show by what it says first: up to where it appends,
+    and the counts of edits; they are copied again.
 
     Args:
         store: the rows.
@@ -327,7 +327,7 @@ class Mirror:
             for part, column in zip(to, rows.whole, strict=True):
                 torch.index_select(column, 0, at, out=part)
             if checked:
-                cursor.copy_(rows.cursor[:1])
+                torch.maximum(rows.cursor[:1], rows.begun, out=cursor)
                 edits.copy_(torch.stack((rows.told[at], rows.edited[at]), 1))
 
         self._accelerator.launch(stage)
@@ -385,7 +385,7 @@ class Mirror:
         def leave_out() -> None:
             with rows:
                 check()
-                changed = store.changes(since).rows
+                changed = torch.cat((store.changes(since).rows, self._being_written()))
             for numbers in (state.numbers, state.writes):
                 if numbers is not None:
                     numbers[changed] = 0
@@ -396,6 +396,18 @@ class Mirror:
             self._replaced = -1  # the next look begins again
             return
         self._written, self._prioritized = written, -math.inf
+
+    def _being_written(self) -> Tensor:
+        """Rows that graphs are just writing, some perhaps twice. Waits for the device, if there may be some."""
+        rows, capacity = self._store.rows, self._store.capacity
+        found = torch.zeros(0, dtype=torch.int64, device="cpu")
+        if rows.captured:
+            at = self._store.bare.next_position(0)
+            ahead = min(max(int(rows.begun) - at, 0), capacity)
+            found = (at + torch.arange(ahead, device="cpu")) % capacity
+        if rows.captured_edits:
+            found = torch.cat((found, (rows.edited != rows.told)[:-1].nonzero().squeeze(1).cpu()))
+        return found
 
     # ---- writing to the folder ---------------------------------------------------------------------------------------
 

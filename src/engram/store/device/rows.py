@@ -49,6 +49,8 @@ class DeviceRows:
         self.told = torch.zeros_like(self.edited)
         #: Position of the next step, its number, and rows written since the last emptying: of a store of one lane.
         self.cursor = torch.zeros(3, dtype=torch.int64, device=device)
+        #: Where the cursor will be once a graph has appended what it is at, which it says before; that counts where a mirror looks.
+        self.begun = torch.zeros(1, dtype=torch.int64, device=device)
         #: Updates that came too late; bad priorities; rows outside the store or without data; draws where nothing had a priority.
         self.tally = torch.zeros(4, dtype=torch.int64, device=device)
         #: The spare row, on the device.
@@ -139,6 +141,10 @@ class DeviceRows:
         numbers = torch.arange(len(rows), device=self.device) + first
         self.numbers.index_put_((rows,), numbers if last is None else numbers[last])
 
+    def begin(self, n: int | Tensor) -> None:
+        """Some steps will be appended at the cursor."""
+        torch.add(self.cursor[:1], n, out=self.begun)
+
     def count_edits(self, rows: Tensor) -> None:
         """Edits of rows begin, or end. Those of one call do both at once, as readers come between calls."""
         ones = torch.ones(len(rows), dtype=torch.int32, device=self.device)
@@ -193,8 +199,11 @@ def work_on(rows: DeviceRows) -> RowOperations:
         return RowOperations()
     obstacle = rows.accelerator.obstacle()
     if obstacle is None:
-        with rows.accelerator.active():
-            return RowKernels(rows, rows.accelerator.launch)
+        try:
+            with rows.accelerator.active():
+                return RowKernels(rows, rows.accelerator.launch)
+        except Exception as error:  # noqa: BLE001 - Triton has errors of its own, and those of the C compiler that it calls
+            obstacle = f"{type(error).__name__}: {error}"
     warn(
         f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
     )

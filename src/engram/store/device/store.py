@@ -135,6 +135,8 @@ class DeviceStore(HostedStore):
     def _set_cursor(self, now: tuple[int, int, int]) -> None:
         self.rows.known = now
         self.rows.cursor.copy_(self.rows.accelerator.bring(torch.tensor(now, device="cpu")))
+        if self.mirror is not None:
+            self.rows.begin(0)
 
     def refilled(self) -> None:
         with self.rows:
@@ -251,6 +253,8 @@ class DeviceStore(HostedStore):
             )
         columns = self._sent(columns, "extend")
         rows.captured = True
+        if self.mirror is not None:
+            rows.begin(n)
         at, numbers = rows.work.append(rows, columns, n) or (rows.numbers, rows.numbers)
         return Write(at, 0, numbers)
 
@@ -260,6 +264,8 @@ class DeviceStore(HostedStore):
         with self.rows:
             chosen, *columns = self._sent([chosen, *columns], "extend")
             self.rows.captured = True
+            if self.mirror is not None:
+                self.rows.begin(chosen.sum())
             return self.rows.work.append_some(self.rows, columns, chosen, base)
 
     def _write_apart(self, plan: WritePlan, columns: list[Tensor], n: int) -> Write:
