@@ -386,6 +386,20 @@ def test_a_loader_made_before_the_first_row_reads_directly(device):
     assert reading.transport == "direct"
 
 
+def test_limits_before_the_first_row(device):
+    """A sample waits for rows then; it drew them on the host, whatever was asked for."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    rb.limit(MinSize(4))
+    with pytest.raises(RuntimeError, match="limits"):
+        DeviceLoader(rb, "cuda", transport="direct")
+    loader = DeviceLoader(rb, "cuda")
+    assert loader.stats()["reason"] == "limits"
+    rb.limit(None)
+    rb.extend({"a": torch.arange(10)})
+    assert next(iter(loader))["a"].shape == (4,)
+    assert loader.transport == "direct"
+
+
 def test_replay_without_replacement_is_refused(device):
     here, _ = pair(sampler=SamplerWithoutReplacement)
     with pytest.raises(RuntimeError, match="without replacement"):

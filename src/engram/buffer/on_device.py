@@ -80,7 +80,7 @@ class OnDevice:
             "hooks of a component of yours": storage.gets,
             f"output={settings.output!r}": settings.output != "torch",
             "prefetch": bool(settings.prefetch),
-            "limits": store is not None and store.core.limited,
+            "limits": bool(wiring.limits) if store is None else store.core.limited,
             "counts of samples": store is not None
             and (store.core.hears_samples or UsageIndex.in_use(store) is not None),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
