@@ -1,4 +1,4 @@
-"""The importer of the extension; `_sizes`, and `doctor`, which load no torch, import it, too."""
+"""The importer of the extension. `format.sizes` and `doctor`, which load no torch, import it, too, and `copies`."""
 
 from __future__ import annotations
 
