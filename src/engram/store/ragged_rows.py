@@ -1,0 +1,134 @@
+"""Rows of ragged fields in memory: the items of each row, wherever they lie among those of all rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+
+class Items:
+    """The rows of one ragged field: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``.
+
+    Rows may lie in any order, and between them there may be items of no row, so that rows are chosen and replaced without
+    moving items. It takes the place of a column ``[n, *shape]`` where rows are written and read.
+
+    Args:
+        values: ``[total, *shape]``, contiguous, on the CPU; None: all items are zeros, of a field that was left out.
+        starts: int64 ``[n]``.
+        lengths: int32 ``[n]``.
+        numbers: int64 ``[n]``: the rows of the store that they were read from, for messages.
+    """
+
+    __slots__ = ("lengths", "numbers", "starts", "values")
+
+    def __init__(self, values: Tensor | None, starts: Tensor, lengths: Tensor, numbers: Tensor | None = None) -> None:
+        self.values, self.starts, self.lengths, self.numbers = values, starts, lengths, numbers
+
+    @classmethod
+    def of_lengths(cls, values: Tensor, lengths: Tensor) -> Items:
+        """Rows that lie one after the other from the first item on. ``lengths``: int32 ``[n]``."""
+        return cls(values, starts_of(lengths), lengths)
+
+    @classmethod
+    def joined(cls, several: Sequence[Items]) -> Items:
+        """The rows of several fields of one dtype, in order. Those of fields that were left out are joined with their like."""
+        lengths = torch.cat([it.lengths for it in several])
+        given = [it.values for it in several if it.values is not None]
+        if not given:
+            return cls(None, starts_of(lengths), lengths)
+        firsts = [0]
+        parts = []
+        for it in several:
+            part = it.values if it.values is not None else given[0].new_zeros((it.total, *given[0].shape[1:]))
+            parts.append(part)
+            firsts.append(firsts[-1] + len(part))
+        starts = torch.cat([it.starts + first for it, first in zip(several, firsts, strict=False)])
+        return cls(torch.cat(parts), starts, lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """Items of all rows."""
+        return int(self.lengths.sum())
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows lie one after the other from the first item on, and there are no others."""
+        there = self.total if self.values is None else len(self.values)
+        return there == self.total and torch.equal(self.starts, starts_of(self.lengths))
+
+    def packed(self) -> Items:
+        """The same rows, one after the other. No copy where they are.
+
+        Cost: else one copy of the items.
+        """
+        if self.in_order:
+            return self
+        starts = starts_of(self.lengths)
+        if self.values is None:
+            return Items(None, starts, self.lengths, self.numbers)
+        values = self.values.index_select(0, places_of(self.starts, starts, self.lengths))
+        return Items(values, starts, self.lengths, self.numbers)
+
+    def some(self, which: slice | Sequence[int] | Tensor) -> Items:
+        """Some of the rows. No items are copied."""
+        numbers = None if self.numbers is None else self.numbers[which]
+        return Items(self.values, self.starts[which], self.lengths[which], numbers)
+
+    def put(self, places: Tensor, fresh: Items) -> None:
+        """Replace rows by others, of any lengths. ``places``: int64 ``[m]``, where each is to be."""
+        assert self.values is not None  # rows that were read have items
+        assert fresh.values is not None
+        first = len(self.values)
+        self.values = torch.cat([self.values, fresh.values])
+        self.starts, self.lengths = self.starts.clone(), self.lengths.clone()  # fields that share lengths share these
+        self.starts[places] = fresh.starts + first
+        self.lengths[places] = fresh.lengths
+        if self.numbers is not None and fresh.numbers is not None:
+            self.numbers = self.numbers.index_copy(0, places, fresh.numbers)
+
+    def rows(self) -> list[Tensor]:
+        """A tensor ``[length, *shape]`` of each row: views where the items are in order, copies of them else."""
+        there = self.packed()
+        assert there.values is not None  # rows that were read have items
+        return list(there.values.split(there.lengths.tolist()))
+
+
+def starts_of(lengths: Tensor) -> Tensor:
+    """Where rows of these lengths begin that lie one after the other, int64 ``[n]``."""
+    ends = lengths.cumsum(0, dtype=torch.int64)
+    return ends - lengths
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """The same with the end of the last row behind, int64 ``[n + 1]``."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
+def places_of(starts: Tensor, to: Tensor, lengths: Tensor) -> Tensor:
+    """Where the items of rows lie that begin at ``starts``, in the order of rows that begin at ``to``, one after the other: int64."""
+    total = int(lengths.sum())
+    return torch.arange(total, device="cpu") + (starts - to).repeat_interleave(lengths.to(torch.int64), output_size=total)
+
+
+def sharing(group: Iterable[Items]) -> list[Items]:
+    """The members of a group with the same :attr:`Items.starts`, as the core takes them. Their lengths are equal.
+
+    Cost: members whose items lie differently are copied.
+    """
+    members = list(group)
+    given = [it for it in members if it.values is not None]
+    if all(it.starts is given[0].starts or torch.equal(it.starts, given[0].starts) for it in given[1:]):
+        starts = given[0].starts if given else starts_of(members[0].lengths)
+        return [Items(it.values, starts, it.lengths) for it in members]
+    return [it.packed() for it in members]
