@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import xxhash
@@ -34,12 +34,16 @@ ADDED_VERSION = (2, 2)
 INTEGERS_VERSION = (2, 3)
 #: Of the description of a store in which rows keep the number of their write when they are edited: of every store, since then.
 WRITES_VERSION = (2, 4)
+#: Of the description of a store with fields whose rows have any length.
+RAGGED_VERSION = (2, 5)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
+#: Items of a ragged row are counted in 31 bits.
+MAX_ITEMS_OF_ROW = (1 << 31) - 1
 #: Of nodes.
 Kind: TypeAlias = Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
 #: Of an int of 64 bits, or somewhat more.
@@ -75,13 +79,68 @@ DTYPES: dict[str, int] = {
 Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
 
 
-class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+#: How the items of a ragged field are read: as they are, or all of a row as one value.
+ItemsKind: TypeAlias = Literal["", "utf-8", "bytes", "json"]
+
+
+class RaggedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The items of a field whose rows have any number of them.
+
+    Each lane has a ring of items beside its ring of rows. A *leader* has a ring of its own; its column holds where in
+    that ring the items of a row lie. A *follower* has as many items in each row as its leader, at the same places of a
+    ring of its own; its column is empty.
+    """
+
+    dtype: str
+    """Of an item: one of :data:`DTYPES`."""
+    max_length: int
+    """The most items that a row may have."""
+    items: int
+    """Items of the ring of each lane. A follower has those of its leader."""
+    shape: tuple[int, ...] = ()
+    """The shape of an item."""
+    like: int = -1
+    """The number of the leader's field; -1: it is a leader."""
+    kind: ItemsKind = ""
+    """Text and bytes are items of dtype uint8 and shape ``()``."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.like < 0
+
+    @property
+    def item_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+class RaggedGroup(NamedTuple):
+    """Ragged fields that have the same lengths."""
+
+    leader: int
+    """The number of the leader's field."""
+    items: int
+    """Items of the ring of each lane."""
+    members: tuple[int, ...]
+    """The numbers of all fields, the leader's first."""
+
+
+#: dtype and shape of a leader's column, a *span*: a u64 offset in two words, low one first, and a u32 length, in items.
+SPAN = ("int32", (3,))
+#: Bytes of a span.
+SPAN_BYTES = 12
+#: dtype and shape of a follower's column.
+NO_SPAN = ("uint8", (0,))
+
+
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A column of a store."""
 
     key: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
     """The shape of one row."""
+    ragged: RaggedItems | None = None
+    """What a row holds beside its column, where it has any number of items; None: the column is all of it."""
     role: ClassVar[str] = "data"
     """A store does not know what its fields mean."""
 
@@ -174,6 +233,31 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields)
 
+    @functools.cached_property
+    def is_ragged(self) -> bool:
+        """Whether a row of a field has any number of items."""
+        return any(field.ragged is not None for field in self.fields)
+
+    @functools.cached_property
+    def ragged_groups(self) -> tuple[RaggedGroup, ...]:
+        """The ragged fields that share lengths, by the number of their leader. Of a schema that is valid."""
+        members: dict[int, list[int]] = {}
+        for number, field in enumerate(self.fields):
+            if field.ragged is not None:
+                members.setdefault(number if field.ragged.is_leader else field.ragged.like, []).append(number)
+        leaders = ((leader, self.fields[leader].ragged) for leader in members)
+        return tuple(RaggedGroup(n, it.items, tuple(members[n])) for n, it in leaders if it is not None)
+
+    @functools.cached_property
+    def values_bytes(self) -> dict[int, int]:
+        """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
+        return {n: self.lanes * it.items * it.item_bytes for n, f in enumerate(self.fields) if (it := f.ragged)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows and items."""
+        return self.row_bytes * self.capacity + sum(self.values_bytes.values())
+
     @property
     def first_fields(self) -> int:
         """How many fields the store had at first."""
@@ -223,6 +307,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
+        for number, field in enumerate(self.fields):
+            if field.ragged is not None:
+                self._validate_ragged(number, field, field.ragged)
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
@@ -240,6 +327,32 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 raise ValueError(
                     f"field {field.name}: a fill of {len(digits)} digits for rows of {field.row_bytes} bytes"
                 )
+
+    def _validate_ragged(self, number: int, field: Field, it: RaggedItems) -> None:
+        if self.columns:
+            raise ValueError(f"field {field.name}: ragged in a store with columns. Give its storage one row dimension.")
+        if number >= self.first_fields:
+            raise ValueError(f"field {field.name}: a ragged field cannot be added. Name it when the store is created.")
+        _validate_items(field, it)
+        nbytes = self.lanes * it.items * it.item_bytes
+        if nbytes >= 1 << 62:
+            raise ValueError(f"field {field.name}: {self.lanes} lanes of {nbytes // self.lanes} bytes are too many")
+        column = (field.dtype, field.shape)
+        if column != (SPAN if it.is_leader else NO_SPAN):
+            expected, (dtype, shape) = ("leader", SPAN) if it.is_leader else ("follower", NO_SPAN)
+            raise ValueError(
+                f"field {field.name}: the column of a {expected} has shape {list(shape)} {dtype}, got {_said_column(column)}"
+            )
+        if it.is_leader:
+            return
+        leader = self.fields[it.like].ragged if it.like < number else None
+        if leader is None or not leader.is_leader:
+            raise ValueError(f"field {field.name}: like field {it.like}, which is no leader before it")
+        if (it.items, it.max_length) != (leader.items, leader.max_length):
+            raise ValueError(
+                f"field {field.name}: up to {it.max_length} of {it.items} items, and its leader {self.fields[it.like].name} "
+                f"has up to {leader.max_length} of {leader.items}"
+            )
 
     def _collect_leaves(self, node: Node, path: tuple[str, ...], leaves: list[int]) -> list[tuple[int, ...]]:
         """Check a node and what is below it; the shapes of its leaves."""
@@ -347,6 +460,25 @@ def validate_fields(fields: Sequence[Column], rows: int) -> None:
             raise ValueError(f"field {name_of(field.key)}: {rows} rows of {field.row_bytes} bytes are too many")
 
 
+def _validate_items(field: Field, it: RaggedItems) -> None:
+    if it.dtype not in DTYPES:
+        raise ValueError(f"field {field.name}: items of the unknown dtype {it.dtype}")
+    if len(it.shape) > MAX_DIMS or min(it.shape, default=1) < 1:
+        raise ValueError(f"field {field.name}: items of the impossible shape {list(it.shape)}")
+    if not 1 <= it.max_length <= MAX_ITEMS_OF_ROW:
+        raise ValueError(
+            f"field {field.name}: {it.max_length} items of a row, at least 1 and at most {MAX_ITEMS_OF_ROW} are possible"
+        )
+    if not 1 <= it.items < 1 << 62:
+        raise ValueError(f"field {field.name}: a ring of {it.items} items is impossible")
+    if it.like < -1:
+        raise ValueError(f"field {field.name}: like field {it.like}, which cannot be")
+    if it.kind not in get_args(ItemsKind) or (it.kind and (it.dtype, it.shape) != ("uint8", ())):
+        raise ValueError(
+            f"field {field.name}: items of kind {it.kind!r:.40} with shape {list(it.shape)} {it.dtype}, text has shape [] uint8"
+        )
+
+
 def validate_key(key: tuple[str, ...]) -> None:
     """Raise ``ValueError`` for a key that no store can hold."""
     if not 1 <= len(key) <= MAX_DEPTH:
@@ -429,7 +561,20 @@ def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[s
 
 
 def _said(field: Column) -> str:
-    return f"shape {list(field.shape)!s:.100} {field.dtype}" + (f" as {field.role}" if field.role != "data" else "")
+    if isinstance(field, Field) and field.ragged is not None:
+        return items_of(field.ragged)
+    return _said_column((field.dtype, field.shape)) + (f" as {field.role}" if field.role != "data" else "")
+
+
+def _said_column(column: tuple[str, tuple[int, ...]]) -> str:
+    return f"shape {list(column[1])!s:.100} {column[0]}"
+
+
+def items_of(it: RaggedItems) -> str:
+    """The items of a ragged field, for a message: of what, and how many."""
+    what = it.kind or _said_column((it.dtype, it.shape))
+    like = "" if it.is_leader else f", like field {it.like}"
+    return f"ragged {what}, at most {it.max_length} a row and {it.items} a lane{like}"
 
 
 def _plain(key: object) -> object:
@@ -464,6 +609,9 @@ def encode(value: msgspec.Struct) -> bytes:
     if '"integers"' in text and isinstance(value, Schema) and value.structure.has_integers:
         entries["version"] = INTEGERS_VERSION
         text = _dumped(entries)
+    if '"ragged":{' in text and isinstance(value, Schema) and value.is_ragged:
+        entries["version"] = RAGGED_VERSION
+        text = _dumped(entries)
     return text.encode()
 
 
@@ -472,8 +620,8 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 
     ``earlier``: as it was before version 2.4.
     """
-    version = WRITES_VERSION
-    if earlier:
+    version = RAGGED_VERSION if schema.is_ragged else WRITES_VERSION
+    if earlier and version == WRITES_VERSION:
         if not schema.grouped and not schema.added:
             return encode(schema)
         version = ADDED_VERSION if schema.added else GROUPED_VERSION
@@ -542,9 +690,9 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         and all(type(v) is int and v >= 0 for v in version)
     ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    newest = WRITES_VERSION if of_store else VERSION
+    newest = RAGGED_VERSION if of_store else VERSION
     of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
-    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, *of_stores):
+    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, *of_stores):
         newer = tuple(version) > newest
         raise IncompatibleStore(
             f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
@@ -563,13 +711,17 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         schema.validate()
         if tuple(version) == INTEGERS_VERSION and not schema.structure.has_integers:
             raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
+        if (tuple(version) == RAGGED_VERSION) != schema.is_ragged:
+            raise ValueError("fields: a description has ragged ones where its version is 2.5, and in no other")
         earlier = tuple(version) < WRITES_VERSION
         known = msgspec.json.decode(encode_store(schema, earlier=earlier) if of_store else encode(schema))
         if (version, found) != (known["version"], known.keys()):
             raise ValueError(
                 f"expected version {known['version']} with the entries {sorted(known)}, got {version} with {sorted(found)}: stores have "
-                "grouped in 2.1 to 2.4, sum with added; descriptions have added in 2.2 to 2.4, ints as keys in versions 2.3 and 2.4"
+                "grouped from 2.1 on, sum with added; descriptions have added from 2.2 on, ints as keys from 2.3 on"
             )
+        if tree["fields"] != known["fields"]:
+            raise ValueError("fields: expected no entry that says what is so without it")
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
     return schema

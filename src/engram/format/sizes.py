@@ -10,6 +10,7 @@ from engram._core import priority_bytes
 from engram._support.memory import available_memory
 from engram._support.words import format_size
 from engram.format import layout
+from engram.format.schema import SPAN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,8 @@ _FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
 def resident_bytes(directory: Path, capacity: int) -> int:
     """Of the store in a folder: bytes that every draw touches."""
     indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
-    return layout.tickets_bytes(capacity) + indexes * priority_bytes(capacity, True)
+    spans = len(list((directory / layout.FOLDER / layout.RAGGED).glob("*.spans")))
+    return layout.tickets_bytes(capacity) + spans * SPAN_BYTES * capacity + indexes * priority_bytes(capacity, True)
 
 
 def device_row_bytes(capacity: int, row_bytes: int) -> int:
