@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from engram._support import nested, tensordicts
+from engram.format.schema import MAX_ITEMS_OF_ROW
 from engram.storages._types import as_tensor, at
-from engram.storages.ragged import Ragged
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engram.storages.ragged import Path
+    from engram.format.schema import RaggedItems
+    from engram.storages.ragged import Path, Ragged
 
 #: What says where rows begin, beside ``values``.
 _OFFSETS = ("offsets", "cu_seqlens")
@@ -37,9 +38,10 @@ class ItemField(NamedTuple):
     max_length: int
 
     @classmethod
-    def of(cls, key: Path, declared: Ragged, max_length: int) -> ItemField:
-        """As declared."""
-        return cls(key, DTYPE_OF[declared.dtype], torch.Size(declared.shape), declared.kind, max_length)
+    def of(cls, key: Path, said: Ragged | RaggedItems) -> ItemField:
+        """As declared or stored."""
+        longest = said.max_length or MAX_ITEMS_OF_ROW
+        return cls(key, DTYPE_OF[said.dtype], torch.Size(said.shape), said.kind, longest)
 
     @property
     def where(self) -> str:
@@ -84,15 +86,22 @@ def rows_in(field: ItemField, value: Any, call: str) -> Items:
     texts = _texts(field, value) if field.kind else None
     if texts is not None:
         return _fitting(field, _encoded(field, texts, call), call)
+    items = _fitting(field, _of_numbers(field, value, call), call)
+    if field.kind == "utf-8":
+        _check_text(field, items, call)
+    return items
+
+
+def _of_numbers(field: ItemField, value: Any, call: str) -> Items:
     if isinstance(value, Tensor) and value.is_nested:
-        return _fitting(field, _of_nested(field, value, call), call)
-    parts = _parts(value)
+        return _of_nested(field, value, call)
+    parts = None if field.kind == "json" else _parts(value)
     if parts is not None:
-        return _fitting(field, _of_parts(field, parts, call), call)
+        return _of_parts(field, parts, call)
     if isinstance(value, Tensor | np.ndarray) and value.dtype != np.dtype(object):
-        return _fitting(field, _of_even(field, value, call), call)
+        return _of_even(field, value, call)
     if isinstance(value, list | tuple | np.ndarray):
-        return _fitting(field, _of_list(field, list(value), call), call)
+        return _of_list(field, list(value), call)
     expected = f"a list of {field.expected}" if field.kind else f"{_FORMS}, of {field.expected}"
     one = " It looks like one row: did you mean add()?" if isinstance(value, str | bytes) else ""
     raise TypeError(f"{call}: {field.where}: expected {expected}, got {nested.describe(value)}.{one}")
@@ -225,7 +234,7 @@ def _of_parts(field: ItemField, parts: _Parts, call: str) -> Items:
     values, where = as_tensor(parts.values, field.key, call, field.dtype), parts.where
     if not _are_offsets(where):
         raise TypeError(f"{call}: {field.where}: {parts.name}: expected ints, got {nested.describe(where)}.")
-    numbers = _on_host(as_tensor(where, field.key, call, torch.int64))
+    numbers = _on_host(torch.as_tensor(np.asarray(where, np.int64)) if not isinstance(where, Tensor) else where)
     expected, got = "", ""
     if numbers.dim() != 1 or values.dim() == 0 or (parts.name != "lengths" and not len(numbers)):
         expected, got = "one dimension, [n + 1]", f"{list(numbers.shape)} of values {list(values.shape)}"
@@ -249,7 +258,9 @@ def _of_even(field: ItemField, value: Any, call: str) -> Items:
     """Rows ``[n, length, *shape]`` of one length."""
     rows = as_tensor(value, field.key, call, field.dtype)
     if rows.dim() < 2 or rows.shape[2:] != field.shape:
-        one = " It looks like one row: did you mean add()?" if rows.shape[1:] == field.shape and call == "extend" else ""
+        one = (
+            " It looks like one row: did you mean add()?" if rows.shape[1:] == field.shape and call == "extend" else ""
+        )
         raise RuntimeError(
             f"{call}: {field.where}: expected {_FORMS}, of {field.expected}, got {nested.describe(rows)}.{one}"
         )
@@ -261,7 +272,9 @@ def _of_list(field: ItemField, rows: list[Any], call: str) -> Items:
     """A list of rows ``[length, *shape]``."""
     if not all(isinstance(row, Tensor) for row in rows):
         empty = torch.empty((0, *field.shape), dtype=field.dtype, device="cpu")
-        rows = [empty if isinstance(row, list) and not row else as_tensor(row, field.key, call, field.dtype) for row in rows]
+        rows = [
+            empty if isinstance(row, list) and not row else as_tensor(row, field.key, call, field.dtype) for row in rows
+        ]
     for number, row in enumerate(rows):
         if row.dtype is not field.dtype or row.dim() == 0 or row.shape[1:] != field.shape:
             if row.dim() == 0 or row.is_nested:
@@ -290,6 +303,17 @@ def _texts(field: ItemField, value: Any) -> list[Any] | None:
     if isinstance(value, tuple) and _parts(value) is None:
         return list(value)
     return value if isinstance(value, list) and not (value and all(_is_raw(it) for it in value)) else None
+
+
+def _check_text(field: ItemField, items: Items, call: str) -> None:
+    """Raise ``ValueError`` where bytes that are handed over as a text are none."""
+    for number, row in enumerate(items.rows()):
+        try:
+            row.numpy().tobytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{call}: {field.where}: expected text in UTF-8, got other bytes in row {number}: {error}."
+            ) from error
 
 
 def _is_raw(value: object) -> bool:

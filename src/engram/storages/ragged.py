@@ -12,7 +12,7 @@ import torch
 from engram._support.checks import check_count, check_number
 from engram._support.field_paths import checked_path, public
 from engram._support.words import format_size
-from engram.format.schema import DTYPES, MAX_DIMS
+from engram.format.schema import DTYPES, MAX_DIMS, MAX_ITEMS_OF_ROW, ItemsKind
 from engram.store.memory import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: What is stored as bytes, and returned as it was.
 TEXT = ("utf-8", "bytes", "json")
-#: A length is an int32.
-MAX_LENGTH = (1 << 31) - 1
 #: Without a declaration a row may be so many times as long as the longest of the first write.
 _HEADROOM = 4
 #: Without ``ragged_bytes`` there is room for all rows if they have this share of ``max_length``, on average.
@@ -64,7 +62,7 @@ class Ragged:
 
     dtype: str
     """Of an item, by name; uint8 of texts."""
-    kind: str
+    kind: ItemsKind
     """``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
     like: Path | None
     max_length: int | None
@@ -78,20 +76,22 @@ class Ragged:
         like: str | tuple[str, ...] | None = None,
         shape: Sequence[int] = (),
     ) -> None:
-        kind = dtype_or_kind if isinstance(dtype_or_kind, str) and dtype_or_kind in TEXT else ""
+        kind: ItemsKind = dtype_or_kind if isinstance(dtype_or_kind, str) and dtype_or_kind in TEXT else ""  # type: ignore[assignment]
         self.kind, self.dtype = kind, "uint8" if kind else _dtype_name(dtype_or_kind)
         self.shape = _checked_shape(shape)
         self.like = None if like is None else checked_path(like, "Ragged: like")
         self.max_length = None
         if max_length is not None:
-            self.max_length = check_count("Ragged: max_length", max_length, "items", most=MAX_LENGTH)
+            self.max_length = check_count("Ragged: max_length", max_length, "items", most=MAX_ITEMS_OF_ROW)
         if self.like is not None and self.max_length is not None:
             raise ValueError(
                 f"Ragged: max_length: expected none beside like={like!r}, whose lengths it has, got {max_length}. Leave it out."
             )
         if kind and (self.like is not None or self.shape):
             given = f"like={like!r}" if self.like is not None else f"shape={self.shape}"
-            raise ValueError(f"Ragged: {given.partition('=')[0]}: expected none of {kind!r}, whose rows are texts, got {given}.")
+            raise ValueError(
+                f"Ragged: {given.partition('=')[0]}: expected none of {kind!r}, whose rows are texts, got {given}."
+            )
 
     @property
     def item_bytes(self) -> int:
@@ -152,11 +152,15 @@ def checked_ragged(given: object, where: str) -> dict[Path, Ragged]:
         ValueError: ``like`` names no field that leads.
     """
     if not isinstance(given, Mapping):
-        raise TypeError(f'{where}: ragged: expected a dict such as {{"tokens": Ragged(torch.int32)}}, got {given!r:.80}.')
+        raise TypeError(
+            f'{where}: ragged: expected a dict such as {{"tokens": Ragged(torch.int32)}}, got {given!r:.80}.'
+        )
     fields: dict[Path, Ragged] = {}
     for key, field in given.items():
         if not isinstance(field, Ragged):
-            raise TypeError(f"{where}: ragged: {key!r}: expected a Ragged, got {field!r:.80}. Write Ragged({field!r:.40}, …).")
+            raise TypeError(
+                f"{where}: ragged: {key!r}: expected a Ragged, got {field!r:.80}. Write Ragged({field!r:.40}, …)."
+            )
         fields[checked_path(key, f"{where}: ragged")] = field
     leaders = [public(path) for path, field in fields.items() if field.like is None]
     for path, field in fields.items():
@@ -180,7 +184,7 @@ def likely_length(longest: int) -> int:
     >>> likely_length(100), likely_length(0)
     (512, 4)
     """
-    return min(1 << max(_HEADROOM * longest - 1, _HEADROOM - 1).bit_length(), MAX_LENGTH)
+    return min(1 << max(_HEADROOM * longest - 1, _HEADROOM - 1).bit_length(), MAX_ITEMS_OF_ROW)
 
 
 class Group(NamedTuple):

@@ -99,7 +99,7 @@ class Items:
         """A tensor ``[length, *shape]`` of each row: views where the items are in order, copies of them else."""
         there = self.packed()
         assert there.values is not None  # rows that were read have items
-        return list(there.values.split(there.lengths.tolist()))
+        return list(there.values.split(there.lengths.tolist()))  # type: ignore[no-untyped-call]
 
 
 def starts_of(lengths: Tensor) -> Tensor:
@@ -118,7 +118,9 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def places_of(starts: Tensor, to: Tensor, lengths: Tensor) -> Tensor:
     """Where the items of rows lie that begin at ``starts``, in the order of rows that begin at ``to``, one after the other: int64."""
     total = int(lengths.sum())
-    return torch.arange(total, device="cpu") + (starts - to).repeat_interleave(lengths.to(torch.int64), output_size=total)
+    return torch.arange(total, device="cpu") + (starts - to).repeat_interleave(
+        lengths.to(torch.int64), output_size=total
+    )
 
 
 def sharing(group: Iterable[Items]) -> list[Items]:
