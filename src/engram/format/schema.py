@@ -234,24 +234,22 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return sum(field.row_bytes for field in self.fields)
 
     @functools.cached_property
-    def is_ragged(self) -> bool:
-        """Whether a row of a field has any number of items."""
-        return any(field.ragged is not None for field in self.fields)
+    def ragged(self) -> dict[int, RaggedItems]:
+        """The items of ragged fields, by the number of the field; empty: no field is ragged."""
+        return {number: field.ragged for number, field in enumerate(self.fields) if field.ragged is not None}
 
     @functools.cached_property
     def ragged_groups(self) -> tuple[RaggedGroup, ...]:
         """The ragged fields that share lengths, by the number of their leader. Of a schema that is valid."""
         members: dict[int, list[int]] = {}
-        for number, field in enumerate(self.fields):
-            if field.ragged is not None:
-                members.setdefault(number if field.ragged.is_leader else field.ragged.like, []).append(number)
-        leaders = ((leader, self.fields[leader].ragged) for leader in members)
-        return tuple(RaggedGroup(n, it.items, tuple(members[n])) for n, it in leaders if it is not None)
+        for number, it in self.ragged.items():
+            members.setdefault(number if it.is_leader else it.like, []).append(number)
+        return tuple(RaggedGroup(n, self.ragged[n].items, tuple(all_of)) for n, all_of in members.items())
 
     @functools.cached_property
     def values_bytes(self) -> dict[int, int]:
         """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
-        return {n: self.lanes * it.items * it.item_bytes for n, f in enumerate(self.fields) if (it := f.ragged)}
+        return {number: self.lanes * it.items * it.item_bytes for number, it in self.ragged.items()}
 
     @property
     def nbytes(self) -> int:
@@ -307,9 +305,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
-        for number, field in enumerate(self.fields):
-            if field.ragged is not None:
-                self._validate_ragged(number, field, field.ragged)
+        for number, it in self.ragged.items():
+            self._validate_ragged(number, self.fields[number], it)
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
@@ -609,7 +606,7 @@ def encode(value: msgspec.Struct) -> bytes:
     if '"integers"' in text and isinstance(value, Schema) and value.structure.has_integers:
         entries["version"] = INTEGERS_VERSION
         text = _dumped(entries)
-    if '"ragged":{' in text and isinstance(value, Schema) and value.is_ragged:
+    if '"ragged":{' in text and isinstance(value, Schema) and value.ragged:
         entries["version"] = RAGGED_VERSION
         text = _dumped(entries)
     return text.encode()
@@ -620,7 +617,7 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 
     ``earlier``: as it was before version 2.4.
     """
-    version = RAGGED_VERSION if schema.is_ragged else WRITES_VERSION
+    version = RAGGED_VERSION if schema.ragged else WRITES_VERSION
     if earlier and version == WRITES_VERSION:
         if not schema.grouped and not schema.added:
             return encode(schema)
@@ -711,7 +708,7 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         schema.validate()
         if tuple(version) == INTEGERS_VERSION and not schema.structure.has_integers:
             raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
-        if (tuple(version) == RAGGED_VERSION) != schema.is_ragged:
+        if (tuple(version) == RAGGED_VERSION) != bool(schema.ragged):
             raise ValueError("fields: a description has ragged ones where its version is 2.5, and in no other")
         earlier = tuple(version) < WRITES_VERSION
         known = msgspec.json.decode(encode_store(schema, earlier=earlier) if of_store else encode(schema))

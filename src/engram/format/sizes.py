@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engram import _core
 from engram._core import priority_bytes
 from engram._support.memory import available_memory
 from engram._support.words import format_size
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["DevicePlan", "priority_bytes", "resident_bytes", "resident_sizes"]
+    from engram.format.schema import Schema
+
+__all__ = ["DevicePlan", "priority_bytes", "ragged_control_bytes", "resident_bytes", "resident_sizes"]
 
 #: Children of a node of a sum tree on a device; a line of memory, at which parts of a block begin; bytes of a mirror's two blocks.
 _FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
@@ -27,6 +30,12 @@ def resident_bytes(directory: Path, capacity: int) -> int:
     indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
     spans = len(list((directory / layout.FOLDER / layout.RAGGED).glob("*.spans")))
     return layout.tickets_bytes(capacity) + spans * SPAN_BYTES * capacity + indexes * priority_bytes(capacity, True)
+
+
+def ragged_control_bytes(schema: Schema) -> int:
+    """Size of the control block of ragged fields; 0: there are none."""
+    groups = len(schema.ragged_groups)
+    return _core.ragged_control_bytes(schema.lanes, groups) if groups else 0
 
 
 def device_row_bytes(capacity: int, row_bytes: int) -> int:

@@ -23,6 +23,7 @@ from engram.store import memory
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
+from engram.store.rings import private_rings
 from engram.types import Changes, Extent, RowsTarget, Write
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.store.blocks import Key
+    from engram.store.rings import RaggedMemory
     from engram.types import WritePlan
 
     T = TypeVar("T")
@@ -92,6 +94,8 @@ class Saved(NamedTuple):
     """Memory of the indexes of a private store, copied."""
     readonly: bool = False
     """Whether the directory is only read."""
+    rings: tuple[memory.Copied, ...] = ()
+    """The parts of the :class:`RaggedMemory` of a private store, copied."""
 
 
 class _Refusing:
@@ -132,9 +136,14 @@ class Store:
         attachment: Attachment | None = None,
         *,
         abandoned: bool = False,
+        rings: RaggedMemory | None = None,
     ) -> None:
         self.schema = schema
         self.tensors = tuple(tensors)
+        self.rings = rings
+        """Where the items of ragged fields lie; None: there are none."""
+        self.items = {} if rings is None else dict(zip(schema.ragged, rings.values, strict=True))
+        """The :attr:`RaggedMemory.values` of each ragged field, by its number."""
         self.attachment = attachment
         """This process's place among those that have the store open; None for private memory."""
         self.directory = None if attachment is None else attachment.directory
@@ -172,6 +181,8 @@ class Store:
             readonly=self.readonly,
             abandoned=abandoned,
         )
+        if rings is not None:
+            rings.connect(self.core, schema)
         if schema.added and self.is_native:
             for number in range(schema.first_fields, len(schema.fields)):
                 self.core.set_fill(number, schema.fill(number) or b"")
@@ -185,11 +196,13 @@ class Store:
     def private(cls, schema: Schema) -> Store:
         """A store in private memory. Pages are taken when rows are first written."""
         control, tickets = memory.new_control_memory(schema)
-        return cls(schema, [memory.private_field(field, schema.capacity) for field in schema.fields], control, tickets)
+        columns = [memory.private_field(field, schema.capacity) for field in schema.fields]
+        return cls(schema, columns, control, tickets, rings=private_rings(schema))
 
     @classmethod
     def around(cls, schema: Schema, tensors: Sequence[Tensor]) -> Store:
-        """A store around existing contiguous CPU tensors, all of whose rows are live."""
+        """A store around existing contiguous CPU tensors, all of whose rows are live. Raises ``ValueError``: a field is ragged."""
+        memory.refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
         control, tickets = memory.new_control_memory(schema)
         store = cls(schema, tensors, control, tickets)
         store.core.fill()
@@ -286,13 +299,14 @@ class Store:
             return Saved(None, self.directory, None, {})
         before = self._ticket_words().clone()
         fields = [tensor.clone() for tensor in self.tensors]
+        rings = () if self.rings is None else tuple([memory.Copied(part.clone()) for part in self.rings.parts])
         tickets = self._tickets.tensor.clone()
         # A row that was written meanwhile may be torn: its copy is void.
         words = tickets[: 8 * self.capacity].view(torch.int64)
         words.copy_(torch.where(before == words, words, words | _VOID))
         indexes = {key: memory.Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
         parts = [memory.Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
-        return Saved(self.schema, None, parts, indexes)
+        return Saved(self.schema, None, parts, indexes, rings=rings)
 
     def take_over(self, control: Tensor, tickets: Tensor) -> None:
         """Control memory of a copied store, whose rows are here already. Writers of the other store are none of this one's."""
@@ -548,8 +562,8 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, when all are written."""
-        return self.schema.row_bytes * self.schema.capacity
+        """Bytes of the rows, when all are written, and of the rings of ragged fields."""
+        return self.schema.nbytes
 
     def counters(self) -> dict[str, float]:
         """What happened to rows so far, in all processes, for ``stats()``; and what the indexes say."""
