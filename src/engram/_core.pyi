@@ -438,6 +438,33 @@ class Store:
     def use_ragged(
         self, control: int, control_bytes: int, groups: list[tuple[int, int, list[tuple[int, int, int]]]]
     ) -> None: ...
+    def append_ragged(
+        self,
+        lane: int,
+        n: int,
+        batch: tuple[int, ...],
+        rows: int,
+        sources: tuple[tuple[int, int, tuple[int, ...]], ...],
+    ) -> int: ...
+    def append_ragged_by_lane(
+        self,
+        lanes: int,
+        n: int,
+        batch: tuple[int, ...],
+        rows: int,
+        sources: tuple[tuple[int, int, tuple[int, ...]], ...],
+    ) -> int: ...
+    def gather_items(
+        self,
+        group: int,
+        rows: int,
+        numbers: int,
+        spans: int,
+        n: int,
+        which: tuple[int, ...],
+        batch: tuple[int, ...],
+        starts: int,
+    ) -> list[int]: ...
     def set_io(self, way: str) -> None: ...
     def refill(self, field: int, first: int, n: int, address: int) -> bool: ...
     def in_memory(self, field: int, first: int, n: int) -> bytes: ...

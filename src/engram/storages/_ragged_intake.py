@@ -10,51 +10,18 @@ import torch
 from torch import Tensor
 
 from engram._support import nested, tensordicts
-from engram.format.schema import MAX_ITEMS_OF_ROW
-from engram.storages._types import as_tensor, at
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF
+from engram.storages._types import as_tensor
+from engram.storages.ragged import ItemField, Ragged, uneven_rows
+from engram.store.memory import DTYPE_NAMES
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engram.format.schema import RaggedItems
-    from engram.storages.ragged import Path, Ragged
 
 #: What says where rows begin, beside ``values``.
 _OFFSETS = ("offsets", "cu_seqlens")
 _FORMS = "a jagged nested tensor, (values, offsets), or a list of arrays"
-
-
-class ItemField(NamedTuple):
-    """What the items of a field are."""
-
-    key: Path
-    dtype: torch.dtype
-    shape: torch.Size
-    """Of an item."""
-    kind: str
-    """Of texts ``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
-    max_length: int
-
-    @classmethod
-    def of(cls, key: Path, said: Ragged | RaggedItems) -> ItemField:
-        """As declared or stored."""
-        longest = said.max_length or MAX_ITEMS_OF_ROW
-        return cls(key, DTYPE_OF[said.dtype], torch.Size(said.shape), said.kind, longest)
-
-    @property
-    def where(self) -> str:
-        """How messages call it."""
-        return at(self.key)
-
-    @property
-    def expected(self) -> str:
-        """What rows hold, for messages."""
-        if self.kind:
-            return {"utf-8": "strings", "bytes": "bytes", "json": "values that json.dumps takes"}[self.kind]
-        of = f" of shape {list(self.shape)}" if self.shape else ""
-        return f"{DTYPE_NAMES[self.dtype]} items{of}"
 
 
 # ---- a row, and rows ---------------------------------------------------------------------------------------------------
@@ -176,6 +143,49 @@ def same_lengths(leader: ItemField, lengths: Tensor, field: ItemField, items: It
         f"{call}: {field.where}: expected the lengths of {leader.where}, which it shares: {int(lengths[row])} items in row {row}, got "
         f"{int(items.lengths[row])}. Declare it without like=, if it has lengths of its own."
     )
+
+
+# ---- what nobody has declared --------------------------------------------------------------------------------------------
+
+
+def found_in(value: Any, *, batched: bool) -> Ragged | None:
+    """What a field is whose first rows, or first row, say that its rows have different lengths; None: they do not say so."""
+    if isinstance(value, Tensor):
+        if not (batched and value.is_nested):
+            return None
+        items = value.values() if value.layout is torch.jagged else value.unbind()[0]
+        return Ragged(value.dtype, shape=tuple(items.shape[1:]))
+    if not batched:
+        text = value.tolist() if tensordicts.is_non_tensor(value) else value
+        return _kind_of([text])
+    if isinstance(value, np.ndarray):
+        return _kind_of(value.tolist()) if value.dtype.kind in "US" and value.ndim == 1 else None
+    if tensordicts.is_non_tensor(value):
+        texts = value.tolist()
+        return _kind_of(texts[0] if texts and isinstance(texts[0], list) else texts)
+    return _kind_of(value) or uneven_rows(value) if isinstance(value, list) else None
+
+
+def _kind_of(texts: object) -> Ragged | None:
+    for kind, of in (("utf-8", str), ("bytes", bytes)):
+        if isinstance(texts, list) and texts and all(isinstance(text, of) for text in texts):
+            return Ragged(kind)
+    return None
+
+
+def count_rows(value: Any) -> int | None:
+    """How many rows a leaf of a ragged field holds; None: it is none that is known."""
+    if isinstance(value, Items | list):
+        return len(value)
+    if tensordicts.is_non_tensor(value):
+        there = value.batch_size
+        return int(there[0]) if there else len(value.tolist()) if isinstance(value.tolist(), list) else None
+    if isinstance(value, Tensor | np.ndarray):
+        return int(value.shape[0]) if value.ndim else None
+    parts = _parts(value)
+    if parts is not None:
+        return len(parts.where) - (parts.name != "lengths")
+    return len(value) if isinstance(value, tuple) else None
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------------

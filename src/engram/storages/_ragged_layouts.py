@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from engram._support import tensordicts
-from engram._support.checks import check_count
 from engram.errors import CorruptStore
 from engram.store.ragged_rows import Items, offsets_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.storages._ragged_intake import ItemField
-
-#: How rows of several lengths are put together.
-LayoutKind: TypeAlias = Literal["jagged", "packed", "padded", "list"]
+    from engram.storages.ragged import ItemField, RaggedLayout
 
 
 class Packed(NamedTuple):
@@ -40,38 +35,6 @@ class Padded(NamedTuple):
     """``[n, length, *shape]``."""
     mask: Tensor
     """bool ``[n, length]``: which items are of a row."""
-
-
-class RaggedLayout(NamedTuple):
-    """How the rows of ragged fields are laid out in batches."""
-
-    kind: LayoutKind = "jagged"
-    side: Literal["right", "left"] = "right"
-    """Of padded rows: where the zeros are."""
-    multiple: int = 1
-    """Of padded rows: what divides their length."""
-
-    @classmethod
-    def checked(cls, given: object, where: str) -> RaggedLayout:
-        """A user's ``layout``: a kind, or a dict with ``kind``, ``side`` and ``multiple``. Raises ``TypeError``, ``ValueError``."""
-        said: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"kind": given}
-        if not isinstance(given, str | Mapping) or said.keys() - set(cls._fields) or "kind" not in said:
-            raise TypeError(
-                f'{where}: layout: expected one of {get_args(LayoutKind)} or a dict such as {{"kind": "padded", "side": "left", '
-                f'"multiple": 8}}, got {given!r:.80}.'
-            )
-        layout = cls(**said)
-        if layout.kind not in get_args(LayoutKind) or layout.side not in ("right", "left"):
-            name, possible = (
-                ("side", ("right", "left")) if layout.kind in get_args(LayoutKind) else ("kind", get_args(LayoutKind))
-            )
-            raise ValueError(f"{where}: layout: {name}: expected one of {possible}, got {said[name]!r:.80}.")
-        if layout.kind != "padded" and (layout.side, layout.multiple) != ("right", 1):
-            raise ValueError(f'{where}: layout: side and multiple: expected with kind="padded", got {layout.kind!r}.')
-        return layout._replace(multiple=check_count(f"{where}: layout: multiple", layout.multiple))
-
-
-JAGGED = RaggedLayout()
 
 
 class Batches:
@@ -151,20 +114,14 @@ def texts_of(field: ItemField, items: Items) -> list[Any]:
     if field.kind == "bytes":
         return rows
     decode = json.loads if field.kind == "json" else bytes.decode
+    texts: list[Any] = []
     try:
-        return [*map(decode, rows)]
-    except ValueError:
-        raise _undecodable(field, there, rows) from None
-
-
-def _undecodable(field: ItemField, items: Items, rows: list[bytes]) -> CorruptStore:
-    for place, row in enumerate(rows):
-        try:
-            json.loads(row) if field.kind == "json" else row.decode()
-        except ValueError as error:
-            number = place if items.numbers is None else int(items.numbers[place])
-            what = "JSON" if field.kind == "json" else "text in UTF-8"
-            return CorruptStore(
-                f"{field.where}: row {number}: expected {what}, got other bytes: {error}. Its file was changed."
-            )
-    raise AssertionError  # one of them failed
+        texts.extend(map(decode, rows))
+    except ValueError as error:
+        place = len(texts)
+        number = place if there.numbers is None else int(there.numbers[place])
+        what = "JSON" if field.kind == "json" else "text in UTF-8"
+        raise CorruptStore(
+            f"{field.where}: row {number}: expected {what}, got other bytes: {error}. Its file was changed."
+        ) from error
+    return texts

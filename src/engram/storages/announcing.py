@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 from engram._support.field_paths import public
 from engram._support.words import count, format_size
 from engram.format.layout import SINGLE
-from engram.format.schema import name_of
+from engram.format.schema import items_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from engram.format.schema import Field
+    from engram.format.schema import Field, Schema
 
 
 _log = logging.getLogger("engram")
 _is_temporary = ContextVar("engram_temporary", default=False)
 
 
-def creation_line(fields: Sequence[Field], capacity: int, where: object) -> str:
+def creation_line(schema: Schema, where: object) -> str:
     """One line of a store to be: place and size, and of each field shape, dtype and size. ``where`` is a folder, ``RAM`` or a device."""
-    said, total = [], 0
-    for field in fields:
-        nbytes = field.row_bytes * capacity
-        said.append(f"{field.name} {list(field.shape)} {field.dtype} ({format_size(nbytes)})")
-        total += nbytes
-    return f"{count(capacity, 'row')} in {where}, {format_size(total)}: {', '.join(said)}"
+    said = []
+    for number, field in enumerate(schema.fields):
+        nbytes = field.row_bytes * schema.capacity + schema.values_bytes.get(number, 0)
+        what = f"{list(field.shape)} {field.dtype}" if field.ragged is None else items_of(field.ragged)
+        said.append(f"{field.name} {what} ({format_size(nbytes)})")
+    return f"{count(schema.capacity, 'row')} in {where}, {format_size(schema.nbytes)}: {', '.join(said)}"
 
 
 def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list[str]:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from engram._support import nested
 from engram._support.checks import check_count, check_number
 from engram._support.field_paths import checked_path, public
 from engram._support.words import format_size
 from engram.format.schema import DTYPES, MAX_DIMS, MAX_ITEMS_OF_ROW, ItemsKind
-from engram.store.memory import DTYPE_NAMES
+from engram.storages._types import at
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from engram.format.schema import RaggedItems
 
     Path: TypeAlias = tuple[str, ...]
 
 #: What is stored as bytes, and returned as it was.
 TEXT = ("utf-8", "bytes", "json")
-#: Without a declaration a row may be so many times as long as the longest of the first write.
-_HEADROOM = 4
+#: Without a declaration a row may be so many times as long as the longest of the first write, and so long in any case.
+_HEADROOM, _LEAST_LENGTH = 4, 64
 #: Without ``ragged_bytes`` there is room for all rows if they have this share of ``max_length``, on average.
 _USUAL_SHARE = 4
 #: Above the size of any file.
@@ -37,7 +42,7 @@ class Ragged:
         dtype_or_kind: the dtype of an item, of torch, of NumPy or by name; ``"utf-8"``, whose rows are strings;
             ``"bytes"``; or ``"json"``, whose rows are what ``json.dumps`` takes.
         max_length: items that a row may have at most; of strings and JSON the bytes of the text in UTF-8. None: the
-            next power of two of four times the longest row of the first write, which is logged.
+            next power of two of four times the longest row of the first write, at least 64, which is logged.
         like: the field whose lengths the rows of this one have, such as the tokens of which it holds the
             log-probabilities. A write may leave it out: its items are zeros then, and may be replaced later.
         shape: of an item; ``()`` for numbers.
@@ -138,6 +143,73 @@ def _checked_shape(given: object) -> tuple[int, ...]:
     return shape
 
 
+class ItemField(NamedTuple):
+    """What the items of a field are."""
+
+    key: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    """Of an item."""
+    kind: str
+    """Of texts ``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
+    max_length: int
+
+    @classmethod
+    def of(cls, key: Path, said: Ragged | RaggedItems) -> ItemField:
+        """As declared or stored."""
+        longest = said.max_length or MAX_ITEMS_OF_ROW
+        return cls(key, DTYPE_OF[said.dtype], torch.Size(said.shape), said.kind, longest)
+
+    @property
+    def where(self) -> str:
+        """How messages call it."""
+        return at(self.key)
+
+    @property
+    def expected(self) -> str:
+        """What rows hold, for messages."""
+        if self.kind:
+            return {"utf-8": "strings", "bytes": "bytes", "json": "values that json.dumps takes"}[self.kind]
+        of = f" of shape {list(self.shape)}" if self.shape else ""
+        return f"{DTYPE_NAMES[self.dtype]} items{of}"
+
+
+#: How rows of several lengths are put together.
+LayoutKind: TypeAlias = Literal["jagged", "packed", "padded", "list"]
+
+
+class RaggedLayout(NamedTuple):
+    """How the rows of ragged fields are laid out in batches."""
+
+    kind: LayoutKind = "jagged"
+    side: Literal["right", "left"] = "right"
+    """Of padded rows: where the zeros are."""
+    multiple: int = 1
+    """Of padded rows: what divides their length."""
+
+    @classmethod
+    def checked(cls, given: object, where: str) -> RaggedLayout:
+        """A user's ``layout``: a kind, or a dict with ``kind``, ``side`` and ``multiple``. Raises ``TypeError``, ``ValueError``."""
+        said: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"kind": given}
+        if not isinstance(given, str | Mapping) or said.keys() - set(cls._fields) or "kind" not in said:
+            raise TypeError(
+                f'{where}: layout: expected one of {get_args(LayoutKind)} or a dict such as {{"kind": "padded", "side": "left", '
+                f'"multiple": 8}}, got {given!r:.80}.'
+            )
+        layout = cls(**said)
+        if layout.kind not in get_args(LayoutKind) or layout.side not in ("right", "left"):
+            name, possible = (
+                ("side", ("right", "left")) if layout.kind in get_args(LayoutKind) else ("kind", get_args(LayoutKind))
+            )
+            raise ValueError(f"{where}: layout: {name}: expected one of {possible}, got {said[name]!r:.80}.")
+        if layout.kind != "padded" and (layout.side, layout.multiple) != ("right", 1):
+            raise ValueError(f'{where}: layout: side and multiple: expected with kind="padded", got {layout.kind!r}.')
+        return layout._replace(multiple=check_count(f"{where}: layout: multiple", layout.multiple))
+
+
+JAGGED = RaggedLayout()
+
+
 # ---- what a storage is asked for ---------------------------------------------------------------------------------------
 
 #: The fields that a user has declared, by path.
@@ -182,9 +254,9 @@ def likely_length(longest: int) -> int:
 
     >>> from engram.storages.ragged import likely_length
     >>> likely_length(100), likely_length(0)
-    (512, 4)
+    (512, 64)
     """
-    return min(1 << max(_HEADROOM * longest - 1, _HEADROOM - 1).bit_length(), MAX_ITEMS_OF_ROW)
+    return min(max(1 << max(_HEADROOM * longest - 1, 0).bit_length(), _LEAST_LENGTH), MAX_ITEMS_OF_ROW)
 
 
 class Group(NamedTuple):
@@ -228,3 +300,85 @@ def ring_items(groups: Sequence[Group], nbytes: int | None, capacity: int, lanes
             "Give more, or lower max_length."
         )
     return [nbytes * group.max_length // (row * lanes) for group in groups]
+
+
+def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
+    """The fields of rows, one after the other, whose first dimension is not the same in all."""
+    if not nested.has_entries(rows[0]):
+        return {}
+    found = {}
+    for path, value in nested.flatten(rows[0]):
+        if isinstance(value, Tensor | np.ndarray) and value.ndim:
+            all_of = [nested.find(row, path) for row in rows]
+            if (declared := uneven_rows(all_of)) is not None:
+                found[path] = declared
+    return found
+
+
+def uneven_rows(rows: Sequence[object]) -> Ragged | None:
+    """What arrays are that differ in their first dimension, and in no other; None: they do not."""
+    arrays = [row for row in rows if isinstance(row, Tensor | np.ndarray) and row.ndim]
+    if not rows or len(arrays) < len(rows) or len({row.shape[0] for row in arrays}) < 2:
+        return None
+    shapes, dtypes = {tuple(row.shape[1:]) for row in arrays}, {_dtype_name(row.dtype) for row in arrays}
+    return Ragged(dtypes.pop(), shape=shapes.pop()) if len(shapes) == len(dtypes) == 1 else None
+
+
+class RaggedArguments(TypedDict, total=False):
+    """Keywords of storages that take ragged fields."""
+
+    ragged: Mapping[str | tuple[str, ...], Ragged] | None
+    """Fields whose rows have different lengths. Others are found at the first write, by what is handed over."""
+    ragged_bytes: float | None
+    """Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`."""
+    layout: str | Mapping[str, object]
+    """How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``."""
+
+
+class RaggedOptions(NamedTuple):
+    """What a storage was asked for, as far as ragged fields go."""
+
+    fields: Mapping[Path, Ragged] = {}
+    """Declared ones."""
+    finds: bool = False
+    """Whether others are found at the first write."""
+    nbytes: int | None = None
+    capacity: int = 1
+    lanes: int = 1
+    where: str = ""
+    """For messages."""
+    unlimited: bool = False
+    """Whether rows of fields that are found may have any length."""
+    layout: RaggedLayout = JAGGED
+
+    @classmethod
+    def taken(cls, where: str, arguments: RaggedArguments, *, impossible: str) -> RaggedOptions:
+        """The keywords of a storage, which are taken out of the arguments.
+
+        Args:
+            where: for messages.
+            arguments: as they were given.
+            impossible: empty, or why the storage has no ragged fields.
+
+        Raises:
+            TypeError, ValueError: they are no declarations, size or layout; or there are some, and it can have none.
+        """
+        fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
+        nbytes = arguments.pop("ragged_bytes", None)
+        layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
+        if impossible and (fields or nbytes is not None):
+            raise ValueError(f"{where}: ragged: expected none with {impossible}, got {[*map(public, fields)]}.")
+        return cls(fields, not impossible, checked_bytes(nbytes, where), where=where, layout=layout)
+
+    def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
+        """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""
+        if not self.finds or not rows:
+            return self
+        return self._replace(fields={**uneven_fields(rows), **self.fields}, unlimited=True)
+
+    def rings(self, groups: Sequence[Group]) -> list[int]:
+        """As :func:`ring_items`."""
+        return ring_items(groups, self.nbytes, self.capacity, self.lanes, self.where)
+
+
+NO_RAGGED = RaggedOptions()
