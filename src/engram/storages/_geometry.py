@@ -16,6 +16,7 @@ from engram.format.schema import Schema
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages.ragged import NO_RAGGED, RaggedArguments, RaggedOptions
+from engram.store.memory import refuse_ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,6 +171,7 @@ def _as_far_as_both(here: Schema, saved: Schema) -> bool:
 def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
     try:
         schema = schemas.decode(text.encode(), where)
+        refuse_ragged(schema, where, "Write the rows anew: ragged rows are not loaded yet")
         if dtypes:
             check_stored(schema.fields, dtypes)
         return schema

@@ -157,7 +157,7 @@ def found_in(value: Any, *, batched: bool) -> Ragged | None:
         return Ragged(value.dtype, shape=tuple(items.shape[1:]))
     if not batched:
         text = value.tolist() if tensordicts.is_non_tensor(value) else value
-        return _kind_of([text])
+        return None if isinstance(text, np.generic) else _kind_of([text])
     if isinstance(value, np.ndarray):
         return _kind_of(value.tolist()) if value.dtype.kind in "US" and value.ndim == 1 else None
     if tensordicts.is_non_tensor(value):

@@ -314,6 +314,10 @@ class TensorStorage(Storage):
                 )
 
     @property
+    def is_ragged(self) -> bool:
+        return bool(self._geometry.ragged.fields if self.structure is None else self.structure.ragged)
+
+    @property
     def lanes(self) -> int:
         return self._geometry.lanes
 
