@@ -472,7 +472,7 @@ class LazyTensorStorage(TensorStorage):
         if self._mirror is not None:
             assert isinstance(store, DeviceStore)  # as _begin_mirror() has seen
             store.mirror = Mirror(store, Home(self._mirror).create(schema, replace=False, given=self._given))
-        announce(creation_line(schema.fields, schema.capacity, place))
+        announce(creation_line(schema, place))
         return store
 
     def _allocate_here(self, schema: Schema) -> Store:
@@ -524,7 +524,7 @@ class LazyTensorStorage(TensorStorage):
         store = home.create(schema, replace=replace, given=self._given)
         folder = store.directory
         assert folder is not None  # it was just created there
-        announce(creation_line(schema.fields, schema.capacity, folder))
+        announce(creation_line(schema, folder))
         return store
 
 
