@@ -238,13 +238,13 @@ def test_newer_versions_are_incompatible():
 @pytest.mark.parametrize(
     ("field", "says"),
     [
-        (leader("a", items=0), "field a: a ring of 0 items is impossible"),
-        (leader("a", max_length=1 << 31), "field a: 2147483648 items of a row, at least 1 and at most 2147483647"),
+        (leader("a", items=0), "field a: a ring of 0 items"),
+        (leader("a", max_length=1 << 31), r"field a: 2147483648 items of a row, at least 1 and below 2\^31 are possible"),
         (leader("a", dtype="text"), "field a: items of the unknown dtype text"),
-        (leader("a", kind="utf-16"), r"field a: items of kind 'utf-16' with shape \[\] int32, text has shape \[\] uint8"),
-        (leader("a", items=1 << 60), "field a: 3 lanes of 4611686018427387904 bytes are too many"),
+        (leader("a", kind="utf-16"), "field a: items of kind 'utf-16'"),
+        (leader("a", items=1 << 60), "field a: 3 lanes of 1152921504606846976 items are too many"),
         (follower("a", 0), "field a: like field 0, which is no leader before it"),
-        (Field(("a",), "int32", (2,), leader("a").ragged), r"the column of a leader has shape \[3\] int32, got shape \[2\]"),
+        (Field(("a",), "int32", (2,), leader("a").ragged), r"field a: its column is to be shape \[3\] int32"),
     ],
 )  # fmt: skip
 def test_validate_says_what_is_wrong(field, says):

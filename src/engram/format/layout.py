@@ -147,8 +147,8 @@ def row_files(directory: Path, schema: Schema, hidden: str = FOLDER) -> dict[int
     """The files with the rows of a store, and the bytes of a row in each, by the number of their first field."""
     group = group_of(schema)
     together = group.offsets if group else {}
-    fields = ((n, field) for n, field in enumerate(schema.fields) if n not in together)
-    found = {n: (column_path(directory, schema, n, hidden), field.row_bytes) for n, field in fields}
+    paths = column_paths(directory, schema, hidden)
+    found = {n: (paths[n], field.row_bytes) for n, field in enumerate(schema.fields) if n not in together}
     return {**found, min(together): (directory / hidden / GROUPED, group.stride)} if group else found
 
 
@@ -164,6 +164,13 @@ def column_path(directory: Path, schema: Schema, number: int, hidden: str = FOLD
     if number >= schema.first_fields and (unnamed := unnamed_column(directory, number)).exists():
         return unnamed
     return field_path(directory, schema.fields[number].key)
+
+
+def column_paths(directory: Path, schema: Schema, hidden: str = FOLDER) -> list[Path]:
+    """Where the rows of each field lie, those of a field that lies with others aside."""
+    if schema.added or schema.ragged:
+        return [column_path(directory, schema, number, hidden) for number in range(len(schema.fields))]
+    return [field_path(directory, field.key) for field in schema.fields]
 
 
 def ragged_control(directory: Path, hidden: str = FOLDER) -> Path:

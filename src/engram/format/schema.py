@@ -21,7 +21,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -42,8 +42,6 @@ MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
-#: Items of a ragged row are counted in 31 bits.
-MAX_ITEMS_OF_ROW = (1 << 31) - 1
 #: Of nodes.
 Kind: TypeAlias = Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
 #: Of an int of 64 bits, or somewhat more.
@@ -306,7 +304,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if self.added:
             self._validate_added()
         for number, it in self.ragged.items():
-            self._validate_ragged(number, self.fields[number], it)
+            if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
+                raise ValueError(f"field {self.fields[number].name}: {found}")
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
@@ -325,31 +324,18 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                     f"field {field.name}: a fill of {len(digits)} digits for rows of {field.row_bytes} bytes"
                 )
 
-    def _validate_ragged(self, number: int, field: Field, it: RaggedItems) -> None:
-        if self.columns:
-            raise ValueError(f"field {field.name}: ragged in a store with columns. Give its storage one row dimension.")
-        if number >= self.first_fields:
-            raise ValueError(f"field {field.name}: a ragged field cannot be added. Name it when the store is created.")
-        _validate_items(field, it)
-        nbytes = self.lanes * it.items * it.item_bytes
-        if nbytes >= 1 << 62:
-            raise ValueError(f"field {field.name}: {self.lanes} lanes of {nbytes // self.lanes} bytes are too many")
-        column = (field.dtype, field.shape)
-        if column != (SPAN if it.is_leader else NO_SPAN):
-            expected, (dtype, shape) = ("leader", SPAN) if it.is_leader else ("follower", NO_SPAN)
-            raise ValueError(
-                f"field {field.name}: the column of a {expected} has shape {list(shape)} {dtype}, got {_said_column(column)}"
-            )
-        if it.is_leader:
-            return
-        leader = self.fields[it.like].ragged if it.like < number else None
-        if leader is None or not leader.is_leader:
-            raise ValueError(f"field {field.name}: like field {it.like}, which is no leader before it")
-        if (it.items, it.max_length) != (leader.items, leader.max_length):
-            raise ValueError(
-                f"field {field.name}: up to {it.max_length} of {it.items} items, and its leader {self.fields[it.like].name} "
-                f"has up to {leader.max_length} of {leader.items}"
-            )
+    def _wrong_of(self, number: int, it: RaggedItems) -> Iterator[tuple[str, object]]:
+        """What may be wrong with a ragged field, and whether it is."""
+        field, column = self.fields[number], SPAN if it.is_leader else NO_SPAN
+        yield from _wrong_of_items(it, self.lanes)
+        yield "ragged, in a store with columns. Give its storage one row dimension", self.columns
+        yield "a ragged field cannot be added. Name it when the store is created", number >= self.first_fields
+        yield f"its column is to be {_said_column(*column)}", (field.dtype, field.shape) != column
+        if not it.is_leader:
+            leader = self.ragged.get(it.like) if it.like < number else None
+            yield f"like field {it.like}, which is no leader before it", leader is None or not leader.is_leader
+            sizes = leader and (leader.items, leader.max_length)
+            yield f"items or max_length of field {it.like}, its leader, are others", (it.items, it.max_length) != sizes
 
     def _collect_leaves(self, node: Node, path: tuple[str, ...], leaves: list[int]) -> list[tuple[int, ...]]:
         """Check a node and what is below it; the shapes of its leaves."""
@@ -457,23 +443,17 @@ def validate_fields(fields: Sequence[Column], rows: int) -> None:
             raise ValueError(f"field {name_of(field.key)}: {rows} rows of {field.row_bytes} bytes are too many")
 
 
-def _validate_items(field: Field, it: RaggedItems) -> None:
-    if it.dtype not in DTYPES:
-        raise ValueError(f"field {field.name}: items of the unknown dtype {it.dtype}")
-    if len(it.shape) > MAX_DIMS or min(it.shape, default=1) < 1:
-        raise ValueError(f"field {field.name}: items of the impossible shape {list(it.shape)}")
-    if not 1 <= it.max_length <= MAX_ITEMS_OF_ROW:
-        raise ValueError(
-            f"field {field.name}: {it.max_length} items of a row, at least 1 and at most {MAX_ITEMS_OF_ROW} are possible"
-        )
-    if not 1 <= it.items < 1 << 62:
-        raise ValueError(f"field {field.name}: a ring of {it.items} items is impossible")
-    if it.like < -1:
-        raise ValueError(f"field {field.name}: like field {it.like}, which cannot be")
-    if it.kind not in get_args(ItemsKind) or (it.kind and (it.dtype, it.shape) != ("uint8", ())):
-        raise ValueError(
-            f"field {field.name}: items of kind {it.kind!r:.40} with shape {list(it.shape)} {it.dtype}, text has shape [] uint8"
-        )
+def _wrong_of_items(it: RaggedItems, lanes: int) -> Iterator[tuple[str, object]]:
+    """What may be wrong with the items of a ragged field, and whether it is."""
+    yield f"items of the unknown dtype {it.dtype}", it.dtype not in DTYPES
+    yield f"items of the impossible shape {list(it.shape)}", len(it.shape) > MAX_DIMS or min(it.shape, default=1) < 1
+    yield f"{it.max_length} items of a row, at least 1 and below 2^31 are possible", not 1 <= it.max_length < 1 << 31
+    yield f"a ring of {it.items} items", it.items < 1
+    yield f"{lanes} lanes of {it.items} items are too many", lanes * it.items * it.item_bytes >= 1 << 62
+    yield f"like field {it.like}", it.like < -1
+    is_text = (it.dtype, it.shape) == ("uint8", ())
+    yield f"items of kind {it.kind!r:.40}", it.kind not in get_args(ItemsKind)
+    yield f"text of items with {_said_column(it.dtype, it.shape)}, it has shape [] uint8", it.kind and not is_text
 
 
 def validate_key(key: tuple[str, ...]) -> None:
@@ -560,16 +540,16 @@ def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[s
 def _said(field: Column) -> str:
     if isinstance(field, Field) and field.ragged is not None:
         return items_of(field.ragged)
-    return _said_column((field.dtype, field.shape)) + (f" as {field.role}" if field.role != "data" else "")
+    return _said_column(field.dtype, field.shape) + (f" as {field.role}" if field.role != "data" else "")
 
 
-def _said_column(column: tuple[str, tuple[int, ...]]) -> str:
-    return f"shape {list(column[1])!s:.100} {column[0]}"
+def _said_column(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"shape {list(shape)!s:.100} {dtype}"
 
 
 def items_of(it: RaggedItems) -> str:
     """The items of a ragged field, for a message: of what, and how many."""
-    what = it.kind or _said_column((it.dtype, it.shape))
+    what = it.kind or _said_column(it.dtype, it.shape)
     like = "" if it.is_leader else f", like field {it.like}"
     return f"ragged {what}, at most {it.max_length} a row and {it.items} a lane{like}"
 
@@ -700,25 +680,29 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
             )
         )
     try:
-        found = tree.keys() | set()
-        given = tree.pop("sum", None)
-        if given is not None and given != _sum_of(tree):
-            raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
-        schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
-        schema.validate()
-        if tuple(version) == INTEGERS_VERSION and not schema.structure.has_integers:
-            raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
-        if (tuple(version) == RAGGED_VERSION) != bool(schema.ragged):
-            raise ValueError("fields: a description has ragged ones where its version is 2.5, and in no other")
-        earlier = tuple(version) < WRITES_VERSION
-        known = msgspec.json.decode(encode_store(schema, earlier=earlier) if of_store else encode(schema))
-        if (version, found) != (known["version"], known.keys()):
-            raise ValueError(
-                f"expected version {known['version']} with the entries {sorted(known)}, got {version} with {sorted(found)}: stores have "
-                "grouped from 2.1 on, sum with added; descriptions have added from 2.2 on, ints as keys from 2.3 on"
-            )
-        if tree["fields"] != known["fields"]:
-            raise ValueError("fields: expected no entry that says what is so without it")
+        return _converted(tree, tuple(version), of_store)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
+
+
+def _converted(tree: dict[str, object], version: tuple[int, int], of_store: bool) -> Schema:
+    """The schema that a description of a version says. Raises ``ValueError``."""
+    found = tree.keys() | set()
+    given = tree.pop("sum", None)
+    if given is not None and given != _sum_of(tree):
+        raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
+    schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
+    schema.validate()
+    if version == INTEGERS_VERSION and not schema.structure.has_integers:
+        raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
+    if (version == RAGGED_VERSION) != bool(schema.ragged):
+        raise ValueError("fields: a description has ragged ones where its version is 2.5, and in no other")
+    known = msgspec.json.decode(encode_store(schema, earlier=version < WRITES_VERSION) if of_store else encode(schema))
+    if ([*version], found) != (known["version"], known.keys()):
+        raise ValueError(
+            f"expected version {known['version']} with the entries {sorted(known)}, got {[*version]} with {sorted(found)}: stores have "
+            "grouped from 2.1 on, sum with added; descriptions have added from 2.2 on, ints as keys from 2.3 on"
+        )
+    if tree["fields"] != known["fields"]:
+        raise ValueError("fields: expected no entry that says what is so without it")
     return schema

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from engram._support.field_paths import public
 from engram._support.words import count, format_size
 from engram.format.layout import SINGLE
-from engram.format.schema import items_of, name_of
+from engram.format.schema import name_of
+from engram.format.sizes import ShownField
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -24,12 +25,9 @@ _is_temporary = ContextVar("engram_temporary", default=False)
 
 def creation_line(schema: Schema, where: object) -> str:
     """One line of a store to be: place and size, and of each field shape, dtype and size. ``where`` is a folder, ``RAM`` or a device."""
-    said = []
-    for number, field in enumerate(schema.fields):
-        nbytes = field.row_bytes * schema.capacity + schema.values_bytes.get(number, 0)
-        what = f"{list(field.shape)} {field.dtype}" if field.ragged is None else items_of(field.ragged)
-        said.append(f"{field.name} {what} ({format_size(nbytes)})")
-    return f"{count(schema.capacity, 'row')} in {where}, {format_size(schema.nbytes)}: {', '.join(said)}"
+    fields = [ShownField.of(field, schema.capacity, schema.lanes) for field in schema.fields]
+    each = ", ".join(f"{it.name} {it.shape} {it.dtype} ({format_size(it.nbytes)})" for it in fields)
+    return f"{count(schema.capacity, 'row')} in {where}, {format_size(sum(it.nbytes for it in fields))}: {each}"
 
 
 def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list[str]:

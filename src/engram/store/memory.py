@@ -196,7 +196,7 @@ def fields_in(
         together: maps a file of that size, as bytes: the one with all small fields.
     """
     group, capacity = layout.group_of(schema), schema.capacity
-    paths = [layout.column_path(directory, schema, number) for number in range(len(schema.fields))]
+    paths = layout.column_paths(directory, schema)
     if group is None:
         return [alone(path, field, capacity) for path, field in zip(paths, schema.fields, strict=True)]
     raw = together(directory / layout.FOLDER / layout.GROUPED, group.stride * capacity)

@@ -335,8 +335,7 @@ def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -
     try:
         for to, tensor in zip(shared.tensors, store.tensors, strict=True):
             to.copy_(tensor)
-        if shared.rings is not None and store.rings is not None:
-            shared.rings.copy_from(store.rings.parts)
+        shared.rings.copy_from(store.rings.parts)
         shared.core.copy_state(store.core)
         store.indexes.copy_to(shared.indexes)
         shared.origin = origin_of(store)
@@ -359,9 +358,7 @@ def reattach(saved: Saved) -> Store:
         fields = [private_field(field, schema.capacity) for field in schema.fields]
         for field, column in zip(fields, columns, strict=True):
             field.copy_(column)
-        rings = private_rings(schema)
-        if rings is not None:
-            rings.copy_from([part.tensor for part in saved.rings])
+        rings = private_rings(schema).copy_from([part.tensor for part in saved.rings])
         store = Store(schema, fields, *new_control_memory(schema), rings=rings)
     else:
         store = DeviceStore.on(schema, columns[0].device, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,9 +10,8 @@ import torch
 from engram._support import native
 from engram.errors import CorruptStore
 from engram.format import layout
-from engram.format.schema import name_of
 from engram.format.sizes import ragged_control_bytes
-from engram.store.memory import Block, private_block, torch_dtype
+from engram.store.memory import Block, placed, private_block, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 class RaggedMemory(NamedTuple):
     """The rings of a store with ragged fields, and the control block that says what of them is in use."""
 
-    control: Block
-    values: tuple[Tensor, ...]
-    """One ``[lanes · items, *item shape]`` per ragged field, in the order of the fields. Lane ``i`` begins at ``i · items``."""
+    values: Mapping[int, Tensor] = MappingProxyType({})
+    """``[lanes · items, *item shape]`` of each ragged field, by its number. Lane ``i`` begins at ``i · items``."""
+    control: Block | None = None
+    """None: no field is ragged."""
     path: Path | None = None
     """The file of the control block; None: it is in private memory."""
 
@@ -38,12 +39,13 @@ class RaggedMemory(NamedTuple):
 
         The control block comes last: it then says of all items that were replaced during the copy that they are gone.
         """
-        return [*self.values, self.control.tensor]
+        return [*self.values.values(), *([] if self.control is None else [self.control.tensor])]
 
-    def copy_from(self, parts: Sequence[Tensor]) -> None:
-        """Take over the :attr:`parts` of another store of the same schema. No thread writes."""
+    def copy_from(self, parts: Sequence[Tensor]) -> RaggedMemory:
+        """Take over the :attr:`parts` of another store of the same schema, while no thread writes to this one. Returns itself."""
         for mine, theirs in zip(self.parts, parts, strict=True):
             mine.copy_(theirs)
+        return self
 
     def connect(self, core: native.Store, schema: Schema) -> None:
         """Let the core read and write the items.
@@ -51,45 +53,49 @@ class RaggedMemory(NamedTuple):
         Raises:
             CorruptStore: the control block is damaged, or of another store.
         """
-        places = {
-            number: (number, tensor.data_ptr(), it.item_bytes)
-            for (number, it), tensor in zip(schema.ragged.items(), self.values, strict=True)
-        }
-        groups = [(it.leader, it.items, [places[number] for number in it.members]) for it in schema.ragged_groups]
+        if self.control is None:
+            return
+        addresses = dict(zip(self.values, placed([*self.values.values()])[0], strict=True))
+        members = {n: (n, addresses[n], it.item_bytes) for n, it in schema.ragged.items()}
+        groups = [(it.leader, it.items, [members[number] for number in it.members]) for it in schema.ragged_groups]
         try:
             core.use_ragged(self.control.address, self.control.nbytes, groups)
         except (ValueError, CorruptStore) as error:
             raise CorruptStore(f"{self.path or 'ragged fields'}: {str(error).removesuffix('.')}.") from error
 
 
-def private_rings(schema: Schema) -> RaggedMemory | None:
-    """Empty rings in private memory, whose pages are taken when they are first written; None: no field is ragged.
+#: Of a store without ragged fields.
+NO_RINGS = RaggedMemory()
+
+
+def private_rings(schema: Schema) -> RaggedMemory:
+    """Empty rings in private memory, whose pages are taken when they are first written.
 
     Raises ``OSError``: there is no space for them.
     """
     if not schema.ragged:
-        return None
-    names = {number: name_of(schema.fields[number].key) for number in schema.ragged}
-    blocks = {n: private_block(nbytes, f"items of field {names[n]}") for n, nbytes in schema.values_bytes.items()}
+        return NO_RINGS
+    names = {number: f"items of field {schema.fields[number].name}" for number in schema.ragged}
+    blocks = {number: private_block(nbytes, names[number]) for number, nbytes in schema.values_bytes.items()}
     control = private_block(ragged_control_bytes(schema))
     _format(control, schema)
-    return RaggedMemory(control, _shaped(schema, blocks))
+    return RaggedMemory(_shaped(schema, blocks), control)
 
 
-def rings_in(directory: Path, schema: Schema, block: Callable[[Path, int], Block]) -> RaggedMemory | None:
-    """The rings of a store's folder, mapped; None: no field is ragged.
+def rings_in(directory: Path, schema: Schema, block: Callable[[Path, int], Block]) -> RaggedMemory:
+    """The rings of a store's folder, mapped.
 
     Args:
         directory: the folder.
         schema: what its rows are.
-        block: maps a file of that size, and raises ``CorruptStore`` if it has another: :func:`engram.store.memory.file_block` or its like.
+        block: maps a file of that size, and raises ``CorruptStore`` if it has another: ``memory.file_block`` or its like.
     """
     if not schema.ragged:
-        return None
+        return NO_RINGS
     path = layout.ragged_control(directory)
     control = block(path, ragged_control_bytes(schema))
     found = {number: block(*place) for number, place in layout.values_files(directory, schema).items()}
-    return RaggedMemory(control, _shaped(schema, found), path)
+    return RaggedMemory(_shaped(schema, found), control, path)
 
 
 def make_rings(
@@ -112,8 +118,8 @@ def _format(control: Block, schema: Schema) -> None:
 
 
 @torch.inference_mode(mode=False)
-def _shaped(schema: Schema, blocks: Mapping[int, Block]) -> tuple[Tensor, ...]:
-    return tuple(
-        blocks[number].tensor[: blocks[number].nbytes].view(torch_dtype(it)).view(schema.lanes * it.items, *it.shape)
+def _shaped(schema: Schema, blocks: Mapping[int, Block]) -> dict[int, Tensor]:
+    return {
+        number: blocks[number].tensor[: blocks[number].nbytes].view(torch_dtype(it)).view(-1, *it.shape)
         for number, it in schema.ragged.items()
-    )
+    }

@@ -23,7 +23,7 @@ from engram.store import memory, ragged_rows
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
-from engram.store.rings import private_rings
+from engram.store.rings import NO_RINGS, RaggedMemory, private_rings
 from engram.types import Changes, Extent, RowsTarget, Write
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.store.blocks import Key
-    from engram.store.rings import RaggedMemory
     from engram.types import WritePlan
 
     T = TypeVar("T")
@@ -92,10 +91,10 @@ class Saved(NamedTuple):
     """Control block, tickets and fields, copied; None for a directory."""
     indexes: dict[tuple[str, str], memory.Copied]
     """Memory of the indexes of a private store, copied."""
+    rings: Sequence[memory.Copied] = ()
+    """The parts of the :class:`RaggedMemory` of a private store, copied."""
     readonly: bool = False
     """Whether the directory is only read."""
-    rings: tuple[memory.Copied, ...] = ()
-    """The parts of the :class:`RaggedMemory` of a private store, copied."""
 
 
 class _Refusing:
@@ -136,14 +135,14 @@ class Store:
         attachment: Attachment | None = None,
         *,
         abandoned: bool = False,
-        rings: RaggedMemory | None = None,
+        rings: RaggedMemory = NO_RINGS,
     ) -> None:
         self.schema = schema
         self.tensors = tuple(tensors)
         self.rings = rings
-        """Where the items of ragged fields lie; None: there are none."""
-        self.items = {} if rings is None else dict(zip(schema.ragged, rings.values, strict=True))
-        """The :attr:`RaggedMemory.values` of each ragged field, by its number."""
+        """The memory of ragged fields."""
+        self.items = rings.values
+        """``[lanes · items, *item shape]`` of each ragged field, by its number."""
         self.attachment = attachment
         """This process's place among those that have the store open; None for private memory."""
         self.directory = None if attachment is None else attachment.directory
@@ -163,26 +162,18 @@ class Store:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The clock of the state that last replaced all rows, and by how much their tickets are larger here.
         self.replaced: tuple[int, int] | None = None
-        native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
         #: Held while a field is added to private memory.
         self.adding = fork.rlock()
         self._placing = fork.rlock()
         self._pausing = fork.rlock()
         fork.registered(self, uses_others=True)  # recovery tells the indexes
         #: The core; :attr:`bare` is the same, also where it has yet to hear of what was written.
+        blocks = control.address, control.nbytes, tickets.address, tickets.nbytes
+        data, row_bytes, strides = map(tuple, memory.placed(self.tensors if self.is_native else ()))
         self.core = self.bare = _native.Store(
-            control.address,
-            control.nbytes,
-            tickets.address,
-            tickets.nbytes,
-            tuple(map(torch.Tensor.data_ptr, native)),
-            tuple([field.row_bytes for field in fields]),
-            tuple(map(memory.row_stride, native)),
-            readonly=self.readonly,
-            abandoned=abandoned,
+            *blocks, data, row_bytes, strides, readonly=self.readonly, abandoned=abandoned
         )
-        if rings is not None:
-            rings.connect(self.core, schema)
+        rings.connect(self.core, schema)
         if schema.added and self.is_native:
             for number in range(schema.first_fields, len(schema.fields)):
                 self.core.set_fill(number, schema.fill(number) or b"")
@@ -304,14 +295,14 @@ class Store:
             return Saved(None, self.directory, None, {})
         before = self._ticket_words().clone()
         fields = [tensor.clone() for tensor in self.tensors]
-        rings = () if self.rings is None else tuple([memory.Copied(part.clone()) for part in self.rings.parts])
+        rings = [memory.Copied(part.clone()) for part in self.rings.parts]
         tickets = self._tickets.tensor.clone()
         # A row that was written meanwhile may be torn: its copy is void.
         words = tickets[: 8 * self.capacity].view(torch.int64)
         words.copy_(torch.where(before == words, words, words | _VOID))
         indexes = {key: memory.Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
         parts = [memory.Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
-        return Saved(self.schema, None, parts, indexes, rings=rings)
+        return Saved(self.schema, None, parts, indexes, rings)
 
     def take_over(self, control: Tensor, tickets: Tensor) -> None:
         """Control memory of a copied store, whose rows are here already. Writers of the other store are none of this one's."""
