@@ -14,7 +14,7 @@ from engram._support import nested
 from engram._support.checks import check_count, check_number
 from engram._support.field_paths import checked_path, public
 from engram._support.words import format_size
-from engram.format.schema import DTYPES, MAX_DIMS, MAX_ITEMS_OF_ROW, ItemsKind
+from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind
 from engram.storages._types import at
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: What is stored as bytes, and returned as it was.
 TEXT = ("utf-8", "bytes", "json")
+#: Items of a row are counted in 31 bits.
+MAX_ITEMS_OF_ROW = (1 << 31) - 1
 #: Without a declaration a row may be so many times as long as the longest of the first write, and so long in any case.
 _HEADROOM, _LEAST_LENGTH = 4, 64
 #: Without ``ragged_bytes`` there is room for all rows if they have this share of ``max_length``, on average.

@@ -209,7 +209,7 @@ class Store:
     @property
     def reads_apart(self) -> bool:
         """Whether what drawn rows hold is read by calls of its own: rows on an accelerator, and ragged fields."""
-        return not self.is_native or self.rings is not None
+        return not self.is_native or bool(self.items)
 
     @property
     def has_files(self) -> bool:
@@ -618,7 +618,7 @@ class Store:
             WriterStalled: another writer held a row for 5 s; the rows before it are written.
             RowError: a planned row is outside the store. Nothing is written.
         """
-        if self.rings is not None:
+        if self.items:
             return ragged_rows.append(self, plan, columns, n)
         return self._write(plan, n, self._which[: len(columns)], tuple(map(torch.Tensor.data_ptr, columns)))
 
@@ -723,7 +723,7 @@ class Store:
         Raises:
             RowError: a row is outside ``[0, capacity)``.
         """
-        if self.rings is not None:
+        if self.items:
             return ragged_rows.read(self, rows, expected, which)
         return self.read_columns(rows, expected, which)
 
@@ -777,13 +777,13 @@ class Store:
         Raises:
             NoSampleable: no row is live.
         """
-        if self.rings is not None:
+        if self.items:
             return cast("list[Tensor]", ragged_rows.draw(self, key, n, with_rows, with_numbers, False))
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, False)
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
         """As :meth:`sample_uniform`; None: nothing was drawn, as the store has limits, which are to admit the rows first."""
-        if self.rings is not None:
+        if self.items:
             return ragged_rows.draw(self, key, n, with_rows, with_numbers, True)
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, True)
 
