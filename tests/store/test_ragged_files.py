@@ -7,15 +7,19 @@ import os
 import pickle
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from tensordict import TensorDict
 
 from engram import CorruptStore
 from engram._support import native
+from engram.cli import main
 from engram.format import files
 from engram.format.schema import Field, Node, RaggedItems, Schema
 from engram.format.sizes import resident_bytes
+from engram.inspect.sizing import StoragePlan
 from engram.saved.inspection import describe, verify
 from engram.storages.announcing import creation_line
 from engram.store import open_store
@@ -27,6 +31,7 @@ from engram.store.opening import create_store, moved, open_readonly, reattach
 from engram.store.store import Store
 from tests.store.native_rings import native_rings
 from tests.store.stores import DAMAGE, damage, snapshot
+from tests.test_docs import BLOCK, ROOT
 
 LANES, CAPACITY = 3, 12
 FIELDS = (
@@ -298,6 +303,45 @@ def test_what_a_process_left_that_died_in_the_middle_is_removed(tmp_path, monkey
     assert not [name for name in everything(tmp_path) if name.startswith(".engram-")]
 
 
+def documented():
+    """What the document of the format defines to read ragged fields with."""
+    text = (ROOT / "docs" / "store-format.md").read_text()
+    names = {}
+    for block in BLOCK.findall(text[text.index("\n## Ragged fields") :]):
+        exec(block, names)
+    return names
+
+
+def test_the_document_says_how_to_read_them(folder):
+    store = open_store(folder)
+    fill(store)
+    lengths = [5, 0, 100, 33, 1, 2, 3, 4, 100, 0, 0, 7]
+    turns = [0, 1, 2, 10**9] * 3  # how often the ring had come round before
+    begins = [0, 5, 300, 367, 0, 1, 3, 6, 300, 0, 0, 393]
+    spans = store.tensors[0].numpy()
+    for row, (length, turn, begin) in enumerate(zip(lengths, turns, begins, strict=True)):
+        spans[row] = np.frombuffer((turn * 400 + begin).to_bytes(8, "little") + length.to_bytes(4, "little"), "<i4")
+    store.tensors[3].zero_()
+    store.tensors[3][4, 2] = 6  # row 4 is the first one of lane 1
+    store.items[3][51:57] = torch.frombuffer(bytearray("héllo".encode()), dtype=torch.uint8)
+    store.core.fill()
+    expected = [
+        [store.items[n][400 * (row // 4) + begins[row] :][: lengths[row]].tolist() for row in range(12)] for n in (0, 2)
+    ]
+    store.close()
+
+    doc = documented()
+    for key, wanted in zip([("tokens",), ("log_prob",)], expected, strict=True):
+        values, starts, counts = doc["ragged_rows"](folder, key)
+        assert [values[a : a + n].tolist() for a, n in zip(starts, counts, strict=True)] == wanted
+    values, starts, counts = doc["ragged_rows"](folder, ("next", "text"))
+    assert values[starts[4] : starts[4] + counts[4]].tobytes().decode() == "héllo"
+    assert doc["live_rows"](folder).tolist() == list(range(12))
+    arrow = doc["as_arrow"](folder, ("tokens",))
+    arrow.validate(full=True)
+    assert arrow.to_pylist() == expected[0]
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +435,30 @@ def test_the_line_of_its_creation():
         "12 rows in RAM, 14.9 kB: tokens [≤ 100] int32 (4.94 kB), reward [2] float32 (96 B), "
         "log_prob [≤ 100, 2] float32 (9.6 kB), ('next', 'text') [≤ 50] utf-8 (297 B), ('next', 'done') [] bool (12 B)"
     )
+
+
+def ran(*words):
+    result = CliRunner().invoke(main, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_commands_show_them(folder):
+    rows = [line.split(maxsplit=1) for line in ran("inspect", str(folder)).splitlines() if line.strip()]
+    shown = {row[0]: row[1].split() for row in rows if len(row) == 2}
+    assert shown["tokens"] == ["int32", "[≤", "100]", "≤", "412", "B"]
+    assert shown["log_prob"] == ["float32", "[≤", "100,", "2]", "≤", "800", "B"]
+    assert shown["next.text"] == ["utf-8", "[≤", "50]", "≤", "62", "B"]
+    plan = json.loads(ran("plan", str(folder), "--capacity", str(CAPACITY), "--json"))
+    assert plan["bytes"] == sum(FILES.values())
+    assert "[≤ 100, 2]" in ran("plan", str(folder), "--capacity", str(CAPACITY))
+
+
+def test_a_plan_says_their_rings():
+    rows = str(StoragePlan(CAPACITY, FIELDS, 33, 1000, 0)).splitlines()
+    assert rows[0] == "reward: reward.memmap or RAM, 96 B, shape [12, 2] float32"
+    assert rows[2] == "tokens: .engram/ragged or RAM, 1.74 kB, rows [≤ 100] int32"
+    assert rows[4] == "('next', 'text'): .engram/ragged or RAM, 195 B, rows [≤ 50] utf-8"
 
 
 def test_its_description(folder):
