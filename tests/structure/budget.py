@@ -11,7 +11,7 @@ ROOMS = {
     "around": 3_935,
     "buffer": 6_051,
     "checkpoint": 2_060,
-    "cli": 1_802,
+    "cli": 1_805,
     "device": 1_076,
     "env": 537,
     "format": 1_063,
