@@ -29,7 +29,6 @@ from engram.store.elsewhere import ForeignStore
 from engram.store.lifetime import Process, erase, remove_store
 from engram.store.opening import create_store, moved, open_readonly, reattach
 from engram.store.store import Store
-from tests.store.native_rings import native_rings
 from tests.store.stores import DAMAGE, damage, snapshot
 from tests.test_docs import BLOCK, ROOT
 
@@ -89,11 +88,9 @@ def everything(folder):
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A store that was closed in order, and what it holds."""
-    with pytest.MonkeyPatch.context() as patch:
-        native_rings.__wrapped__(patch)
-        store = create_store(schema(), tmp_path_factory.mktemp("template") / "store")
-        held = fill(store)
-        store.close()
+    store = create_store(schema(), tmp_path_factory.mktemp("template") / "store")
+    held = fill(store)
+    store.close()
     return store.directory, held
 
 
@@ -132,8 +129,8 @@ def test_a_row_of_one_group_takes_32_bytes_beside_its_payload(tmp_path):
 
 
 def test_rings_too_large_for_memory_are_refused_by_name():
-    huge = Field(("a",), "int32", (3,), RaggedItems("int32", 5, 1 << 58))
-    with pytest.raises(OSError, match=r"items of field a in RAM: expected 1") as caught:
+    huge = Field(("a",), "int32", (3,), RaggedItems("int32", 5, 1 << 47))
+    with pytest.raises(OSError, match=r"items of field a in RAM: expected 563 TB") as caught:
         Store.private(Schema(1, 1, (), (huge,), Node("dict", children={"a": Node("leaf", 0)})))
     assert caught.value.errno == errno.ENOMEM
 
@@ -149,7 +146,6 @@ def test_copies_hold_the_same_items(way, tmp_path):
         other = reattach(through(store.detached()))
     check_items(other)
     assert contents(other) == held
-    assert bytes_of(other.rings.control.tensor) == bytes_of(store.rings.control.tensor)
     for items in store.items.values():
         items.zero_()
     assert contents(other) == held  # its memory is its own
@@ -165,12 +161,77 @@ def test_a_store_without_ragged_fields_has_no_rings(tmp_path):
     assert not (tmp_path / "store" / ".engram" / "ragged").exists()
 
 
+def write(store, lane, lengths, first):
+    """Append rows of such lengths, whose content follows from their number; the rows they went to."""
+    n, numbers = len(lengths), torch.arange(first, first + len(lengths))
+    columns = [torch.zeros(n, *tensor.shape[1:], dtype=tensor.dtype) for tensor in store.tensors]
+    columns[1][:] = numbers[:, None].float()
+    of_text = [length % 10 for length in lengths]
+    sources, kept = [], []
+    for counts, fields in ((lengths, (0, 2)), (of_text, (3,))):
+        counted = torch.tensor(counts, dtype=torch.uint32)
+        starts = torch.tensor([sum(counts[:i]) for i in range(n)])
+        values = [torch.cat([content(store, f, first + i, counts[i]) for i in range(n)]) for f in fields]
+        kept.append((counted, starts, values))
+        sources.append((counted.data_ptr(), starts.data_ptr(), sum(counts), tuple([it.data_ptr() for it in values])))
+    rows = torch.empty(n, dtype=torch.int64)
+    addresses = tuple([column.data_ptr() for column in columns])
+    store.core.append_ragged(lane, n, addresses, rows.data_ptr(), tuple(sources))
+    return rows.tolist()
+
+
+def content(store, field, number, length):
+    items = store.items[field]
+    found = (torch.arange(length * items[:1].numel()) * 7 + number) % 100
+    return found.to(items.dtype).view(-1, *items.shape[1:])
+
+
+def lengths_of(store):
+    """The lengths of rows that are committed, by number, after their items were compared."""
+    found = {}
+    for row in torch.nonzero(store.tickets_of(torch.arange(CAPACITY)) >= 0)[:, 0].tolist():
+        number, lane = int(store.tensors[1][row, 0]), row // (CAPACITY // LANES)
+        for leader, fields in ((0, (0, 2)), (3, (3,))):
+            raw = store.tensors[leader][row].numpy().tobytes()
+            offset, length = int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
+            for field in fields:
+                ring = store.schema.fields[leader].ragged.items
+                begin = lane * ring + offset % ring
+                assert torch.equal(store.items[field][begin : begin + length], content(store, field, number, length))
+            found.setdefault(number, length)
+    return found
+
+
+def test_rows_are_written_to_rings_and_copied_with_them(tmp_path):
+    store = Store.private(schema())
+    write(store, 0, [100, 0, 7], 10)
+    write(store, 2, [50, 60, 70, 80, 90, 100], 20)
+    known = {10: 100, 11: 0, 12: 7, 22: 70, 23: 80, 24: 90, 25: 100}
+    assert lengths_of(store) == known
+    copies = [reattach(pickle.loads(pickle.dumps(store.detached()))), moved(store, tmp_path / "store", "", None)]
+    for other in copies:
+        assert lengths_of(other) == known
+        assert [other.core.ragged_lane(lane) for lane in range(LANES)] == [
+            store.core.ragged_lane(lane) for lane in range(LANES)
+        ]
+        write(other, 2, [99, 98], 30)
+        write(other, 0, [1], 40)
+        grown = {10: 100, 11: 0, 12: 7, 40: 1, 25: 100, 30: 99, 31: 98}  # 24 made way for items
+        assert lengths_of(other) == grown
+    assert lengths_of(store) == known
+    copies[1].close()
+    for open_it in (open_readonly, open_store):
+        again = open_it(tmp_path / "store")
+        assert lengths_of(again) == grown
+        again.close()
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_files_are_there_with_their_space(template):
     found = everything(template[0])
-    expected = {**FILES, ".engram/ragged/control": native.ragged_control_bytes(LANES, 2)}
+    expected = {**FILES, ".engram/ragged/control": native.ragged_bytes(LANES, 2)}
     assert {name: found[name].st_size for name in expected} == expected
     known = {"store.json", "control", "tickets", "alive", "maker", "buffer.json"}
     assert found.keys() - expected.keys() == {*(f".engram/{name}" for name in known), "meta.json", "next/meta.json"}
