@@ -92,6 +92,7 @@ NAMES = [
     "PriorityError",
     "Progress",
     "PromptGroupSampler",
+    "Ragged",
     "RandomSampler",
     "RankFailed",
     "Ranks",

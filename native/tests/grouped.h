@@ -17,14 +17,17 @@
 /// Rows by their key.
 using Parts = std::map<std::uint64_t, std::set<std::int64_t>>;
 
-/// A store of one lane with rows of a word and a key, and the groups of these keys.
+/// Groups by the second field.
+inline engram::GroupsPolicy by_key() { return {.field = 1, .key_bytes = 8}; }
+
+/// A store of one lane with rows of a word and a key, and the groups of these keys. Where the rules ask for it, the word is a number.
 class Grouped {
  public:
-  explicit Grouped(std::uint64_t rows)
-      : pages_((8 << 20) + engram::Groups::bytes(rows, 8)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
+  explicit Grouped(std::uint64_t rows, const engram::GroupsPolicy& policy = by_key())
+      : pages_((8 << 20) + engram::Groups::bytes(rows, policy)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
     format_without_curve(layout_);
-    groups_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Groups::bytes(rows, 8)};
-    engram::Groups::format(groups_, rows, 1, 8);
+    groups_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Groups::bytes(rows, policy)};
+    engram::Groups::format(groups_, rows, policy);
   }
   const Blocks& blocks() const { return layout_; }
   std::span<std::byte> groups() const { return groups_; }
@@ -38,7 +41,7 @@ class Grouped {
 /// A process that uses both.
 struct Grouping {
   explicit Grouping(const Grouped& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, store.field(1)) {
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, fields_of(shared.groups())) {
     store.attach(index);
   }
   void append(const std::vector<std::uint64_t>& keys) {

@@ -28,7 +28,7 @@ struct Taken {
 Taken take(Groups& index, std::uint64_t key, std::uint64_t n, std::uint64_t each, Groups::Order order = Groups::Order::any,
            const std::vector<std::int64_t>& without = {}) {
   Taken taken{std::vector<std::int64_t>(n * each), std::vector<std::int64_t>(n * each), {}};
-  taken.drawn = index.draw(key, n, each, order, without, taken.rows.data(), taken.numbers.data());
+  taken.drawn = index.draw(key, {.n = n, .each = each, .without = without}, order, taken.rows.data(), taken.numbers.data());
   return taken;
 }
 
@@ -173,10 +173,10 @@ TEST(a_reader_that_is_told_nothing_catches_up) {
   Dice dice(6);
   const Grouped shared(50);
   Grouping writer(shared);
-  std::vector<std::byte> memory(Groups::bytes(50, 8));
+  std::vector<std::byte> memory(Groups::bytes(50, by_key()));
   Groups::copy(shared.groups(), memory);
   Control control = shared.blocks().view();
-  Groups reader(memory, control, writer.store.field(1));
+  Groups reader(memory, control, {writer.store.field(1)});
   for (int i = 0; i < 100; ++i) {
     if (control.size() > 0 && dice.below(5) == 0) writer.edit({static_cast<std::int64_t>(dice.below(control.size()))}, {dice.below(9)});
     else if (dice.below(20) == 0) writer.store.empty(false);
@@ -194,13 +194,13 @@ TEST(a_reader_that_is_told_nothing_catches_up) {
 TEST(memory_that_holds_no_groups_is_refused) {
   const Grouped shared(5);
   Grouping one(shared);
-  EXPECT_THROWS(std::invalid_argument, Groups::bytes(0, 8));
-  EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, 0));
-  EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, 1025));
-  EXPECT_THROWS(std::invalid_argument, Groups(shared.groups().first(4096), one.control, one.store.field(1)));
-  std::vector<std::byte> other(Groups::bytes(6, 8));
-  Groups::format(other, 6, 1, 8);
-  EXPECT_THROWS(std::invalid_argument, Groups(other, one.control, one.store.field(1)));
+  EXPECT_THROWS(std::invalid_argument, Groups::bytes(0, by_key()));
+  EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1}));
+  EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 1025}));
+  EXPECT_THROWS(std::invalid_argument, Groups(shared.groups().first(4096), one.control, {one.store.field(1)}));
+  std::vector<std::byte> other(Groups::bytes(6, by_key()));
+  Groups::format(other, 6, by_key());
+  EXPECT_THROWS(std::invalid_argument, Groups(other, one.control, {one.store.field(1)}));
   one.append({1, 2, 3, 1, 2});
   // Trees that are none are said to be damaged, and end no process.
   std::fill(shared.groups().begin() + 4096 + 5 * 16, shared.groups().end(), std::byte{0xee});
@@ -212,7 +212,7 @@ TEST(damaged_groups_are_said_to_be_damaged_wherever_they_are_used) {
   const auto damage = [](const Grouped& shared, std::uint64_t begin, std::uint64_t bytes) {
     std::fill_n(shared.groups().begin() + static_cast<std::ptrdiff_t>(begin), bytes, std::byte{0xee});
   };
-  const std::uint64_t buckets = Groups::bytes(kRows, 8) - kRows * 4, groups = buckets - kRows * 8, nodes = groups - kRows * 16;
+  const std::uint64_t buckets = Groups::bytes(kRows, by_key()) - 4 * RowSet::bytes(kRows) - kRows * 4, groups = buckets - kRows * 8, nodes = groups - kRows * 16;
   const auto filled = [](Grouping& one) {
     std::vector<std::uint64_t> keys(100);
     for (std::uint64_t i = 0; i < 100; ++i) keys[i] = i % 50;
@@ -239,7 +239,7 @@ TEST(damaged_groups_are_said_to_be_damaged_wherever_they_are_used) {
     for (std::uint64_t row = 0; row < kRows; ++row) {
       std::memcpy(shared.groups().data() + nodes + row * 16 + 12, &size, sizeof size);
     }
-    EXPECT_THROWS(Damaged, one.index.draw_members(1, 3, {}));
+    EXPECT_THROWS(Damaged, one.index.draw_members(1, {.n = 3, .each = 2}));
   }
   {
     const Grouped shared(kRows);
@@ -247,7 +247,7 @@ TEST(damaged_groups_are_said_to_be_damaged_wherever_they_are_used) {
     filled(one);
     damage(shared, nodes, kRows * 16);
     EXPECT_THROWS(Damaged, take(one.index, 1, 3, 2));
-    EXPECT_THROWS(Damaged, one.index.draw_members(1, 3, {}));
+    EXPECT_THROWS(Damaged, one.index.draw_members(1, {.n = 3, .each = 2}));
   }
 }
 

@@ -98,6 +98,7 @@ from engram.storages import LazyTensorStorage as LazyTensorStorage
 from engram.storages import ListStorage as ListStorage
 from engram.storages import Storage as Storage
 from engram.storages import TensorStorage as TensorStorage
+from engram.storages.ragged import Ragged as Ragged
 from engram.store.limits import MaxInFlight as MaxInFlight
 from engram.store.limits import MinSize as MinSize
 from engram.store.limits import SamplesPerInsert as SamplesPerInsert

@@ -87,23 +87,20 @@ FIRST = {
         "range",
         "number",
         "None",
-        "string leaf",
         "lane",
         "negative lane",
         "lanes",
         "count of lanes",
         "td without batch",
-        "rows that differ",
         "float lanes",
     )
 } | {
-    "strings": rejected({"a": torch.zeros(2), "b": ["x", "y"]}, TypeError, "field 'b': expected a tensor or an array"),
+    "strings and others": rejected({"a": torch.zeros(2), "b": ["x", 1]}, TypeError, "'b'.*: expected a tensor or an"),
     "string": rejected({"a": torch.zeros(2), "b": "text"}, TypeError, "field 'b': expected a tensor or an array"),
     "object": rejected({"a": torch.zeros(2), "b": object()}, TypeError, "field 'b': .*got object"),
     "non-tensor data": rejected(
-        TensorDict({"a": torch.zeros(2), "b": NonTensorData("text", batch_size=[2])}, [2]), TypeError, "field 'b'"
+        TensorDict({"a": torch.zeros(2), "b": NonTensorData(None, batch_size=[2])}, [2]), TypeError, "field 'b'"
     ),
-    "text": rejected({"a": "text"}, TypeError, "field 'a': .*got str", call="add"),
     "float8": rejected(
         {"a": torch.zeros(2, dtype=torch.float8_e8m0fnu)}, TypeError, "dtype torch.float8_e8m0fnu cannot"
     ),
@@ -158,15 +155,13 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize(("data", "call", "field"), TEXTS.values(), ids=TEXTS)
-def test_strings_are_refused_by_name(make, kind, written, data, call, field):
-    if not isinstance(data, TensorDictBase) and (written or kind is TensorDictReplayBuffer):
+def test_strings_are_refused_by_name_where_the_first_row_has_none(make, kind, data, call, field):
+    if not isinstance(data, TensorDictBase):
         pytest.skip("refused as no TensorDict")
     rb = kind(storage=make(6))
-    if written:
-        rb.extend(batch())
+    rb.extend(batch())
     before = state(rb.storage)
     with pytest.raises(TypeError, match=f"{call}: {field}: expected a tensor.*ListStorage"):
         getattr(rb, call)(data)
@@ -203,8 +198,9 @@ def test_strings_in_existing_data(columns):
     td["text"] = NonTensorData("x", batch_size=[3, *columns])
     with pytest.raises(TypeError, match="field 'text': expected a tensor.*ListStorage"):
         TensorStorage(td, ndim=1 + len(columns))
-    with pytest.raises(TypeError, match="field 'text': expected a tensor.*ListStorage"):
-        ReplayBuffer(storage=LazyTensorStorage(6, ndim=1 + len(columns))).extend(td)
+    if columns:
+        with pytest.raises(TypeError, match="field 'text': expected a tensor.*ListStorage"):
+            ReplayBuffer(storage=LazyTensorStorage(6, ndim=2)).extend(td)
 
 
 def test_strings_in_a_plan():

@@ -77,3 +77,29 @@ CLEAN_AT = 4096 + 56  # lock page: boot_id 40, pid namespace 8, generation 8, cl
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 PARTS = ["a.memmap", "next/b.memmap", ".engram/control", ".engram/tickets", ".engram/alive", ".engram/store.json"]
+
+
+def damage(path, how):
+    match how:
+        case "empty":
+            path.write_bytes(b"")
+        case "a byte short":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "a byte long":
+            path.write_bytes(path.read_bytes() + b"\0")
+        case "a page long":
+            path.write_bytes(path.read_bytes() + b" " * 4096)
+        case "missing":
+            path.unlink()
+        case _:
+            path.rename(path.with_name("elsewhere"))
+            match how:
+                case "a folder":
+                    path.mkdir()
+                case "a FIFO":
+                    os.mkfifo(path)
+                case "a link":
+                    path.symlink_to("elsewhere")
+
+
+DAMAGE = ["empty", "a byte short", "a byte long", "a page long", "missing", "a folder", "a FIFO", "a link"]

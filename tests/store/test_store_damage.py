@@ -14,36 +14,10 @@ from engram.format.schema import Node
 from engram.store import open_store
 from tests import stress
 from tests.fresh import run, start
-from tests.store.stores import CLEAN_AT, PARTS, buffer, rows, snapshot
+from tests.store.stores import CLEAN_AT, DAMAGE, PARTS, buffer, damage, rows, snapshot
 from tests.waiting import Limit
 
 HEADER_BYTES = 96 + 6 * 32  # with the directory of sections
-
-
-def damage(path, how):
-    match how:
-        case "empty":
-            path.write_bytes(b"")
-        case "a byte short":
-            path.write_bytes(path.read_bytes()[:-1])
-        case "a byte long":
-            path.write_bytes(path.read_bytes() + b"\0")
-        case "a page long":
-            path.write_bytes(path.read_bytes() + b" " * 4096)
-        case "missing":
-            path.unlink()
-        case _:
-            path.rename(path.with_name("elsewhere"))
-            match how:
-                case "a folder":
-                    path.mkdir()
-                case "a FIFO":
-                    os.mkfifo(path)
-                case "a link":
-                    path.symlink_to("elsewhere")
-
-
-DAMAGE = ["empty", "a byte short", "a byte long", "a page long", "missing", "a folder", "a FIFO", "a link"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +149,7 @@ def test_control_blocks_of_a_newer_minor_format_are_fine(folder):
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 5], "upgrade to read it"), ([3, 0], "upgrade")],
+    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 6], "upgrade to read it"), ([3, 0], "upgrade")],
 )
 def test_descriptions_of_another_format_are_incompatible(folder, version, advice):
     path = folder / ".engram" / "store.json"
@@ -183,7 +157,7 @@ def test_descriptions_of_another_format_are_incompatible(folder, version, advice
     path.write_bytes(raw)
     rewrite_header(folder, sum=schemas.fingerprint(raw))
     before = snapshot(folder)
-    says = rf"store\.json: expected format 2\.4, got {version[0]}\.{version[1]}\. .*{advice}"
+    says = rf"store\.json: expected format 2\.5, got {version[0]}\.{version[1]}\. .*{advice}"
     with pytest.raises(IncompatibleStore, match=says):
         ReplayBuffer.open(folder)
     assert snapshot(folder) == before

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -32,7 +32,9 @@ __all__ = [
     "is_plain_tensordict",
     "is_tensor_collection",
     "is_tensorclass",
+    "one_object",
     "put",
+    "stack_of_objects",
     "tensordict_type",
     "transparent_type",
     "wrap",
@@ -105,6 +107,20 @@ def is_lazy_stack(data: object) -> bool:
     from tensordict import LazyStackedTensorDict
 
     return isinstance(data, LazyStackedTensorDict)
+
+
+def stack_of_objects(objects: Iterable[object]) -> object:
+    """Objects as a TensorDict holds them, one per row. Imports tensordict."""
+    from tensordict import NonTensorData, NonTensorStack
+
+    return NonTensorStack(*[NonTensorData(it) for it in objects])
+
+
+def one_object(value: object) -> object:
+    """An object as a TensorDict without dimensions holds it. Imports tensordict."""
+    from tensordict import NonTensorData
+
+    return NonTensorData(value)
 
 
 # ---- shortcuts ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from engram.around.windows import LAST_STEPS
 from engram.errors import NoSampleable, RowError
 from engram.samplers.redraw import Redraw
 from engram.store import DTYPE_OF, as_rows, dlpack_specs
+from engram.store.memory import refuse_ragged
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ class Expansion:
     @staticmethod
     def check_rows(memory: Store, who: str) -> None:
         """Raise ``RuntimeError`` unless each row is one step whose fields have keys."""
+        refuse_ragged(memory.schema, f"sample: {who}", "Draw the rows themselves, or flat windows with a SliceSampler")
         kind, batch = memory.schema.structure.kind, memory.schema.structure.batch
         if kind not in NAMED:
             raise RuntimeError(f"sample: {who}: expected rows whose fields have keys, got a {kind}.")

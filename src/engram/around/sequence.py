@@ -302,7 +302,7 @@ class WindowTable:
         self, rows: Tensor, tickets: Tensor | None, *, told: bool, numbered: bool
     ) -> tuple[Windows, list[Tensor], list[int]]:
         """The windows around rows, what they hold, and the numbers of the windows of which something moved. As :meth:`around`."""
-        if self.memory.is_native:
+        if not self.memory.reads_apart:
             return self.around(rows, tickets, told=told, numbered=numbered, layout=self.memory.layout)
         windows = self.around(rows, tickets, told=told, numbered=numbered)[0]
         columns, moved = self.memory.read(windows.rows, expected=windows.tickets)

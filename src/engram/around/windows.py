@@ -314,7 +314,7 @@ class WindowSampler(NativeSampler):
         """
         store = storage.memory
         assert store is not None
-        if not store.is_native:
+        if store.reads_apart:
             columns, rows, info = self.sample_apart(
                 storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
             )

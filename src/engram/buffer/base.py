@@ -12,7 +12,7 @@ from engram._support.words import count, format_number, format_share, format_siz
 from engram.around import finals_of
 from engram.around.query import Query
 from engram.buffer.wiring import checked_generator
-from engram.format.schema import name_of
+from engram.format.sizes import ShownField
 from engram.inspect import gauges
 from engram.inspect.plots import Scan
 from engram.remote.served import ServedStorage
@@ -234,9 +234,9 @@ class Display:
         """Name, dtype, shape, bytes of a row and of all rows of each field that is stored as a column."""
         storage = self._wiring.storage
         if not storage.closed and not storage.traits.is_remote and storage.memory is not None:
-            for field in storage.memory.schema.fields:
-                nbytes = format_size(field.row_bytes), format_size(field.row_bytes * storage.max_size)
-                yield name_of(field.key), field.dtype, str(list(field.shape)), *nbytes
+            schema = storage.memory.schema
+            for it in (ShownField.of(field, storage.max_size, schema.lanes) for field in schema.fields):
+                yield it.name, it.dtype, it.shape, it.row, format_size(it.nbytes)
 
     def _priorities(self) -> Histogram | None:
         """Of rows at even distances; None: the sampler has none, or there are no rows, or very many."""

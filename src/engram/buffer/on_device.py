@@ -72,6 +72,7 @@ class OnDevice:
             "rows on a server": storage.traits.is_remote,
             "rows in a list": not storage.traits.has_fields,
             "rows on an accelerator": store is not None and not store.is_native,
+            "rows of several lengths": store is not None and bool(store.items),
             "a store that is only read": store is not None and store.readonly,
             "a transform": wiring.transform.reads,
             "collate_fn": wiring.collate_fn is not None,

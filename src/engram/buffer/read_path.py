@@ -143,7 +143,7 @@ class ReadPath:
                 info = {"index_generation": columns.pop()} if tracks else {}
                 return columns, columns.pop(), info
             natively = wiring.sample_natively
-            here = memory.is_native or wiring.of_sampler.draws_windows or wiring.source.draws_on_device
+            here = not memory.reads_apart or wiring.of_sampler.draws_windows or wiring.source.draws_on_device
             if natively is not None and here:
                 return natively(storage, key, n, numbered=tracks, shown=shown)
         return self._draw(n, key.value)

@@ -279,7 +279,7 @@ class WritePath:
         if not self._recipe.noted:
             self._recipe.note()
         with storage.placing:
-            if self._wiring.refills:
+            if self._wiring.refills and not storage.is_ragged:
                 return self._refill(prepared, n)
             if self._wiring.places_each:
                 return self._place_each(prepared, n, data, batched=batched)

@@ -16,8 +16,8 @@ from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, format_share, format_size
 from engram.cli.show import Misuse, Refusal, echo, plain, table, told
 from engram.format import files, layout, schema
-from engram.format.schema import DTYPES, Field
-from engram.format.sizes import DevicePlan, priority_bytes
+from engram.format.schema import DTYPES, Field, RaggedItems
+from engram.format.sizes import DevicePlan, ShownField, priority_bytes
 from engram.saved.inspection import describe
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]?)(?:i?B)?"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-class PlannedField(msgspec.Struct):
+class PlannedField(msgspec.Struct, omit_defaults=True):
     """A field of the plan."""
 
     key: list[str]
@@ -37,6 +37,7 @@ class PlannedField(msgspec.Struct):
     shape: list[int]
     row_bytes: int
     bytes: int
+    ragged: RaggedItems | None = None
 
 
 class Plan(msgspec.Struct):
@@ -91,11 +92,16 @@ def planned(
         raise Misuse(f"plan: {'.'.join(clash[0])} is both a field and the beginning of another one's name.")
     schema.validate_fields(fields, capacity)
     row_bytes = sum(it.row_bytes for it in fields)
+    each = [
+        PlannedField([*it.key], it.dtype, [*it.shape], it.row_bytes, ShownField.of(it, capacity).nbytes, it.ragged)
+        for it in fields
+    ]
+    nbytes = sum(it.bytes for it in each)
     overhead = layout.tickets_bytes(capacity) + files.control_bytes(1)
     priorities = priority_bytes(capacity, True)
     available = available_memory()
     have = available if memory is None else _size(memory)
-    missing = missing_share(max(1, row_bytes * capacity), have, overhead + priorities)
+    missing = missing_share(max(1, nbytes), have, overhead + priorities)
     there = None
     if device is not None:
         from engram._support.devices import foreseen
@@ -106,25 +112,28 @@ def planned(
             raise Misuse(f"--{str(error).removeprefix('plan: ')}") from error
     return Plan(
         capacity=capacity,
-        fields=[PlannedField([*it.key], it.dtype, [*it.shape], it.row_bytes, it.row_bytes * capacity) for it in fields],
+        fields=each,
         row_bytes=row_bytes,
-        bytes=row_bytes * capacity,
+        bytes=nbytes,
         overhead=overhead,
         priorities=priorities,
         available=available,
         disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
         memory=have,
         from_disk=missing,
-        advice=[*_advice(fields, row_bytes * capacity, have, missing), *(there.problems if there else ())],
+        advice=[*_advice(fields, nbytes, have, missing), *(there.problems if there else ())],
         device=there,
     )
 
 
 def show_plan(plan: Plan) -> None:
     """Print it as a table."""
+    shown = [
+        ShownField.of(Field(tuple(it.key), it.dtype, tuple(it.shape), it.ragged), plan.capacity) for it in plan.fields
+    ]
     rows = [
-        (plain(".".join(it.key)), it.dtype, str(it.shape), format_size(it.row_bytes), format_size(it.bytes))
-        for it in plan.fields
+        (plain(".".join(field.key)), it.dtype, it.shape, it.row, format_size(it.nbytes))
+        for field, it in zip(plan.fields, shown, strict=True)
     ]
     columns = ("field", "dtype", "shape", "a row", count(plan.capacity, "row"))
     echo([*table([columns, *rows], right=[3, 4], headed=True), ""])
@@ -193,9 +202,14 @@ def _of_ours(path: Path) -> Iterator[Field]:
         fields = next((_dict(part)["fields"] for part in parts if "fields" in _dict(part)), None)
     if not fields:
         raise Misuse(f"{path}: expected a store, a dump or a checkpoint with rows, got a {found['kind']} without.")
+    lanes = msgspec.convert(_dict(found.get("lanes")).get("count", 1), int)
     for it in _list(fields):
         entry = _dict(it)
-        yield msgspec.convert({name: entry[name] for name in ("key", "dtype", "shape")}, Field)
+        known = {name: entry[name] for name in ("key", "dtype", "shape", "ragged") if name in entry}
+        field = msgspec.convert(known, Field)
+        if (items := field.ragged) is not None:  # the plan is of one lane
+            field = msgspec.structs.replace(field, ragged=msgspec.structs.replace(items, items=items.items * lanes))
+        yield field
 
 
 def _of_json(path: Path) -> Iterator[Field]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from engram._support.words import count, format_number, format_share, format_size
 from engram.cli.show import told
 from engram.errors import EngramError
+from engram.format.sizes import ShownField
 from engram.saved.inspection import describe, kind_of
 
 if TYPE_CHECKING:
@@ -147,17 +148,9 @@ def _rows(buffer: ReplayBuffer) -> Iterator[str]:
     yield f"<div class='fill'><div style='width:{share:.1%}'></div></div>"
     yield f"<p>{escape(repr(buffer.sampler))}<br>{escape(repr(buffer.writer))}</p>"
     if memory is not None:
-        fields = memory.schema.fields
-        rows = [
-            (
-                ".".join(it.key),
-                it.dtype,
-                list(it.shape),
-                format_size(it.row_bytes),
-                format_size(it.row_bytes * capacity),
-            )
-            for it in fields
-        ]
+        schema = memory.schema
+        fields = [(".".join(it.key), ShownField.of(it, capacity, schema.lanes)) for it in schema.fields]
+        rows = [(name, it.dtype, it.shape, it.row, format_size(it.nbytes)) for name, it in fields]
         yield _table(("field", "dtype", "shape", "a row", "in all"), rows, "fields")
     if buffer.limits:
         names = {name: value for name, value in stats.items() if "limit" in name or "wait" in name}

@@ -21,6 +21,8 @@ import msgspec
 
 from engram._support.words import count, format_number, format_share, format_size
 from engram.errors import EngramError
+from engram.format.schema import Field, RaggedItems
+from engram.format.sizes import ShownField
 from engram.saved.documents import Problem
 from engram.saved.inspection import Histogram
 
@@ -457,6 +459,11 @@ class _Field(msgspec.Struct):
     dtype: str
     shape: list[int]
     row_bytes: int
+    ragged: RaggedItems | None = None
+
+    @property
+    def shown(self) -> ShownField:
+        return ShownField.of(Field(tuple(self.key), self.dtype, tuple(self.shape), self.ragged), 1)
 
 
 class _Priorities(msgspec.Struct):
@@ -608,7 +615,8 @@ def _whole(totals: Entries, name: str) -> int:
 
 def _fields(fields: list[_Field]) -> Iterator[str]:
     yield ""
-    rows = [(plain(".".join(it.key)), it.dtype, str(it.shape), format_size(it.row_bytes)) for it in fields[:_FIELDS]]
+    listed = [(plain(".".join(it.key)), it.shown) for it in fields[:_FIELDS]]
+    rows = [(name, it.dtype, it.shape, it.row) for name, it in listed]
     yield from table([("field", "dtype", "shape", "a row"), *rows], right=[3], headed=True)
     if len(fields) > _FIELDS:
         yield f"and {len(fields) - _FIELDS} more: --all lists them"

@@ -15,6 +15,9 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/grouped        the small fields of a store that groups them: in each row all of its fields, which have no file then
     <dir>/.engram/adopted        if it is there, the rows were there before the store, and stay without it
     <dir>/.engram/column-<n>     field n, which was added: until its file has its own name, too
+    <dir>/.engram/ragged/control       rings of items, of stores with fields whose rows have any number of items
+    <dir>/.engram/ragged/<n>.spans     field n, which such fields share: where the items of each row lie, and how many
+    <dir>/.engram/ragged/<n>.values    the items of field n, lane by lane
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engram.format.schema import DTYPES
+from engram.format.schema import DTYPES, Field
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engram.format.schema import Column, Field, Schema
+    from engram.format.schema import Column, Schema
 
     _Level = dict[str, "Field | _Level"]
 
@@ -51,6 +54,8 @@ ADOPTED = "adopted"
 GROUPED = "grouped"
 #: Of a field that is added, with its number behind.
 COLUMN = "column-"
+#: The folder with the items of ragged fields.
+RAGGED = "ragged"
 #: What ``adopted`` holds where the rows lie in files of the folder, as their fields are named.
 IN_FILES = b'{"segments": null}'
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
@@ -127,7 +132,7 @@ def group_of(schema: Grouping) -> Group | None:
     if not schema.grouped:
         return None
     fields = schema.fields[: schema.first_fields]
-    small = [number for number, field in enumerate(fields) if 0 < field.row_bytes <= schema.grouped]
+    small = [n for n, it in enumerate(fields) if 0 < it.row_bytes <= schema.grouped and it.ragged is None]
     if len(small) < 2 or schema.capacity < 2:
         return None
     offsets, end = {}, 0
@@ -142,9 +147,8 @@ def row_files(directory: Path, schema: Schema, hidden: str = FOLDER) -> dict[int
     """The files with the rows of a store, and the bytes of a row in each, by the number of their first field."""
     group = group_of(schema)
     together = group.offsets if group else {}
-    found = {n: (field_path(directory, f.key), f.row_bytes) for n, f in enumerate(schema.fields) if n not in together}
-    if schema.added:
-        found = {n: (column_path(directory, schema, n), row_bytes) for n, (_, row_bytes) in found.items()}
+    paths = column_paths(directory, schema, hidden)
+    found = {n: (paths[n], field.row_bytes) for n, field in enumerate(schema.fields) if n not in together}
     return {**found, min(together): (directory / hidden / GROUPED, group.stride)} if group else found
 
 
@@ -153,11 +157,31 @@ def unnamed_column(directory: Path, number: int) -> Path:
     return directory / FOLDER / f"{COLUMN}{number}"
 
 
-def column_path(directory: Path, schema: Schema, number: int) -> Path:
-    """Where the rows of a field lie that was added: perhaps just now."""
-    hidden = unnamed_column(directory, number)
-    named = field_path(directory, schema.fields[number].key)
-    return hidden if number >= schema.first_fields and hidden.exists() else named
+def column_path(directory: Path, schema: Schema, number: int, hidden: str = FOLDER) -> Path:
+    """Where the rows of a field lie that has a file of its own. Of one that was added, perhaps just now, it may have no name yet."""
+    if schema.fields[number].ragged is not None:
+        return directory / hidden / RAGGED / f"{number}.spans"
+    if number >= schema.first_fields and (unnamed := unnamed_column(directory, number)).exists():
+        return unnamed
+    return field_path(directory, schema.fields[number].key)
+
+
+def column_paths(directory: Path, schema: Schema, hidden: str = FOLDER) -> list[Path]:
+    """Where the rows of each field lie, those of a field that lies with others aside."""
+    if schema.added or schema.ragged:
+        return [column_path(directory, schema, number, hidden) for number in range(len(schema.fields))]
+    return [field_path(directory, field.key) for field in schema.fields]
+
+
+def ragged_control(directory: Path, hidden: str = FOLDER) -> Path:
+    """The file that says which items of a store's rings are in use."""
+    return directory / hidden / RAGGED / CONTROL
+
+
+def values_files(directory: Path, schema: Schema, hidden: str = FOLDER) -> dict[int, tuple[Path, int]]:
+    """The files with the items of ragged fields, and their bytes, by the number of the field."""
+    folder = directory / hidden / RAGGED
+    return {number: (folder / f"{number}.values", nbytes) for number, nbytes in schema.values_bytes.items()}
 
 
 def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:
@@ -171,7 +195,7 @@ def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:
 
 def clash(fields: Iterable[Column]) -> str | None:
     """A name that would be a file and a folder at once, as of the keys ``a`` and ``("a.memmap", "b")``; None if all fit."""
-    paths = {field_name(field.key) for field in fields}
+    paths = {field_name(field.key) for field in fields if not (isinstance(field, Field) and field.ragged)}
     folders = {path[:at] for path in paths for at, char in enumerate(path) if char == "/"}
     metas = {"meta.json", *(f"{folder}/meta.json" for folder in folders)}
     return min((paths | metas) & folders, default=None)
@@ -199,7 +223,7 @@ def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:
     root: _Level = {}
     group = group_of(schema)
     for number, field in enumerate(schema.fields):
-        if group and number in group.offsets:
+        if (group and number in group.offsets) or field.ragged is not None:
             continue
         level = root
         for part in field.key[:-1]:

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import xxhash
@@ -21,7 +21,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -34,12 +34,16 @@ ADDED_VERSION = (2, 2)
 INTEGERS_VERSION = (2, 3)
 #: Of the description of a store in which rows keep the number of their write when they are edited: of every store, since then.
 WRITES_VERSION = (2, 4)
+#: Of the description of a store with fields whose rows have any length.
+RAGGED_VERSION = (2, 5)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
+#: Of ragged fields.
+MAX_GROUPS = 64
 #: Of nodes.
 Kind: TypeAlias = Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
 #: Of an int of 64 bits, or somewhat more.
@@ -75,13 +79,68 @@ DTYPES: dict[str, int] = {
 Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
 
 
-class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+#: How the items of a ragged field are read: as they are, or all of a row as one value.
+ItemsKind: TypeAlias = Literal["", "utf-8", "bytes", "json"]
+
+
+class RaggedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The items of a field whose rows have any number of them.
+
+    Each lane has a ring of items beside its ring of rows. A *leader* has a ring of its own; its column holds where in
+    that ring the items of a row lie. A *follower* has as many items in each row as its leader, at the same places of a
+    ring of its own; its column is empty.
+    """
+
+    dtype: str
+    """Of an item: one of :data:`DTYPES`."""
+    max_length: int
+    """The most items that a row may have."""
+    items: int
+    """Items of the ring of each lane. A follower has those of its leader."""
+    shape: tuple[int, ...] = ()
+    """The shape of an item."""
+    like: int = -1
+    """The number of the leader's field; -1: it is a leader."""
+    kind: ItemsKind = ""
+    """Text and bytes are items of dtype uint8 and shape ``()``."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.like < 0
+
+    @property
+    def item_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+class RaggedGroup(NamedTuple):
+    """Ragged fields that have the same lengths."""
+
+    leader: int
+    """The number of the leader's field."""
+    items: int
+    """Items of the ring of each lane."""
+    members: tuple[int, ...]
+    """The numbers of all fields, the leader's first."""
+
+
+#: dtype and shape of a leader's column, a *span*: a u64 offset in two words, low one first, and a u32 length, in items.
+SPAN = ("int32", (3,))
+#: Bytes of a span.
+SPAN_BYTES = 12
+#: dtype and shape of a follower's column.
+NO_SPAN = ("uint8", (0,))
+
+
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A column of a store."""
 
     key: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
     """The shape of one row."""
+    ragged: RaggedItems | None = None
+    """What a row holds beside its column, where it has any number of items; None: the column is all of it."""
     role: ClassVar[str] = "data"
     """A store does not know what its fields mean."""
 
@@ -174,6 +233,29 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields)
 
+    @functools.cached_property
+    def ragged(self) -> dict[int, RaggedItems]:
+        """The items of ragged fields, by the number of the field; empty: no field is ragged."""
+        return {number: field.ragged for number, field in enumerate(self.fields) if field.ragged is not None}
+
+    @functools.cached_property
+    def ragged_groups(self) -> tuple[RaggedGroup, ...]:
+        """The ragged fields that share lengths, by the number of their leader. Of a schema that is valid."""
+        members: dict[int, list[int]] = {}
+        for number, it in self.ragged.items():
+            members.setdefault(number if it.is_leader else it.like, []).append(number)
+        return tuple(RaggedGroup(n, self.ragged[n].items, tuple(all_of)) for n, all_of in members.items())
+
+    @functools.cached_property
+    def values_bytes(self) -> dict[int, int]:
+        """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
+        return {number: self.lanes * it.items * it.item_bytes for number, it in self.ragged.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows and items."""
+        return self.row_bytes * self.capacity + sum(self.values_bytes.values())
+
     @property
     def first_fields(self) -> int:
         """How many fields the store had at first."""
@@ -223,6 +305,11 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
+        if (leaders := sum(it.is_leader for it in self.ragged.values())) > MAX_GROUPS:
+            raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
+        for number, it in self.ragged.items():
+            if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
+                raise ValueError(f"field {self.fields[number].name}: {found}")
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
@@ -240,6 +327,19 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 raise ValueError(
                     f"field {field.name}: a fill of {len(digits)} digits for rows of {field.row_bytes} bytes"
                 )
+
+    def _wrong_of(self, number: int, it: RaggedItems) -> Iterator[tuple[str, object]]:
+        """What may be wrong with a ragged field, and whether it is."""
+        field, column = self.fields[number], SPAN if it.is_leader else NO_SPAN
+        yield from _wrong_of_items(it, self.lanes)
+        yield "ragged, in a store with columns. Give its storage one row dimension", self.columns
+        yield "a ragged field cannot be added. Name it when the store is created", number >= self.first_fields
+        yield f"its column is to be {_said_column(*column)}", (field.dtype, field.shape) != column
+        if not it.is_leader:
+            leader = self.ragged.get(it.like) if it.like < number else None
+            yield f"like field {it.like}, which is no leader before it", leader is None or not leader.is_leader
+            sizes = leader and (leader.items, leader.max_length)
+            yield f"items or max_length of field {it.like}, its leader, are others", (it.items, it.max_length) != sizes
 
     def _collect_leaves(self, node: Node, path: tuple[str, ...], leaves: list[int]) -> list[tuple[int, ...]]:
         """Check a node and what is below it; the shapes of its leaves."""
@@ -347,6 +447,19 @@ def validate_fields(fields: Sequence[Column], rows: int) -> None:
             raise ValueError(f"field {name_of(field.key)}: {rows} rows of {field.row_bytes} bytes are too many")
 
 
+def _wrong_of_items(it: RaggedItems, lanes: int) -> Iterator[tuple[str, object]]:
+    """What may be wrong with the items of a ragged field, and whether it is."""
+    yield f"items of the unknown dtype {it.dtype}", it.dtype not in DTYPES
+    yield f"items of the impossible shape {list(it.shape)}", len(it.shape) > MAX_DIMS or min(it.shape, default=1) < 1
+    yield f"{it.max_length} items of a row, at least 1 and below 2^31 are possible", not 1 <= it.max_length < 1 << 31
+    yield f"a ring of {it.items} items, at least 1 and below 2^48 are possible", not 1 <= it.items < 1 << 48
+    yield f"{lanes} lanes of {it.items} items are too many", lanes * it.items * it.item_bytes >= 1 << 62
+    yield f"like field {it.like}", it.like < -1
+    is_text = (it.dtype, it.shape) == ("uint8", ())
+    yield f"items of kind {it.kind!r:.40}", it.kind not in get_args(ItemsKind)
+    yield f"text of items with {_said_column(it.dtype, it.shape)}, it has shape [] uint8", it.kind and not is_text
+
+
 def validate_key(key: tuple[str, ...]) -> None:
     """Raise ``ValueError`` for a key that no store can hold."""
     if not 1 <= len(key) <= MAX_DEPTH:
@@ -429,7 +542,20 @@ def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[s
 
 
 def _said(field: Column) -> str:
-    return f"shape {list(field.shape)!s:.100} {field.dtype}" + (f" as {field.role}" if field.role != "data" else "")
+    if isinstance(field, Field) and field.ragged is not None:
+        return items_of(field.ragged)
+    return _said_column(field.dtype, field.shape) + (f" as {field.role}" if field.role != "data" else "")
+
+
+def _said_column(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"shape {list(shape)!s:.100} {dtype}"
+
+
+def items_of(it: RaggedItems) -> str:
+    """The items of a ragged field, for a message: of what, and how many."""
+    what = it.kind or _said_column(it.dtype, it.shape)
+    like = "" if it.is_leader else f", like field {it.like}"
+    return f"ragged {what}, at most {it.max_length} a row and {it.items} a lane{like}"
 
 
 def _plain(key: object) -> object:
@@ -464,6 +590,9 @@ def encode(value: msgspec.Struct) -> bytes:
     if '"integers"' in text and isinstance(value, Schema) and value.structure.has_integers:
         entries["version"] = INTEGERS_VERSION
         text = _dumped(entries)
+    if '"ragged":{' in text and isinstance(value, Schema) and value.ragged:
+        entries["version"] = RAGGED_VERSION
+        text = _dumped(entries)
     return text.encode()
 
 
@@ -472,8 +601,8 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 
     ``earlier``: as it was before version 2.4.
     """
-    version = WRITES_VERSION
-    if earlier:
+    version = RAGGED_VERSION if schema.ragged else WRITES_VERSION
+    if earlier and version == WRITES_VERSION:
         if not schema.grouped and not schema.added:
             return encode(schema)
         version = ADDED_VERSION if schema.added else GROUPED_VERSION
@@ -542,9 +671,9 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         and all(type(v) is int and v >= 0 for v in version)
     ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    newest = WRITES_VERSION if of_store else VERSION
+    newest = RAGGED_VERSION if of_store else VERSION
     of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
-    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, *of_stores):
+    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, *of_stores):
         newer = tuple(version) > newest
         raise IncompatibleStore(
             f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
@@ -555,21 +684,29 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
             )
         )
     try:
-        found = tree.keys() | set()
-        given = tree.pop("sum", None)
-        if given is not None and given != _sum_of(tree):
-            raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
-        schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
-        schema.validate()
-        if tuple(version) == INTEGERS_VERSION and not schema.structure.has_integers:
-            raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
-        earlier = tuple(version) < WRITES_VERSION
-        known = msgspec.json.decode(encode_store(schema, earlier=earlier) if of_store else encode(schema))
-        if (version, found) != (known["version"], known.keys()):
-            raise ValueError(
-                f"expected version {known['version']} with the entries {sorted(known)}, got {version} with {sorted(found)}: stores have "
-                "grouped in 2.1 to 2.4, sum with added; descriptions have added in 2.2 to 2.4, ints as keys in versions 2.3 and 2.4"
-            )
+        return _converted(tree, tuple(version), of_store)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
+
+
+def _converted(tree: dict[str, object], version: tuple[int, int], of_store: bool) -> Schema:
+    """The schema that a description of a version says. Raises ``ValueError``."""
+    found = tree.keys() | set()
+    given = tree.pop("sum", None)
+    if given is not None and given != _sum_of(tree):
+        raise ValueError(f"sum: expected {_sum_of(tree)}, got {given!r:.40}: the description was changed")
+    schema = msgspec.convert({**tree, "version": VERSION}, Schema, strict=True)
+    schema.validate()
+    if version == INTEGERS_VERSION and not schema.structure.has_integers:
+        raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
+    if (version == RAGGED_VERSION) != bool(schema.ragged):
+        raise ValueError("fields: a description has ragged ones where its version is 2.5, and in no other")
+    known = msgspec.json.decode(encode_store(schema, earlier=version < WRITES_VERSION) if of_store else encode(schema))
+    if ([*version], found) != (known["version"], known.keys()):
+        raise ValueError(
+            f"expected version {known['version']} with the entries {sorted(known)}, got {[*version]} with {sorted(found)}: stores have "
+            "grouped from 2.1 on, sum with added; descriptions have added from 2.2 on, ints as keys from 2.3 on"
+        )
+    if tree["fields"] != known["fields"]:
+        raise ValueError("fields: expected no entry that says what is so without it")
     return schema

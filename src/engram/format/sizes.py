@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from engram import _core
 from engram._core import priority_bytes
 from engram._support.memory import available_memory
 from engram._support.words import format_size
 from engram.format import layout
+from engram.format.schema import SPAN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["DevicePlan", "priority_bytes", "resident_bytes", "resident_sizes"]
+    from engram.format.schema import Field, Schema
+
+__all__ = ["DevicePlan", "ShownField", "priority_bytes", "ragged_control_bytes", "resident_bytes", "resident_sizes"]
 
 #: Children of a node of a sum tree on a device; a line of memory, at which parts of a block begin; bytes of a mirror's two blocks.
 _FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
@@ -24,7 +28,44 @@ _FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
 def resident_bytes(directory: Path, capacity: int) -> int:
     """Of the store in a folder: bytes that every draw touches."""
     indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
-    return layout.tickets_bytes(capacity) + indexes * priority_bytes(capacity, True)
+    spans = len(list((directory / layout.FOLDER / layout.RAGGED).glob("*.spans")))
+    return layout.tickets_bytes(capacity) + spans * SPAN_BYTES * capacity + indexes * priority_bytes(capacity, True)
+
+
+def ragged_control_bytes(schema: Schema) -> int:
+    """Size of the control block of ragged fields; 0: there are none."""
+    groups = len(schema.ragged_groups)
+    return _core.ragged_bytes(schema.lanes, groups) if groups else 0
+
+
+class ShownField(NamedTuple):
+    """A field as people read it."""
+
+    name: str
+    dtype: str
+    """Of an item, where the field is ragged; or the kind of its text."""
+    shape: str
+    """Of a row: ``[4]``; ``[≤ 100, 4]`` where it has up to 100 items of shape ``[4]``."""
+    row_bytes: int
+    """Bytes that a row has at most."""
+    nbytes: int
+    """Bytes of all rows, and of the rings of their items."""
+    is_ragged: bool = False
+
+    @property
+    def row(self) -> str:
+        """The bytes of a row."""
+        return "≤ " * self.is_ragged + format_size(self.row_bytes)
+
+    @classmethod
+    def of(cls, field: Field, capacity: int, lanes: int = 1) -> ShownField:
+        """A field of a store of that many rows."""
+        row, it = field.row_bytes, field.ragged
+        if it is None:
+            return cls(field.name, field.dtype, str(list(field.shape)), row, row * capacity)
+        shape, nbytes = str([it.max_length, *it.shape]), row * capacity + lanes * it.items * it.item_bytes
+        most = row + it.max_length * it.item_bytes
+        return cls(field.name, it.kind or it.dtype, f"[≤ {shape[1:]}", most, nbytes, is_ragged=True)
 
 
 def device_row_bytes(capacity: int, row_bytes: int) -> int:

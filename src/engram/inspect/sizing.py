@@ -11,7 +11,7 @@ from engram._support.memory import missing_share
 from engram._support.words import count, format_share, format_size
 from engram.around import Expander
 from engram.format import layout
-from engram.format.sizes import DevicePlan
+from engram.format.sizes import DevicePlan, ShownField
 from engram.storages._structure import Structure
 from engram.storages._types import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages.announcing import advice
@@ -27,6 +27,8 @@ __all__ = ["DevicePlan", "StoragePlan", "plan"]
 
 
 _PAGE = 4096
+#: Where ragged fields lie.
+_RAGGED = f"{layout.FOLDER}/{layout.RAGGED}"
 
 
 class StoragePlan(NamedTuple):
@@ -44,7 +46,7 @@ class StoragePlan(NamedTuple):
     row_bytes: int
     """Bytes of one row."""
     nbytes: int
-    """Bytes of all rows."""
+    """Bytes of all rows, and of the items of ragged ones."""
     overhead: int
     """Bytes beside the rows: a ticket and a lap per row, and the control block of a store with one lane."""
     dtypes: Dtypes = NO_DTYPES
@@ -69,7 +71,8 @@ class StoragePlan(NamedTuple):
     def from_disk(self, batch_size: int) -> float:
         """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.
 
-        0 where all rows fit. Exact for draws that are independent; windows read less, as rows share pages.
+        0 where all rows fit. Exact for draws that are independent; windows read less, as rows share pages. Items of ragged fields
+        are not counted.
 
         Raises:
             ValueError: the plan was made without ``memory``.
@@ -88,7 +91,8 @@ class StoragePlan(NamedTuple):
         # A row of r bytes begins anywhere in a page, in steps of what r and the page have in common.
         group = layout.group_of(self)
         together = group.offsets if group else {}
-        sizes = [f.row_bytes for n, f in enumerate(self.fields) if f.row_bytes and n not in together]
+        alone = (f for n, f in enumerate(self.fields) if n not in together and f.ragged is None)
+        sizes = [f.row_bytes for f in alone if f.row_bytes]
         sizes += [group.stride] if group else []
         pages = sum((size - math.gcd(size, _PAGE)) / _PAGE + 1 for size in sizes)
         return batch_size * pages * _PAGE * missing
@@ -99,11 +103,7 @@ class StoragePlan(NamedTuple):
         return max(0, self.ready_bytes * self.capacity - self.nbytes - self.finals_bytes) if self.ready_bytes else 0
 
     def __str__(self) -> str:
-        lines = [
-            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {format_size(field.row_bytes * self.capacity)}, "
-            f"shape {[self.capacity, *field.shape]} {field.dtype}"
-            for field in self.fields
-        ]
+        lines = [*map(self._line, self.fields)]
         row, total, beside = map(format_size, (self.row_bytes, self.nbytes, self.overhead))
         lines.append(f"{count(self.capacity, 'row')} of {row}: {total}, and {beside} beside them")
         if self.spared:
@@ -117,6 +117,12 @@ class StoragePlan(NamedTuple):
         if self.on_device is not None:
             lines.append(str(self.on_device))
         return "\n".join([*lines, *advice(self.fields, self.dtypes)])
+
+    def _line(self, field: Field) -> str:
+        it = ShownField.of(field, self.capacity)
+        where = _RAGGED if it.is_ragged else f"{'/'.join(field.key)}.memmap"
+        shape = f"rows {it.shape}" if it.is_ragged else f"shape {[self.capacity, *field.shape]}"
+        return f"{it.name}: {where} or RAM, {format_size(it.nbytes)}, {shape} {it.dtype}"
 
     def _in_memory(self) -> str:
         have = f"In {format_size(self.memory)} of memory: "
@@ -206,11 +212,13 @@ def plan(
         ready = sampler.ready_bytes(fields)
         finals = sum(expander.beside_bytes(fields) for expander in sampler.chain)
     row_bytes = sum(field.row_bytes for field in fields)
+    nbytes = sum(ShownField.of(field, capacity).nbytes for field in fields)
     overhead = layout.tickets_bytes(capacity) + native.control_bytes(1)
-    resident = overhead + native.priority_bytes(capacity, True)
+    spans = capacity * sum(field.row_bytes for field in fields if field.ragged is not None)
+    resident = overhead + spans + native.priority_bytes(capacity, True)
     sizes, there = [field.row_bytes for field in fields], None
     if device is not None:
         there = DevicePlan.of(*foreseen(device), capacity, sizes, overhead, batch_size, finals)
     return StoragePlan(
-        capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident, together, there
+        capacity, fields, row_bytes, nbytes, overhead, checked, ready, finals, memory, resident, together, there
     )  # fmt: skip

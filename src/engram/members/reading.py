@@ -17,6 +17,7 @@ from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
 from engram.storages import items
 from engram.store.limits import WAIT_S, LimitWait
+from engram.store.memory import refuse_ragged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -237,6 +238,7 @@ def check_alike(members: Sequence[Member]) -> None:
     first = members[0]
     assert first.memory is not None  # its rows were drawn
     own = first.memory.schema
+    refuse_ragged(own, "sample: an ensemble", "Sample its members")
     for other in members[1:]:
         assert other.memory is not None
         other_schema = other.memory.schema

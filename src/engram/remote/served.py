@@ -93,6 +93,7 @@ class Memory(NamedTuple):
     """The same: a store's own looks up less."""
     directory: None = None
     is_native: bool = True
+    reads_apart: bool = False
     closed: bool = False
     participant: int = 0
 

@@ -19,6 +19,7 @@ import msgspec
 from engram._support.progress import Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema
+from engram.format.sizes import ragged_control_bytes
 from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.part_reader import PartReader
@@ -261,6 +262,9 @@ def _store(path: Path) -> Iterator[documents.Problem]:
     earlier = schema.is_earlier(files.read_small(folder / layout.STORE, schema.MAX_BYTES))
     sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity, earlier=earlier)
     sizes[folder / layout.ALIVE] = 0
+    if decoded.ragged:
+        sizes |= dict(layout.values_files(path, decoded).values())
+        sizes[layout.ragged_control(path)] = ragged_control_bytes(decoded)
     for file, nbytes in sizes.items():
         try:
             files.check_size(file, nbytes)
@@ -392,8 +396,15 @@ def moment(name: str, *paths: Path) -> Entries:
 
 
 def _described_field(field: schema.Column) -> Entries:
-    entries = {"key": list(field.key), "dtype": field.dtype, "shape": list(field.shape), "row_bytes": field.row_bytes}
-    return entries | {"role": field.role} if isinstance(field, schema.PartField) else entries
+    entries: Entries = {
+        "key": list(field.key),
+        "dtype": field.dtype,
+        "shape": list(field.shape),
+        "row_bytes": field.row_bytes,
+    }
+    if isinstance(field, schema.PartField):
+        return entries | {"role": field.role}
+    return entries if field.ragged is None else entries | {"ragged": msgspec.to_builtins(field.ragged)}
 
 
 def _described_attempt(path: Path) -> Entries:
@@ -598,7 +609,7 @@ def _described_store(path: Path) -> Entries:
         "clean": header.clean,
         "processes": [] if header.clean else files.processes(bytes(raw[: files.FIXED_BYTES])),
         "row_bytes": decoded.row_bytes,
-        "bytes": decoded.row_bytes * decoded.capacity,
+        "bytes": decoded.nbytes,
         "fields": [*map(_described_field, decoded.fields)],
         "indexes": [_described_index(index) for index in sorted((folder / layout.INDEXES).glob("*/[!.]*"))],
     }

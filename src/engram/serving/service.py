@@ -32,6 +32,7 @@ from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
 from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
+from engram.store.memory import refuse_ragged
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
@@ -191,6 +192,9 @@ class Service:
         assert store is not None  # it was opened
         assert store.directory is not None
         self._store, self._schema = store, store.schema
+        refuse_ragged(
+            store.schema, "serve", "Share the folder: processes of one machine open it with ReplayBuffer.open"
+        )
         self._folder = Path(store.directory)
         self._requests = Requests(store)
         self._answers, self._dumps = Answers(), Dumps()

@@ -428,6 +428,11 @@ class Storage(Declared, Dumpable, Port):
         )
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether rows of a field have different lengths, as far as that is known before the first write."""
+        return False
+
+    @property
     def supports_conditional_update(self) -> bool:
         """Whether rows have fields here, which ``update_if_present`` replaces."""
         return self.traits.has_fields and not self.traits.is_remote

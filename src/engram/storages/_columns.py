@@ -17,8 +17,10 @@ from engram._support.nested import describe, flatten, has_entries, map_with_path
 from engram._support.tensordicts import is_lazy_stack, is_non_tensor, is_tensor_collection
 from engram.format.layout import SINGLE
 from engram.storages._base import check_count
+from engram.storages._ragged_structure import RowCounts, is_uneven, structure_of
 from engram.storages._structure import leading_size, stacked
 from engram.storages._types import as_tensor, at
+from engram.storages.ragged import NO_RAGGED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from engram.storages._base import Count, Storage
     from engram.storages._structure import Structure
     from engram.storages._types import Dtypes
+    from engram.storages.ragged import RaggedOptions
 
 
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:
@@ -55,19 +58,33 @@ def rows_of_written(
     count: Count | None,
     known: Structure | None = None,
     ignored: Iterable[str] = (),
+    ragged: RaggedOptions = NO_RAGGED,
 ) -> tuple[object, int | None, tuple[int, ...]]:
     """What is written to a storage as rows, how many, or None of one without a dimension, and the columns.
 
-    Raises as :func:`stacked`, whose arguments ``dtypes``, ``known`` and ``ignored`` are, :func:`leading_size` and :func:`check_count`.
+    Raises as :func:`stacked`, whose arguments ``known`` and ``ignored`` are, :func:`structure_of`, :func:`leading_size` and
+    :func:`check_count`.
     """
     columns: tuple[int, ...] = ()
+    if (
+        batched
+        and (ragged.finds or (known is not None and known.ragged))
+        and is_lazy_stack(data)
+        and is_uneven(data, known)
+    ):
+        data = list(data.unbind(0))  # type: ignore[attr-defined] # as was looked
     if batched and (isinstance(data, list) or (isinstance(data, tuple) and not data)):
-        data = stacked(data, call, dtypes, known, ignored)
+        alone = ragged.of_rows(data)
+
+        def made(row: object) -> Structure:
+            return structure_of(row, batched=False, call=call, dtypes=dtypes, ragged=alone)
+
+        data = stacked(data, call, made, known, ignored)
     if storage.ndim > 1:
         slots = rows_of_batch(data, storage.ndim, call, storage.dim_extend) if batched else None
         data, columns = slots or rows_of_slot(data, storage.ndim, call)
         batched = True
-    n = leading_size(data, call) if batched else None
+    n = leading_size(data, call, ragged=RowCounts(known, ragged, call)) if batched else None
     if columns and storage.memory is not None and columns != storage.columns:
         raise RuntimeError(f"{call}: expected columns {storage.columns} as in the first write, got {columns}.")
     check_count(call, count, n or 1)

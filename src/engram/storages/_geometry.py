@@ -13,12 +13,15 @@ from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStor
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
-from engram.storages._structure import Structure
+from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
+from engram.storages.ragged import NO_RAGGED, RaggedArguments, RaggedOptions
+from engram.store.memory import refuse_ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.storages._structure import Structure
     from engram.store import Store
     from engram.types import Declared
 
@@ -36,6 +39,10 @@ class LaterArguments(TracingArguments, total=False):
     #: Processes that share a buffer agree on who makes its store, and the last one removes it.
     shared_init: Annotated[object, Later("rb.share()", (True,))]
     cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]
+
+
+class LazyArguments(LaterArguments, RaggedArguments, total=False):
+    """As those, of storages that begin with the first write."""
 
 
 NOT_YET = carriers(LaterArguments)
@@ -60,6 +67,8 @@ class Geometry(NamedTuple):
     """Of fields, by their paths: values of others are cast to them."""
     grouped: int = 0
     """Bytes of a row up to which fields share a file, where there are files; 0: none do."""
+    ragged: RaggedOptions = NO_RAGGED
+    """Fields whose rows have different lengths."""
 
     @classmethod
     def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1, dtypes: object = None) -> Geometry:
@@ -81,6 +90,17 @@ class Geometry(NamedTuple):
     def grouping(self, group_small_fields: object, where: str) -> Geometry:
         """The same, with the option of that name. Raises ``TypeError``, ``ValueError``."""
         return self._replace(grouped=check_count(f"{where}: group_small_fields", group_small_fields, "bytes", least=0))
+
+    def with_ragged(self, arguments: RaggedArguments, where: str, elsewhere: str = "") -> Geometry:
+        """The same, with the keywords for ragged fields, which are taken out of the arguments.
+
+        ``elsewhere``: where the rows are, if they cannot have any there.
+
+        Raises as :meth:`RaggedOptions.taken`.
+        """
+        possible = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
+        ragged = RaggedOptions.taken(where, arguments, impossible=possible)
+        return self._replace(ragged=ragged._replace(capacity=self.capacity, lanes=self.lanes))
 
     def in_files(self, schema: Schema) -> Schema:
         """A schema for a store in a folder."""
@@ -108,7 +128,7 @@ class Geometry(NamedTuple):
             ValueError: it is none. IncompatibleCheckpoint: another one.
         """
         schema = _decoded(text, where, self.dtypes)
-        expected = here or self.schema(Structure.from_schema(schema), schema.columns)
+        expected = here or self.schema(structure_in(schema), schema.columns)
         if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
             expected = schema  # one of the two has fields that were added since
         differs = schemas.differences(expected, schema)
@@ -132,7 +152,7 @@ class Geometry(NamedTuple):
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
         schema = _decoded(text, where, self.dtypes)
-        made = self.schema(Structure.from_schema(schema), schema.columns)
+        made = self.schema(structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made
         raise IncompatibleCheckpoint(
@@ -151,6 +171,7 @@ def _as_far_as_both(here: Schema, saved: Schema) -> bool:
 def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
     try:
         schema = schemas.decode(text.encode(), where)
+        refuse_ragged(schema, where, "Write the rows anew: ragged rows are not loaded yet")
         if dtypes:
             check_stored(schema.fields, dtypes)
         return schema

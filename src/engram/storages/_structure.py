@@ -10,8 +10,9 @@ import contextlib
 import math
 from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,9 +41,10 @@ from engram.storages._types import (
 from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram.storages._types import Dtypes
+    from engram.storages.ragged import ItemField
 
 #: What makes a row of this kind of one of another.
 _REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}
@@ -60,6 +62,8 @@ class Structure:
     _before: Structure | None = None
     #: What messages compare data with.
     whose = ""
+    #: The fields whose rows have different lengths, by number.
+    ragged: Mapping[int, ItemField] = {}
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class Structure:
 
     def grown(self, schema: Schema) -> Structure:
         """The structure of rows with more fields."""
-        grown = Structure(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema), self.names)
+        grown = type(self)(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema), self.names)
         grown.on_host, grown._before, grown.whose = self.on_host, self, self.whose
         return grown
 
@@ -324,7 +328,7 @@ class Structure:
             got = f"{nested.describe(value)}.{remedy}"
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
         named = by_name(source.items(), path, call) if node.integers else source
-        children = self.added.without(node.children, named) if self.added.fills else node.children
+        children = self._expected(node, named)
         keys: Iterable[object] = map(node.key_of, children) if node.integers else children
         differs = key_differences(keys, (key for key in source if key in node.children or key not in ignored))
         if differs:
@@ -338,7 +342,20 @@ class Structure:
             self._walk(child, named[key], batch, found, call, (*path, key), frozenset())
         if len(children) < len(node.children):
             for number in self.added.missing(node.children, children):
-                found[number] = self.added.fills[number].expand((*batch, *self._specs[number][1])).contiguous()
+                found[number] = self._fill(number, batch)
+
+    def _expected(self, node: Node, given: Mapping[str, object]) -> Mapping[str, Node]:
+        """Children of a node that data must have, and those that it has."""
+        return self.added.without(node.children, given) if self.added.fills else node.children
+
+    def _fill(self, number: int, batch: tuple[int, ...]) -> Tensor:
+        """Rows of a field that was left out."""
+        return self.added.fills[number].expand((*batch, *self._specs[number][1])).contiguous()
+
+    def stacked(self, rows: Sequence[Sequence[Tensor]]) -> object:
+        """A batch of rows, whose columns are given."""
+        columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+        return self.unflatten(columns, torch.Size((len(rows),)))
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
 
@@ -418,6 +435,12 @@ class Structure:
         raise KeyError(
             f"{call and f'{call}: '}expected a stored field, one of {[public(f.key) for f in self.fields]}, got {public(path)!r}."
         )
+
+
+def renumbered(node: Node, places: Mapping[int, int] | Sequence[int]) -> Node:
+    """A node with other numbers of its fields."""
+    children = {name: renumbered(child, places) for name, child in node.children.items()}
+    return msgspec.structs.replace(node, field=places[node.field] if node.kind == "leaf" else -1, children=children)
 
 
 class _Builder:
@@ -559,30 +582,40 @@ def device_of(data: object) -> torch.device:
 
 
 def stacked(
-    items: Sequence[object], call: str, dtypes: Dtypes, known: Structure | None = None, ignored: Iterable[str] = ()
-) -> Any:
+    items: Sequence[object],
+    call: str,
+    made: Callable[[object], Structure],
+    known: Structure | None,
+    ignored: Iterable[str],
+) -> object:
     """A list of rows as a batch, leaf by leaf.
 
-    ``dtypes``: as for :meth:`Structure.of`. ``known``: the structure of rows that are stored already, if there are any.
+    ``made``: the structure of one row. ``known``: of rows that are stored already, if there are any.
     """
     if not items:
         raise nested.NoRows(f"{call}: expected at least one row, got an empty list.")
     if known is not None:
         with contextlib.suppress(KeyError):  # of other fields: those of the first one tell them apart
             return _stacked(known, items, call, ignored)
-    return _stacked(Structure.of(items[0], batched=False, call=call, dtypes=dtypes), items, call)
+    return _stacked(made(items[0]), items, call, ())
 
 
-def _stacked(structure: Structure, items: Sequence[object], call: str, ignored: Iterable[str] = ()) -> object:
+def _stacked(structure: Structure, items: Sequence[object], call: str, ignored: Iterable[str]) -> object:
     try:
         rows = [structure.flatten(item, None, call, ignored) for item in items]
     except RuntimeError as error:
         raise RuntimeError(f"{error} For rows of several shapes there is ListStorage.") from None
-    return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))
+    return structure.stacked(rows)
 
 
-def leading_size(data: object, call: str, least: int = 1) -> int:
-    """Rows of a batch: the size that all leaves have first.
+class CountsRows(Protocol):
+    """Knows how many rows there are in leaves that are no tensors."""
+
+    def rows_at(self, value: object, path: tuple[str, ...]) -> int | None: ...
+
+
+def leading_size(data: object, call: str, least: int = 1, ragged: CountsRows | None = None) -> int:
+    """Rows of a batch: the size that all leaves have first, and the number of rows in ``ragged`` ones.
 
     Raises:
         TypeError: data without a batch dimension.
@@ -592,7 +625,7 @@ def leading_size(data: object, call: str, least: int = 1) -> int:
     if tensordicts.is_tensor_collection(data) and data.batch_size:  # the common case
         sizes[int(data.batch_size[0])] = ()
     else:
-        _note_sizes(data, (), sizes, call)
+        _note_sizes(data, (), sizes, call, ragged)
     if len(sizes) > 1:
         listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
         raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
@@ -604,15 +637,20 @@ def leading_size(data: object, call: str, least: int = 1) -> int:
     return n
 
 
-def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
+def _note_sizes(
+    data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str, ragged: CountsRows | None
+) -> None:
     """The leading sizes of all leaves, and where each was met first."""
+    if ragged is not None and (n := ragged.rows_at(data, path)) is not None:
+        sizes.setdefault(n, path)
+        return
     if tensordicts.is_tensor_collection(data) and not tensordicts.is_non_tensor(data):
         shape = data.batch_size
     elif is_leaf(data):
         shape = as_tensor(data, path, call).shape
     else:
         for key, child in _contained(data, path, call)[1].items():
-            _note_sizes(child, (*path, str(key)), sizes, call)
+            _note_sizes(child, (*path, str(key)), sizes, call, ragged)
         return
     if not shape:
         collection = tensordicts.is_tensor_collection(data)

@@ -11,25 +11,23 @@ from engram._support.field_paths import public
 from engram._support.words import count, format_size
 from engram.format.layout import SINGLE
 from engram.format.schema import name_of
+from engram.format.sizes import ShownField
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from engram.format.schema import Field
+    from engram.format.schema import Field, Schema
 
 
 _log = logging.getLogger("engram")
 _is_temporary = ContextVar("engram_temporary", default=False)
 
 
-def creation_line(fields: Sequence[Field], capacity: int, where: object) -> str:
+def creation_line(schema: Schema, where: object) -> str:
     """One line of a store to be: place and size, and of each field shape, dtype and size. ``where`` is a folder, ``RAM`` or a device."""
-    said, total = [], 0
-    for field in fields:
-        nbytes = field.row_bytes * capacity
-        said.append(f"{field.name} {list(field.shape)} {field.dtype} ({format_size(nbytes)})")
-        total += nbytes
-    return f"{count(capacity, 'row')} in {where}, {format_size(total)}: {', '.join(said)}"
+    fields = [ShownField.of(field, schema.capacity, schema.lanes) for field in schema.fields]
+    each = ", ".join(f"{it.name} {it.shape} {it.dtype} ({format_size(it.nbytes)})" for it in fields)
+    return f"{count(schema.capacity, 'row')} in {where}, {format_size(sum(it.nbytes for it in fields))}: {each}"
 
 
 def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list[str]:

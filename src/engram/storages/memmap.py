@@ -19,9 +19,10 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
-from engram.storages._structure import Structure
+from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes
 from engram.storages.own import LazyTensorStorage
+from engram.storages.ragged import RaggedArguments
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
 
 if TYPE_CHECKING:
@@ -31,12 +32,17 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.storages._base import Rows
+    from engram.storages._structure import Structure
 
 
 class LaterMemmapArguments(TracingArguments, total=False):
     """As those, of this storage."""
 
     shared_init: Annotated[object, Later("rb.share()", (True,))]
+
+
+class MemmapArguments(LaterMemmapArguments, RaggedArguments, total=False):
+    """As those, and what ragged fields there are."""
 
 
 _NOT_YET = carriers(LaterMemmapArguments)
@@ -107,15 +113,16 @@ class LazyMemmapStorage(LazyTensorStorage):
         auto_cleanup: bool | None = None,
         io: str = "auto",
         group_small_fields: int = 0,
-        **later: Unpack[LaterMemmapArguments],
+        **more: Unpack[MemmapArguments],
     ) -> None:
-        reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
-        take_compilable(self, later)
+        geometry = Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes)
+        geometry = geometry.with_ragged(more, type(self).__name__)
+        reject_unsupported("LazyMemmapStorage", more, _NOT_YET, type(self))
+        take_compilable(self, more)
         if str(device).split(":")[0] not in ("cpu", "None"):
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )
-        geometry = Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes)
         self._configure(geometry.grouping(group_small_fields, type(self).__name__), "cpu")
         self._io = check_io("LazyMemmapStorage", io)
         self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
@@ -164,7 +171,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         geometry = Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
         storage = cls._in(Home(store.folder), geometry, io)
         try:
-            structure = Structure.from_schema(schema, dtypes)
+            structure = structure_in(schema, dtypes)
         except (TypeError, IncompatibleStore) as error:
             store.close()
             error.add_note(f"The folder is {str(path)!r}.")
@@ -216,7 +223,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry, io)
         storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes, io=io)
         found = storage.store.schema
-        differs = schemas.differences(geometry.schema(Structure.from_schema(found), found.columns), found)
+        differs = schemas.differences(geometry.schema(structure_in(found), found.columns), found)
         if len(found.columns) != geometry.ndim - 1:
             differs = f"ndim: expected {geometry.ndim}, got {1 + len(found.columns)}"
         if differs:

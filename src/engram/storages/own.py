@@ -20,11 +20,13 @@ from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, decode, differences, encode
 from engram.saved.snapshot import RowsSnapshot
 from engram.storages._base import Storage
-from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, take_later
+from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
 from engram.storages._home import Home
-from engram.storages._structure import Structure, device_of
+from engram.storages._ragged_structure import RaggedStructure, structure_of
+from engram.storages._structure import Structure, device_of, renumbered
 from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
 from engram.storages.list import ListStorage
+from engram.storages.ragged import NO_RAGGED, RaggedLayout
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
@@ -70,12 +72,6 @@ def _by_name(structure: Structure) -> Structure:
     """The leaves of rows in one dict, by names such as ``next.reward``."""
     leaves = [Field((".".join(it.key),), it.dtype, it.shape) for it in structure.fields]
     return Structure(leaves, Node("dict", children={it.name: Node("leaf", i) for i, it in enumerate(leaves)}))
-
-
-def _numbered(node: Node, places: Sequence[int]) -> Node:
-    """A node with other numbers of its fields."""
-    children = {name: _numbered(child, places) for name, child in node.children.items()}
-    return msgspec.structs.replace(node, field=places[node.field] if node.kind == "leaf" else -1, children=children)
 
 
 class OwnColumns:
@@ -210,7 +206,7 @@ class OwnStorage(TensorStorage):
             given = Structure.of(row, batched=whole, call=call)
             leaves, before = _by_name(given).fields, self._columns.leaves.fields
             if {*leaves} == {*before}:
-                root = _numbered(given.root, [before.index(leaf) for leaf in leaves])
+                root = renumbered(given.root, [before.index(leaf) for leaf in leaves])
                 fields = [given.fields[leaves.index(leaf)] for leaf in before]
                 form = Structure(fields, root, given._types, names=given.names)
                 self._columns.structure = self.structure = form
@@ -373,12 +369,44 @@ class LazyTensorStorage(TensorStorage):
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         mirror: str | os.PathLike[str] | None = None,
-        **later: Unpack[LaterArguments],
+        **more: Unpack[LazyArguments],
     ) -> None:
-        take_later(self, later)
-        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), device)
+        where = type(self).__name__
+        geometry = Geometry.checked(where, max_size, lanes, ndim, dtypes)
+        geometry = geometry.with_ragged(more, where, "" if device in ("cpu", "auto", None) else f"device={device!r}")
+        take_later(self, more)
+        self._configure(geometry, device)
         if mirror is not None:
             self._begin_mirror(check_path(f"{type(self).__name__}: mirror", mirror).absolute())
+
+    def without_ragged(self) -> LazyTensorStorage:
+        """The same storage, which finds no ragged fields by itself."""
+        self._geometry = self._geometry._replace(ragged=NO_RAGGED)
+        return self
+
+    @property
+    def layout(self) -> dict[str, object]:
+        """How batches hold ragged fields, as ``layout=`` says it. It may be set at any time.
+
+        Setting it raises ``TypeError``, ``ValueError``: it is no layout.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend({"tokens": [torch.arange(2), torch.arange(3)]})
+        >>> rb.storage.layout = {"kind": "padded", "multiple": 4}
+        >>> rb[:]["tokens"].values.tolist()
+        [[0, 1, 0, 0], [0, 1, 2, 0]]
+        """
+        return self._geometry.ragged.layout._asdict()
+
+    @layout.setter
+    def layout(self, layout: object) -> None:
+        ragged = self._geometry.ragged._replace(layout=RaggedLayout.checked(layout, type(self).__name__))
+        with self._lock:
+            self._geometry = self._geometry._replace(ragged=ragged)
+            if isinstance(self.structure, RaggedStructure):
+                self.structure.options = ragged
 
     #: The folder that rows on an accelerator are copied to; None: there is none.
     _mirror: Path | None = None
@@ -449,8 +477,8 @@ class LazyTensorStorage(TensorStorage):
                 "that shape. If it is a batch of rows, use extend()."
             )
         dtypes = self._geometry.dtypes
-        structure = Structure.of(data, batched=n is not None, call=call, dtypes=dtypes)
-        if dtypes:
+        structure = structure_of(data, batched=n is not None, call=call, dtypes=dtypes, ragged=self._geometry.ragged)
+        if dtypes or structure.ragged:
             structure.flatten(data, n, call)  # before there is memory: values may not fit
         if self._device_argument in OF_DATA and self._home is None:
             self._device = device_of(data)
@@ -461,7 +489,7 @@ class LazyTensorStorage(TensorStorage):
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:
             if self.memory is None:
-                self._adopt(self._allocate(schema), Structure.from_schema(schema, self._geometry.dtypes))
+                self._adopt(self._allocate(schema), self._structure_in(schema))
 
     def _allocate(self, schema: Schema) -> Store:
         if self._home is not None:
@@ -472,7 +500,7 @@ class LazyTensorStorage(TensorStorage):
         if self._mirror is not None:
             assert isinstance(store, DeviceStore)  # as _begin_mirror() has seen
             store.mirror = Mirror(store, Home(self._mirror).create(schema, replace=False, given=self._given))
-        announce(creation_line(schema.fields, schema.capacity, place))
+        announce(creation_line(schema, place))
         return store
 
     def _allocate_here(self, schema: Schema) -> Store:
@@ -499,7 +527,7 @@ class LazyTensorStorage(TensorStorage):
         except BaseException:
             target.close()
             raise
-        self._adopt(store, Structure.from_schema(found, self._geometry.dtypes))
+        self._adopt(store, self._structure_in(found))
 
     def _check_accelerated(self) -> None:
         if self._device.type == "cpu":
@@ -524,7 +552,7 @@ class LazyTensorStorage(TensorStorage):
         store = home.create(schema, replace=replace, given=self._given)
         folder = store.directory
         assert folder is not None  # it was just created there
-        announce(creation_line(schema.fields, schema.capacity, folder))
+        announce(creation_line(schema, folder))
         return store
 
 
@@ -574,7 +602,7 @@ class DefaultStorage(ListStorage):
             return False
         try:
             with temporary():
-                LazyTensorStorage(1).prepare(data, call, batched=batched)
+                LazyTensorStorage(1).without_ragged().prepare(data, call, batched=batched)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if batched and rows is not data:
                 raise

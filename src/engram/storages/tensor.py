@@ -27,6 +27,7 @@ from engram.storages._columns import (
 )
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
+from engram.storages._ragged_structure import structure_in
 from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
 from engram.storages.tensor_state import (
@@ -200,7 +201,7 @@ class TensorStorage(Storage):
                 try:
                     store = self._home.find()
                     if store is not None:
-                        self._adopt(store, Structure.from_schema(store.schema, self._geometry.dtypes))
+                        self._adopt(store, self._structure_in(store.schema))
                 finally:
                     self._looking = False
             return store
@@ -273,6 +274,9 @@ class TensorStorage(Storage):
         assert self.structure is not None
         return self.structure
 
+    def _structure_in(self, schema: Schema) -> Structure:
+        return structure_in(schema, self._geometry.dtypes, self._geometry.ragged)
+
     @property
     def initialized(self) -> bool:
         return self.memory is not None
@@ -308,6 +312,10 @@ class TensorStorage(Storage):
                 raise RuntimeError(
                     f"{type(self).__name__}: device: expected {self._device}, where its rows are, got {given}. Make another storage."
                 )
+
+    @property
+    def is_ragged(self) -> bool:
+        return bool(self._geometry.ragged.fields if self.structure is None else self.structure.ragged)
 
     @property
     def lanes(self) -> int:
@@ -352,8 +360,12 @@ class TensorStorage(Storage):
 
     @property
     def _storage(self) -> Any:
-        """All rows, as TorchRL's collectors look for them; None before the first write."""
-        return None if self.memory is None else self._formed(self.store.views(), torch.Size((self._capacity,)))
+        """All rows, as TorchRL's collectors look for them; None before the first write, and of ragged fields, which have no views."""
+        return (
+            None
+            if self.memory is None or self.written().ragged
+            else self._formed(self.store.views(), torch.Size((self._capacity,)))
+        )
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -365,11 +377,19 @@ class TensorStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        given, dtypes = data, self._geometry.dtypes
+        given, geometry = data, self._geometry
         known = self.structure if self.memory is not None and self.ndim == 1 else None
         try:
             data, n, columns = rows_of_written(
-                data, self, call, dtypes, batched=batched, count=count, known=known, ignored=ignored
+                data,
+                self,
+                call,
+                geometry.dtypes,
+                batched=batched,
+                count=count,
+                known=known,
+                ignored=ignored,
+                ragged=geometry.ragged,
             )
             if self.memory is None:
                 with self._lock:
@@ -585,7 +605,9 @@ class TensorStorage(Storage):
     def locate(self, index: Any) -> Rows:
         if self.ndim == 1:
             where = self.resolve(index)
-            return where if where.span is None else where._replace(view=slice(*where.span))
+            if where.span is None or self.written().ragged:
+                return where
+            return where._replace(view=slice(*where.span))
         slots = len(self) // math.prod(self.columns)
         try:
             rows = selected_rows(index, slots, self.columns, self.dim_extend)
@@ -601,7 +623,7 @@ class TensorStorage(Storage):
             row = torch.tensor([index], device="cpu")
             return self.pack(self.read(row)[0], Rows(row, single=True))
         where = self.resolve(index)
-        return super().__getitem__(index) if where.span is None else self.view(where)
+        return super().__getitem__(index) if where.span is None or self.written().ragged else self.view(where)
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
         """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside.
@@ -795,7 +817,7 @@ class TensorStorage(Storage):
         if saved is not None:
             store = reattach(saved)
             if "structure" not in state:
-                self.structure = Structure.from_schema(store.schema, self._geometry.dtypes)
+                self.structure = self._structure_in(store.schema)
             elif self.structure is not None and len(self.structure.fields) < len(store.schema.fields):
                 self.structure = self.structure.grown(store.schema)  # a field was added since
             store.owners.add(self)

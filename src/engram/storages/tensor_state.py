@@ -12,6 +12,7 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import StoreState, add_field, check_index_name, fill_rows
+from engram.store.memory import refuse_ragged
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
@@ -117,6 +118,9 @@ def describe_store(
         without: names and kinds of those that are left out.
         zeroed: memory for the leaves of priorities, by name.
     """
+    refuse_ragged(
+        store.schema, "save", "Keep the rows in a LazyMemmapStorage, and reopen it: ragged rows are not saved yet"
+    )
     now, usage = int(store.core.next_ticket), UsageIndex.in_use(store)
     passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EpochIndex.kind}
     clock, lanes = now - store.base, store.lane_states()

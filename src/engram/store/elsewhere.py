@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram.store.device import HostedStore
-from engram.store.memory import as_rows, new_control_memory, private_field, torch_dtype
+from engram.store.memory import as_rows, new_control_memory, private_field, refuse_ragged, torch_dtype
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
 
@@ -61,6 +61,7 @@ class ForeignStore(HostedStore):
     """
 
     def __init__(self, schema: Schema, columns: Columns) -> None:
+        refuse_ragged(schema, columns.name, "Use LazyTensorStorage or LazyMemmapStorage")
         self._columns = columns
         super().__init__(schema, (), *new_control_memory(schema))
 

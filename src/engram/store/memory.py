@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.schema import Field, Schema
+    from engram.format.schema import Field, RaggedItems, Schema
 
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
@@ -74,10 +74,17 @@ class Copied:
             self.tensor = torch.from_numpy(state[0]).view(dtype).view(shape)
 
 
-def torch_dtype(field: Field) -> torch.dtype:
-    """The torch dtype of a field."""
+def torch_dtype(field: Field | RaggedItems) -> torch.dtype:
+    """The torch dtype of a field, or of its items."""
     dtype: torch.dtype = getattr(torch, field.dtype)
     return dtype
+
+
+def refuse_ragged(schema: Schema, where: str, advice: str) -> None:
+    """Raise ``ValueError`` for rows that have any number of items, in a place that cannot hold them."""
+    if schema.ragged:
+        names = ", ".join(schema.fields[number].name for number in schema.ragged)
+        raise ValueError(f"{where}: expected fields whose rows all have one size, got ragged ones: {names}. {advice}.")
 
 
 def dlpack_specs(fields: Sequence[Field]) -> list[DlpackSpec]:
@@ -110,13 +117,12 @@ class Block(NamedTuple):
 
 
 @torch.inference_mode(mode=False)  # else views of it could not be written to outside of inference mode
-def private_block(nbytes: int, field: Field | None = None) -> Block:
+def private_block(nbytes: int, what: str = "row numbers") -> Block:
     """A zeroed private buffer, whose pages are taken when they are first touched. Raises ``OSError``: there is no space for it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
-        what = "row numbers" if field is None else f"field {field.name}, {nbytes // field.row_bytes} rows"
         advice = "Use fewer rows, a smaller dtype, or LazyMemmapStorage, whose rows lie on disk"
         raise OSError(errno.ENOMEM, f"{what} in RAM: {no_space(nbytes, available_memory(), advice)}") from error
     if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -190,9 +196,7 @@ def fields_in(
         together: maps a file of that size, as bytes: the one with all small fields.
     """
     group, capacity = layout.group_of(schema), schema.capacity
-    paths = [layout.field_path(directory, field.key) for field in schema.fields]
-    if schema.added:
-        paths = [layout.column_path(directory, schema, number) for number in range(len(paths))]
+    paths = layout.column_paths(directory, schema)
     if group is None:
         return [alone(path, field, capacity) for path, field in zip(paths, schema.fields, strict=True)]
     raw = together(directory / layout.FOLDER / layout.GROUPED, group.stride * capacity)
@@ -241,7 +245,8 @@ def alias(tensor: Tensor) -> Tensor:
 def private_field(field: Field, capacity: int) -> Tensor:
     """Zeroed rows of a field in private memory."""
     nbytes = field.row_bytes * capacity
-    return _field_in(private_block(nbytes, field).tensor[:nbytes] if nbytes else None, field, capacity)
+    memory = private_block(nbytes, f"field {field.name}, {capacity} rows").tensor[:nbytes] if nbytes else None
+    return _field_in(memory, field, capacity)
 
 
 @torch.inference_mode(mode=False)

@@ -47,9 +47,11 @@ from engram.store.memory import (
     private_field,
     read_block,
     read_field,
+    refuse_ragged,
     segment_fields,
     segments_in,
 )
+from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ class ReaderStore(Store):
     ) -> None:
         self._folder = folder
         self._segments = segments
-        super().__init__(schema, self._mapped(schema, control, private=False), control, tickets, abandoned=abandoned)
+        columns, rings = self._mapped(schema, control, private=False), rings_in(folder, schema, read_block)
+        super().__init__(schema, columns, control, tickets, abandoned=abandoned, rings=rings)
         self.indexes = IndexCopies(Host(self.core, control.tensor, tickets.tensor, None), schema.capacity)
         self.indexes.source = folder / layout.FOLDER / layout.INDEXES
 
@@ -205,8 +208,10 @@ def create_store(
         IncompatibleStore: the same ``maker`` has created one of another schema.
         StoreInUse: ``replace``, but a live process has the store open.
         OSError: no space, no permission, not a folder. Nothing is left behind.
-        ValueError: a key that cannot be a file name.
+        ValueError: a key that cannot be a file name; a field is ragged, and rows are ``adopted``.
     """
+    if adopted is not None:
+        refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
     raw = schemas.encode_store(schema)
     if len(raw) > schemas.MAX_BYTES:
         raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
@@ -242,6 +247,7 @@ def create_store(
             made.text(hidden / layout.ADOPTED, note)
         made.text(hidden / layout.STORE, raw)  # first: if this process dies, it says which other files it has created
         _make_fields(made, paths, metas)
+        make_rings(made, directory, schema, hidden.name, file_block)
         _make_control(made, hidden, schema, maker, guest_of, begin)
         hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
         made.published(hidden, directory / layout.FOLDER)
@@ -329,6 +335,7 @@ def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -
     try:
         for to, tensor in zip(shared.tensors, store.tensors, strict=True):
             to.copy_(tensor)
+        shared.rings.copy_from(store.rings.parts)
         shared.core.copy_state(store.core)
         store.indexes.copy_to(shared.indexes)
         shared.origin = origin_of(store)
@@ -351,7 +358,8 @@ def reattach(saved: Saved) -> Store:
         fields = [private_field(field, schema.capacity) for field in schema.fields]
         for field, column in zip(fields, columns, strict=True):
             field.copy_(column)
-        store = Store(schema, fields, *new_control_memory(schema))
+        rings = private_rings(schema).copy_from([part.tensor for part in saved.rings])
+        store = Store(schema, fields, *new_control_memory(schema), rings=rings)
     else:
         store = DeviceStore.on(schema, columns[0].device, columns)
     store.take_over(control, tickets)
@@ -515,7 +523,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
             tensors = segment_fields(folder, schema, segments, control)
         attachment = Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
-            store = Store(schema, tensors, control, tickets, attachment)
+            store = Store(schema, tensors, control, tickets, attachment, rings=rings_in(directory, schema, file_block))
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
         if segments is None:
@@ -537,12 +545,19 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
 
 
 def _use_files(store: Store, directory: Path) -> None:
-    """Let the core read and write the files of rows that are not in memory. Warns if not even what draws need fits there."""
+    """Let the core read and write the files of rows that are not in memory. Warns if not even what draws need fits there.
+
+    Spans and items of ragged fields are mapped only: every draw needs the spans, and the core finds items by them.
+    """
     fields, capacity, memory = store.schema.fields, store.capacity, available_memory()
-    stored = {f: (size, str(path)) for f, (path, size) in layout.row_files(directory, store.schema).items() if size}
+    stored = {
+        f: (size, str(path))
+        for f, (path, size) in layout.row_files(directory, store.schema).items()
+        if size and f not in store.items
+    }
     longest = dict(sorted(stored.items(), key=lambda file: file[1])[-_MOST_FILES:])
     paths = [longest[f][1] if f in longest else "" for f in range(len(fields))]
-    store.larger = 0 < memory < 2 * capacity * store.schema.row_bytes
+    store.larger = 0 < memory < 2 * store.nbytes
     store.core.use_files(paths, store.larger)
     needed = resident_bytes(directory, capacity)
     if store.larger and memory < needed:
@@ -559,6 +574,7 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
     if clean:
         _check_closed(core, directory)
     core.reset_locks(clean)
+    store.rings.connect(core, store.schema, alone=True)
     store.indexes.attach_all(alone=True)
     if not clean:
         store.repair = Repair(*core.recover())

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,10 +19,11 @@ from engram._support import fork
 from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
-from engram.store import memory
+from engram.store import memory, ragged_rows
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
+from engram.store.rings import NO_RINGS, RaggedMemory, private_rings
 from engram.types import Changes, Extent, RowsTarget, Write
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Saved(NamedTuple):
     """Control block, tickets and fields, copied; None for a directory."""
     indexes: dict[tuple[str, str], memory.Copied]
     """Memory of the indexes of a private store, copied."""
+    rings: Sequence[memory.Copied] = ()
+    """The parts of the :class:`RaggedMemory` of a private store, copied."""
     readonly: bool = False
     """Whether the directory is only read."""
 
@@ -132,9 +135,14 @@ class Store:
         attachment: Attachment | None = None,
         *,
         abandoned: bool = False,
+        rings: RaggedMemory = NO_RINGS,
     ) -> None:
         self.schema = schema
         self.tensors = tuple(tensors)
+        self.rings = rings
+        """The memory of ragged fields."""
+        self.items = rings.values
+        """``[lanes · items, *item shape]`` of each ragged field, by its number."""
         self.attachment = attachment
         """This process's place among those that have the store open; None for private memory."""
         self.directory = None if attachment is None else attachment.directory
@@ -154,24 +162,18 @@ class Store:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The clock of the state that last replaced all rows, and by how much their tickets are larger here.
         self.replaced: tuple[int, int] | None = None
-        native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
         #: Held while a field is added to private memory.
         self.adding = fork.rlock()
         self._placing = fork.rlock()
         self._pausing = fork.rlock()
         fork.registered(self, uses_others=True)  # recovery tells the indexes
         #: The core; :attr:`bare` is the same, also where it has yet to hear of what was written.
+        blocks = control.address, control.nbytes, tickets.address, tickets.nbytes
+        data, row_bytes, strides = map(tuple, memory.placed(self.tensors if self.is_native else ()))
         self.core = self.bare = _native.Store(
-            control.address,
-            control.nbytes,
-            tickets.address,
-            tickets.nbytes,
-            tuple(map(torch.Tensor.data_ptr, native)),
-            tuple([field.row_bytes for field in fields]),
-            tuple(map(memory.row_stride, native)),
-            readonly=self.readonly,
-            abandoned=abandoned,
+            *blocks, data, row_bytes, strides, readonly=self.readonly, abandoned=abandoned
         )
+        rings.connect(self.core, schema, alone=attachment is None and not self.readonly)
         if schema.added and self.is_native:
             for number in range(schema.first_fields, len(schema.fields)):
                 self.core.set_fill(number, schema.fill(number) or b"")
@@ -185,11 +187,13 @@ class Store:
     def private(cls, schema: Schema) -> Store:
         """A store in private memory. Pages are taken when rows are first written."""
         control, tickets = memory.new_control_memory(schema)
-        return cls(schema, [memory.private_field(field, schema.capacity) for field in schema.fields], control, tickets)
+        columns = [memory.private_field(field, schema.capacity) for field in schema.fields]
+        return cls(schema, columns, control, tickets, rings=private_rings(schema))
 
     @classmethod
     def around(cls, schema: Schema, tensors: Sequence[Tensor]) -> Store:
-        """A store around existing contiguous CPU tensors, all of whose rows are live."""
+        """A store around existing contiguous CPU tensors, all of whose rows are live. Raises ``ValueError``: a field is ragged."""
+        memory.refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
         control, tickets = memory.new_control_memory(schema)
         store = cls(schema, tensors, control, tickets)
         store.core.fill()
@@ -201,6 +205,11 @@ class Store:
     def participant(self) -> int:
         """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
         return 0 if self.attachment is None else self.attachment.participant
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether what drawn rows hold is read by calls of its own: rows on an accelerator, and ragged fields."""
+        return not self.is_native or bool(self.items)
 
     @property
     def has_files(self) -> bool:
@@ -286,13 +295,14 @@ class Store:
             return Saved(None, self.directory, None, {})
         before = self._ticket_words().clone()
         fields = [tensor.clone() for tensor in self.tensors]
+        rings = [memory.Copied(part.clone()) for part in self.rings.parts]
         tickets = self._tickets.tensor.clone()
         # A row that was written meanwhile may be torn: its copy is void.
         words = tickets[: 8 * self.capacity].view(torch.int64)
         words.copy_(torch.where(before == words, words, words | _VOID))
         indexes = {key: memory.Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
         parts = [memory.Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
-        return Saved(self.schema, None, parts, indexes)
+        return Saved(self.schema, None, parts, indexes, rings)
 
     def take_over(self, control: Tensor, tickets: Tensor) -> None:
         """Control memory of a copied store, whose rows are here already. Writers of the other store are none of this one's."""
@@ -548,8 +558,8 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, when all are written."""
-        return self.schema.row_bytes * self.schema.capacity
+        """Bytes of the rows, when all are written, and of the rings of ragged fields."""
+        return self.schema.nbytes
 
     def counters(self) -> dict[str, float]:
         """What happened to rows so far, in all processes, for ``stats()``; and what the indexes say."""
@@ -608,6 +618,8 @@ class Store:
             WriterStalled: another writer held a row for 5 s; the rows before it are written.
             RowError: a planned row is outside the store. Nothing is written.
         """
+        if self.items:
+            return ragged_rows.append(self, plan, columns, n)
         return self._write(plan, n, self._which[: len(columns)], tuple(map(torch.Tensor.data_ptr, columns)))
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
@@ -648,6 +660,7 @@ class Store:
         Raises:
             RowError: a row is not live. Nothing is written.
         """
+        ragged_rows.check_columns(self.schema, which, "edit")
         rows = memory.as_rows(rows, "edit")
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
@@ -671,6 +684,7 @@ class Store:
             RowError: a row is outside ``[-1, capacity)``. Nothing is written.
             WriterStalled: a row has been edited by another writer for 5 s; the entries before it are written.
         """
+        ragged_rows.check_columns(self.schema, which, "patch")
         rows, expected = memory.as_rows(rows, "patch"), memory.as_rows(expected, "patch")
         numbers = torch.empty_like(rows)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
@@ -709,6 +723,14 @@ class Store:
         Raises:
             RowError: a row is outside ``[0, capacity)``.
         """
+        if self.items:
+            return ragged_rows.read(self, rows, expected, which)
+        return self.read_columns(rows, expected, which)
+
+    def read_columns(
+        self, rows: Tensor, expected: Tensor | None, which: Sequence[int] | None
+    ) -> tuple[list[Tensor], list[int]]:
+        """As :meth:`read`; of ragged fields where their items lie, not the items."""
         rows = memory.as_rows(rows, "read")
         n = rows.numel()
         if expected is not None and expected.shape != rows.shape:
@@ -755,10 +777,14 @@ class Store:
         Raises:
             NoSampleable: no row is live.
         """
+        if self.items:
+            return cast("list[Tensor]", ragged_rows.draw(self, key, n, with_rows, with_numbers, False))
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, False)
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
         """As :meth:`sample_uniform`; None: nothing was drawn, as the store has limits, which are to admit the rows first."""
+        if self.items:
+            return ragged_rows.draw(self, key, n, with_rows, with_numbers, True)
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, True)
 
     def count_sampled(self, rows: Tensor) -> None:

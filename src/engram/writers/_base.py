@@ -54,6 +54,11 @@ class NativeWriter(Component):
             raise ValueError(
                 f"{type(self).__name__}.get_insert_index: expected a storage with ndim=1 and one lane, got {storage!r}: it names rows."
             )
+        if not (self.traits.appends or self.traits.read_only) and storage.is_ragged:
+            raise ValueError(
+                f"{type(self).__name__}: expected a storage whose rows have one size, got {storage!r} with ragged fields: their items are "
+                "evicted oldest first, so rows are appended. Use a RoundRobinWriter, and no remover."
+            )
         self._storage = storage
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:

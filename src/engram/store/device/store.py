@@ -14,7 +14,7 @@ from engram.format.sizes import device_row_bytes
 from engram.store.device.hosted import HostedStore
 from engram.store.device.row_operations import Drawing
 from engram.store.device.rows import DeviceRows
-from engram.store.memory import new_control_memory
+from engram.store.memory import new_control_memory, refuse_ragged
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
@@ -58,8 +58,10 @@ class DeviceStore(HostedStore):
     def on(cls, schema: Schema, device: torch.device, tensors: Sequence[Tensor] = ()) -> DeviceStore:
         """A store on ``device``, its memory taken at once; zeros, or the rows of ``tensors``.
 
-        Raises ``RuntimeError``: the device has less free memory than the rows need. Nothing is taken then.
+        Raises ``RuntimeError``: the device has less free memory than the rows need. ``ValueError``: a field is ragged. Nothing is
+        taken then.
         """
+        refuse_ragged(schema, f"rows on {device}", "Use LazyTensorStorage without device=, or LazyMemmapStorage")
         check_room(f"{schema.capacity:,} rows", device_row_bytes(schema.capacity, schema.row_bytes), device)
         return cls(schema, DeviceRows(schema, device, tensors), *new_control_memory(schema))
 

@@ -1,0 +1,344 @@
+"""How a row is put together that has ragged fields."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engram._support import tensordicts
+from engram._support.words import count
+from engram.format.layout import SINGLE
+from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, name_of, validate_key
+from engram.storages._ragged_intake import count_rows, found_in, row_in, rows_in, same_lengths
+from engram.storages._ragged_layouts import Batches, single
+from engram.storages._structure import Structure, _Builder, renumbered
+from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, as_tensor, check_stored, find_types
+from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
+from engram.store.ragged_rows import Items, starts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from engram.format.schema import Schema
+    from engram.storages._types import Dtypes
+    from engram.storages.ragged import Path, RaggedOptions
+
+
+class RaggedStructure(Structure):
+    """As :class:`Structure`, of rows with ragged fields: in place of their columns are :class:`~engram.store.ragged_rows.Items`."""
+
+    #: What the storage was asked for.
+    options = NO_RAGGED
+    intake = None  # only Python knows such fields
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        root: Node,
+        types: Mapping[str, type[object]] | None = None,
+        dtypes: Dtypes = NO_DTYPES,
+        added: Added = NOTHING_ADDED,
+        names: Mapping[tuple[str, ...], tuple[str | None, ...]] | None = None,
+    ) -> None:
+        super().__init__(fields, root, types, dtypes, added, names)
+        stored = {n: field.ragged for n, field in enumerate(self.fields) if field.ragged is not None}
+        #: The items of each ragged field, by its number, and the field whose lengths it has: perhaps itself.
+        self.ragged = {n: ItemField.of(self.fields[n].key, it) for n, it in stored.items()}
+        self.leaders = {n: n if it.is_leader else it.like for n, it in stored.items()}
+
+    def grown(self, schema: Schema) -> Structure:
+        grown = super().grown(schema)
+        vars(grown)["options"] = self.options
+        return grown
+
+    def rows_at(self, value: object, path: Path) -> int | None:
+        """How many rows there are in a leaf; None: it is of no ragged field."""
+        key = path or (SINGLE,)
+        return count_rows(value) if any(field.key == key for field in self.ragged.values()) else None
+
+    # ---- data to columns ---------------------------------------------------------------------------------------------
+
+    def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
+        found: dict[int, Any] = {}
+        self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
+        for number, leader in self.leaders.items():  # leaders come first
+            field, items, of_leader = self.ragged[number], found[number], found[leader]
+            if items is None:
+                found[number] = Items(None, starts_of(of_leader.lengths), of_leader.lengths)
+            elif number != leader:
+                same_lengths(self.ragged[leader], of_leader.lengths, field, items, call)
+            elif len(items) != (n or 1):
+                raise RuntimeError(f"{call}: {field.where}: expected {count(n or 1, 'row')}, got {len(items)}.")
+        return [found[i] for i in range(len(found))]
+
+    def _walk(
+        self,
+        node: Node,
+        value: object,
+        batch: tuple[int, ...],
+        found: dict[int, Any],
+        call: str,
+        path: Path,
+        ignored: frozenset[str],
+    ) -> None:
+        field = self.ragged.get(node.field)
+        if field is not None:
+            found[node.field] = rows_in(field, value, call) if batch else row_in(field, value, call)
+        else:
+            super()._walk(node, value, batch, found, call, path, ignored)
+
+    def _expected(self, node: Node, given: Mapping[str, object]) -> Mapping[str, Node]:
+        """Fields that have the lengths of others may be left out."""
+        children = super()._expected(node, given)
+        return {name: it for name, it in children.items() if name in given or not self._follows(it)}
+
+    def _follows(self, node: Node) -> bool:
+        return self.leaders.get(node.field, node.field) != node.field
+
+    def _fill(self, number: int, batch: tuple[int, ...]) -> Any:
+        return None if number in self.ragged else super()._fill(number, batch)
+
+    def column(self, i: int, value: object, batch: tuple[int, ...], *, call: str, loose: bool = False) -> Tensor:
+        if i in self.ragged:
+            raise RuntimeError(
+                f"{call}: {self.ragged[i].where}: expected a field whose rows have one size, got a ragged one: its items cannot be "
+                "replaced yet. Write the row anew."
+            )
+        return super().column(i, value, batch, call=call, loose=loose)
+
+    def number(self, value: object, path: Path) -> Tensor:
+        if any(field.key == (path or (SINGLE,)) for field in self.ragged.values()):
+            return as_tensor(value, path, "add")
+        return super().number(value, path)
+
+    def stacked(self, rows: Sequence[Sequence[Tensor]]) -> object:
+        columns: list[Any] = []
+        for number, column in enumerate(zip(*rows, strict=True)):
+            several = cast("Sequence[Items]", column)
+            if number not in self.ragged:
+                columns.append(torch.stack(column))
+            elif self.options.unlimited and several[0].values is not None:  # what the fields are is found in the batch
+                columns.append([single(self.ragged[number], items) for items in several])
+            else:
+                columns.append(Items.joined(several))
+        return super().unflatten(columns, torch.Size((len(rows),)))
+
+    # ---- columns to data ---------------------------------------------------------------------------------------------
+
+    def unflatten(
+        self,
+        columns: Sequence[Any],
+        batch: tuple[int, ...] | None,
+        device: torch.device | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> object:
+        if batch is None:
+            leader = next(iter(self.leaders.values()))
+            batch = (len(columns[leader]),)
+        if len(batch) > 1:
+            raise RuntimeError(
+                f"sample: expected one batch dimension of rows with ragged fields, {[field.key for field in self.ragged.values()]}, got "
+                f"{list(batch)}. Draw flat windows: WindowSpec(flat=True)."
+            )
+        within, laid_out = self.root.kind in ("tensordict", "tensorclass"), list(columns)
+        batches = Batches(self.options.layout, within=within)
+        for number, field in self.ragged.items():
+            if number < len(laid_out):
+                laid_out[number] = (
+                    batches(field, columns[number]) if batch else self._alone(field, columns[number], within)
+                )
+        if within and batch and self.options.layout.kind == "packed":
+            batch = ()
+        return super().unflatten(laid_out, batch, device, extra)
+
+    def _alone(self, field: ItemField, items: Items, within: bool) -> object:
+        value = single(field, items)
+        return tensordicts.one_object(value) if within and field.kind else value
+
+
+class RowCounts(NamedTuple):
+    """How many rows there are in leaves of fields that are ragged, or that a first write says to be."""
+
+    known: Structure | None
+    options: RaggedOptions
+    call: str
+
+    def rows_at(self, value: object, path: Path) -> int | None:
+        """None: the leaf is a tensor as any other, or something else."""
+        if self.known is not None:
+            return self.known.rows_at(value, path) if isinstance(self.known, RaggedStructure) else None
+        declared = (path or (SINGLE,)) in self.options.fields
+        found = declared or (self.options.finds and found_in(value, batched=True) is not None)
+        return count_rows(value) if found else None
+
+
+def is_uneven(data: Any, known: Structure | None) -> bool:
+    """Whether a lazy stack may hold rows of different lengths, so that it is read row by row."""
+    if isinstance(known, RaggedStructure):
+        return bool(data.stack_dim == 0)
+    try:
+        dict(data.items())
+    except RuntimeError:
+        return known is None and bool(data.stack_dim == 0)
+    return False
+
+
+# ---- how it is found out -------------------------------------------------------------------------------------------------
+
+
+def structure_of(
+    data: object, *, batched: bool, call: str, dtypes: Dtypes = NO_DTYPES, ragged: RaggedOptions = NO_RAGGED
+) -> Structure:
+    """The structure of a first row, or of a first batch of rows, some of whose fields may be ragged.
+
+    Raises:
+        KeyError: declared fields that are not there. ValueError: too few ``ragged_bytes``. As :meth:`Structure.of`.
+    """
+    if not ragged.finds:
+        return Structure.of(data, batched=batched, call=call, dtypes=dtypes)
+    builder = RaggedBuilder(ragged, batched=batched, call=call)
+    root = builder.node(data, ())
+    builder.complete(root)
+    if not builder.fields:
+        return Structure.of(data, batched=batched, call=call, dtypes=dtypes)  # which says so
+    if dtypes:
+        builder.give(dtypes)
+    if not builder.found:
+        return Structure(builder.fields, root, builder.types, dtypes, names=builder.names)
+    fields, root = builder.ordered(root)
+    structure = RaggedStructure(fields, root, builder.types, dtypes, names=builder.names)
+    structure.options = ragged
+    return structure
+
+
+def structure_in(schema: Schema, dtypes: Dtypes = NO_DTYPES, ragged: RaggedOptions = NO_RAGGED) -> Structure:
+    """The structure of a stored schema. Raises as :meth:`Structure.from_schema`."""
+    if not schema.ragged:
+        return Structure.from_schema(schema, dtypes)
+    types: dict[str, type[object]] = {}
+    find_types(schema.structure, types)
+    if dtypes:
+        check_stored(schema.fields, dtypes)
+    structure = RaggedStructure(schema.fields, schema.structure, types, dtypes, Added.of(schema))
+    structure.options = ragged
+    return structure
+
+
+class _Found(NamedTuple):
+    """A ragged field of the first write."""
+
+    declared: Ragged
+    longest: int
+    """The items of its longest row."""
+    offsets: int
+    """Which offsets its rows were handed over with; 0: none."""
+
+
+class RaggedBuilder(_Builder):
+    """Walks the first data, and notes which fields are ragged."""
+
+    def __init__(self, options: RaggedOptions, *, batched: bool, call: str) -> None:
+        super().__init__(batched=batched, call=call)
+        self.options = options
+        #: By the number of the field, whose description is made in the end.
+        self.found: dict[int, _Found] = {}
+
+    def node(self, value: object, path: Path) -> Node:
+        key = path or (SINGLE,)
+        declared = self.options.fields.get(key) or found_in(value, batched=self.batched)
+        if declared is None:
+            return super().node(value, path)
+        if isinstance(value, Items) and value.values is None:  # it was left out
+            return self._note(key, _Found(declared, 0, 0))
+        field = ItemField.of(key, declared)
+        items = rows_in(field, value, self.call) if self.batched else row_in(field, value, self.call)
+        nested_in = isinstance(value, Tensor) and value.layout is torch.jagged
+        offsets = value.offsets().data_ptr() if nested_in else 0  # type: ignore[attr-defined] # nested tensors have some
+        return self._note(key, _Found(declared, int(items.lengths.max()) if len(items) else 0, offsets))
+
+    def _note(self, key: Path, found: _Found) -> Node:
+        self.found[len(self.fields)] = found
+        self.fields.append(Field(key, *SPAN))
+        return Node(kind="leaf", field=len(self.fields) - 1)
+
+    def give(self, dtypes: Dtypes) -> None:
+        for number in self.found:
+            if self.fields[number].key in dtypes:
+                raise ValueError(
+                    f"{self.call}: dtypes: expected fields whose rows have one size, got {self.fields[number].name}, which is ragged. Say "
+                    "its dtype with ragged=."
+                )
+        super().give(dtypes)
+
+    def complete(self, root: Node) -> None:
+        """Add declared fields that the data leaves out, as those with ``like`` may be. Raises ``KeyError``: another one is missing."""
+        for key, declared in self.options.fields.items():
+            if any(field.key == key for field in self.fields):
+                continue
+            parent = root
+            for name in key[:-1]:
+                parent = parent.children.get(name, Node("leaf"))
+            if declared.like is None or parent.kind not in ("dict", "tensordict"):
+                raise KeyError(
+                    f"{self.call}: ragged: expected fields of the first row, of {[f.name for f in self.fields]}, got {name_of(key)!r}."
+                )
+            validate_key(key)
+            parent.children[key[-1]] = self._note(key, _Found(declared, 0, 0))
+
+    # ---- fields ------------------------------------------------------------------------------------------------------
+
+    def ordered(self, root: Node) -> tuple[list[Field], Node]:
+        """All fields, those that lead before those that have their lengths, and the structure with their numbers.
+
+        Raises ``ValueError``: the bytes that the storage was given are too few.
+        """
+        leaders = self._leaders()
+        order = sorted(range(len(self.fields)), key=lambda n: n in leaders and leaders[n] != n)
+        places = {number: place for place, number in enumerate(order)}
+        items = self._items(leaders)
+        fields = []
+        for number in order:
+            field = self.fields[number]
+            if number in items:
+                like = places[leaders[number]] if leaders[number] != number else -1
+                column = SPAN if like < 0 else NO_SPAN
+                field = Field(field.key, *column, ragged=msgspec.structs.replace(items[number], like=like))
+            fields.append(field)
+        return fields, renumbered(root, places)
+
+    def _leaders(self) -> dict[int, int]:
+        """The field whose lengths each has, which may be itself: as declared, or handed over with the same offsets."""
+        numbers = {field.key: number for number, field in enumerate(self.fields)}
+        leaders: dict[int, int] = {}
+        of_offsets: dict[int, int] = {}
+        for number, (declared, _, offsets) in self.found.items():
+            if declared.like is not None:
+                leaders[number] = numbers[declared.like]
+            elif self.fields[number].key in self.options.fields or not offsets:
+                leaders[number] = number
+            else:
+                leaders[number] = of_offsets.setdefault(offsets, number)
+        return leaders
+
+    def _items(self, leaders: Mapping[int, int]) -> dict[int, RaggedItems]:
+        """What the items of each ragged field are, without their leaders."""
+        most, bytes_of = {}, dict.fromkeys(leaders.values(), 0)
+        for number, leader in leaders.items():
+            bytes_of[leader] += self.found[number].declared.item_bytes
+        for leader in bytes_of:
+            declared, longest, _ = self.found[leader]
+            most[leader] = declared.max_length or (
+                MAX_ITEMS_OF_ROW if self.options.unlimited else likely_length(longest)
+            )
+        groups = [Group(most[leader], nbytes) for leader, nbytes in bytes_of.items()]
+        rings = dict(
+            zip(bytes_of, [1] * len(groups) if self.options.unlimited else self.options.rings(groups), strict=True)
+        )
+        return {
+            number: RaggedItems(it.dtype, most[leader], rings[leader], it.shape, kind=it.kind)
+            for number, leader in leaders.items()
+            for it in (self.found[number].declared,)
+        }

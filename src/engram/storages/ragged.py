@@ -1,0 +1,386 @@
+"""Fields of which a row has any number of items: how users declare them, and how much memory they get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram._support import nested
+from engram._support.checks import check_count, check_number
+from engram._support.field_paths import checked_path, public
+from engram._support.words import format_size
+from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind
+from engram.storages._types import at
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.format.schema import RaggedItems
+
+    Path: TypeAlias = tuple[str, ...]
+
+#: What is stored as bytes, and returned as it was.
+TEXT = ("utf-8", "bytes", "json")
+#: Items of a row are counted in 31 bits.
+MAX_ITEMS_OF_ROW = (1 << 31) - 1
+#: Without a declaration a row may be so many times as long as the longest of the first write, and so long in any case.
+_HEADROOM, _LEAST_LENGTH = 4, 64
+#: Without ``ragged_bytes`` there is room for all rows if they have this share of ``max_length``, on average.
+_USUAL_SHARE = 4
+#: Above the size of any file.
+_MAX_BYTES = 1 << 60
+
+
+class Ragged:
+    """Declares a field of which each row has another number of items: tokens, text, detections.
+
+    Args:
+        dtype_or_kind: the dtype of an item, of torch, of NumPy or by name; ``"utf-8"``, whose rows are strings;
+            ``"bytes"``; or ``"json"``, whose rows are what ``json.dumps`` takes.
+        max_length: items that a row may have at most; of strings and JSON the bytes of the text in UTF-8. None: the
+            next power of two of four times the longest row of the first write, at least 64, which is logged.
+        like: the field whose lengths the rows of this one have, such as the tokens of which it holds the
+            log-probabilities. A write may leave it out: its items are zeros then, and may be replaced later.
+        shape: of an item; ``()`` for numbers.
+
+    Raises:
+        TypeError: no dtype and no kind, or a ``shape`` that is no tuple of ints.
+        ValueError: ``max_length`` beside ``like``, or out of ``[1, 2**31)``; ``shape`` or ``like`` of a text.
+
+    Fields that share lengths are one *group*: the field with ``max_length`` leads, those with ``like`` follow. The rows
+    of a group are in one ring of items per lane; what each of them takes is ``length`` items of every member and 12 bytes.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+    >>> fields = {"tokens": Ragged(torch.int32, max_length=32), "log_prob": Ragged(torch.float32, like="tokens")}
+    >>> fields["tokens"]
+    Ragged(torch.int32, max_length=32)
+    >>> Ragged("utf-8", max_length=1_000)
+    Ragged('utf-8', max_length=1000)
+    """
+
+    __slots__ = ("dtype", "kind", "like", "max_length", "shape")
+
+    dtype: str
+    """Of an item, by name; uint8 of texts."""
+    kind: ItemsKind
+    """``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
+    like: Path | None
+    max_length: int | None
+    shape: tuple[int, ...]
+
+    def __init__(
+        self,
+        dtype_or_kind: object,
+        *,
+        max_length: int | None = None,
+        like: str | tuple[str, ...] | None = None,
+        shape: Sequence[int] = (),
+    ) -> None:
+        kind: ItemsKind = dtype_or_kind if isinstance(dtype_or_kind, str) and dtype_or_kind in TEXT else ""  # type: ignore[assignment]
+        self.kind, self.dtype = kind, "uint8" if kind else _dtype_name(dtype_or_kind)
+        self.shape = _checked_shape(shape)
+        self.like = None if like is None else checked_path(like, "Ragged: like")
+        self.max_length = None
+        if max_length is not None:
+            self.max_length = check_count("Ragged: max_length", max_length, "items", most=MAX_ITEMS_OF_ROW)
+        if self.like is not None and self.max_length is not None:
+            raise ValueError(
+                f"Ragged: max_length: expected none beside like={like!r}, whose lengths it has, got {max_length}. Leave it out."
+            )
+        if kind and (self.like is not None or self.shape):
+            given = f"like={like!r}" if self.like is not None else f"shape={self.shape}"
+            raise ValueError(
+                f"Ragged: {given.partition('=')[0]}: expected none of {kind!r}, whose rows are texts, got {given}."
+            )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ragged) and all(getattr(self, it) == getattr(other, it) for it in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, it) for it in self.__slots__))
+
+    def __repr__(self) -> str:
+        said = [repr(self.kind) if self.kind else f"torch.{self.dtype}"]
+        if self.max_length is not None:
+            said.append(f"max_length={self.max_length}")
+        if self.like is not None:
+            said.append(f"like={public(self.like)!r}")
+        if self.shape:
+            said.append(f"shape={self.shape}")
+        return f"Ragged({', '.join(said)})"
+
+
+def _dtype_name(given: object) -> str:
+    """The name of a dtype. Raises ``TypeError``: it is none that can be stored."""
+    try:
+        name = DTYPE_NAMES[given] if isinstance(given, torch.dtype) else str(given)
+        name = name if name in DTYPES else np.dtype(given).name  # type: ignore[call-overload] # that is the question
+    except (KeyError, TypeError):
+        name = ""
+    if name not in DTYPES or given is None:
+        kinds = ", ".join(map(repr, TEXT))
+        raise TypeError(f"Ragged: expected a dtype, one of {', '.join(DTYPES)}, or {kinds}, got {given!r:.80}.")
+    return name
+
+
+def _checked_shape(given: object) -> tuple[int, ...]:
+    """Raises ``TypeError``, ``ValueError``: it is no shape of an item."""
+    if not isinstance(given, tuple | list):
+        raise TypeError(f"Ragged: shape: expected a tuple of ints, that of an item, got {given!r:.80}.")
+    shape = tuple(check_count("Ragged: shape", size) for size in given)
+    if len(shape) > MAX_DIMS - 2:  # of rows in batches
+        raise ValueError(f"Ragged: shape: expected at most {MAX_DIMS - 2} dimensions, got {len(shape)}.")
+    return shape
+
+
+class ItemField(NamedTuple):
+    """What the items of a field are."""
+
+    key: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    """Of an item."""
+    kind: str
+    """Of texts ``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
+    max_length: int
+
+    @classmethod
+    def of(cls, key: Path, said: Ragged | RaggedItems) -> ItemField:
+        """As declared or stored."""
+        longest = said.max_length or MAX_ITEMS_OF_ROW
+        return cls(key, DTYPE_OF[said.dtype], torch.Size(said.shape), said.kind, longest)
+
+    @property
+    def where(self) -> str:
+        """How messages call it."""
+        return at(self.key)
+
+    @property
+    def expected(self) -> str:
+        """What rows hold, for messages."""
+        if self.kind:
+            return {"utf-8": "strings", "bytes": "bytes", "json": "values that json.dumps takes"}[self.kind]
+        of = f" of shape {list(self.shape)}" if self.shape else ""
+        return f"{DTYPE_NAMES[self.dtype]} items{of}"
+
+
+#: How rows of several lengths are put together.
+LayoutKind: TypeAlias = Literal["jagged", "packed", "padded", "list"]
+
+
+class RaggedLayout(NamedTuple):
+    """How the rows of ragged fields are laid out in batches."""
+
+    kind: LayoutKind = "jagged"
+    side: Literal["right", "left"] = "right"
+    """Of padded rows: where the zeros are."""
+    multiple: int = 1
+    """Of padded rows: what divides their length."""
+
+    @classmethod
+    def checked(cls, given: object, where: str) -> RaggedLayout:
+        """A user's ``layout``: a kind, or a dict with ``kind``, ``side`` and ``multiple``. Raises ``TypeError``, ``ValueError``."""
+        said: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"kind": given}
+        if not isinstance(given, str | Mapping) or said.keys() - set(cls._fields) or "kind" not in said:
+            raise TypeError(
+                f'{where}: layout: expected one of {get_args(LayoutKind)} or a dict such as {{"kind": "padded", "side": "left", '
+                f'"multiple": 8}}, got {given!r:.80}.'
+            )
+        layout = cls(**said)
+        if layout.kind not in get_args(LayoutKind) or layout.side not in ("right", "left"):
+            name, possible = (
+                ("side", ("right", "left")) if layout.kind in get_args(LayoutKind) else ("kind", get_args(LayoutKind))
+            )
+            raise ValueError(f"{where}: layout: {name}: expected one of {possible}, got {said[name]!r:.80}.")
+        if layout.kind != "padded" and (layout.side, layout.multiple) != ("right", 1):
+            raise ValueError(f'{where}: layout: side and multiple: expected with kind="padded", got {layout.kind!r}.')
+        return layout._replace(multiple=check_count(f"{where}: layout: multiple", layout.multiple))
+
+
+JAGGED = RaggedLayout()
+
+
+# ---- what a storage is asked for ---------------------------------------------------------------------------------------
+
+#: The fields that a user has declared, by path.
+Declared: TypeAlias = "Mapping[Path, Ragged]"
+
+
+def checked_ragged(given: object, where: str) -> dict[Path, Ragged]:
+    """Declared fields by their paths, leaders before those that have their lengths.
+
+    Raises:
+        TypeError: no mapping of keys to :class:`Ragged`.
+        ValueError: ``like`` names no field that leads.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f'{where}: ragged: expected a dict such as {{"tokens": Ragged(torch.int32)}}, got {given!r:.80}.'
+        )
+    fields: dict[Path, Ragged] = {}
+    for key, field in given.items():
+        if not isinstance(field, Ragged):
+            raise TypeError(
+                f"{where}: ragged: {key!r}: expected a Ragged, got {field!r:.80}. Write Ragged({field!r:.40}, …)."
+            )
+        fields[checked_path(key, f"{where}: ragged")] = field
+    leaders = [public(path) for path, field in fields.items() if field.like is None]
+    for path, field in fields.items():
+        if field.like is not None and (field.like not in fields or fields[field.like].like is not None):
+            raise ValueError(
+                f"{where}: ragged: {public(path)!r}: like: expected a declared field that has lengths of its own, one of {leaders}, got "
+                f"{public(field.like)!r}."
+            )
+    return fields
+
+
+def checked_bytes(given: object, where: str) -> int | None:
+    """``ragged_bytes``. Raises ``TypeError``, ``ValueError``: it is no size."""
+    return None if given is None else int(check_number(f"{where}: ragged_bytes", given, least=1, most=_MAX_BYTES))
+
+
+def likely_length(longest: int) -> int:
+    """The ``max_length`` of a field of which nothing but the first rows is known.
+
+    >>> from engram.storages.ragged import likely_length
+    >>> likely_length(100), likely_length(0)
+    (512, 64)
+    """
+    return min(max(1 << max(_HEADROOM * longest - 1, 0).bit_length(), _LEAST_LENGTH), MAX_ITEMS_OF_ROW)
+
+
+class Group(NamedTuple):
+    """Fields that share lengths, as far as their size goes."""
+
+    max_length: int
+    item_bytes: int
+    """Bytes of an item of all members."""
+
+    @property
+    def most(self) -> int:
+        """Bytes of the longest row."""
+        return self.max_length * self.item_bytes
+
+
+def ring_items(groups: Sequence[Group], nbytes: int | None, capacity: int, lanes: int, where: str) -> list[int]:
+    """How many items the ring of each lane holds, of each group.
+
+    Args:
+        groups: all of a storage.
+        nbytes: that all rings may have together, which groups get in proportion to their longest row. None: enough for all rows if they
+            have a quarter of ``max_length`` on average, and for two rows of ``max_length`` in each lane.
+        capacity, lanes: rows, and rings of them.
+        where: for messages.
+
+    Raises:
+        ValueError: a ring would not hold one row of ``max_length``; says the bytes needed.
+
+    >>> from engram.storages.ragged import Group, ring_items
+    >>> ring_items([Group(100, 8), Group(50, 4)], 10_000, capacity=20, lanes=2, where="example")
+    [500, 250]
+    """
+    row = sum(group.most for group in groups)
+    if nbytes is None:
+        share = [-(-capacity // lanes) * group.max_length // _USUAL_SHARE for group in groups]
+        return [max(items, 2 * group.max_length) for items, group in zip(share, groups, strict=True)]
+    if nbytes < lanes * row:
+        needed = f"{lanes * row:,} bytes ({format_size(lanes * row)})"
+        raise ValueError(
+            f"{where}: ragged_bytes: expected at least {needed}, room for one row of max_length in each of {lanes} lanes, got {nbytes:,}. "
+            "Give more, or lower max_length."
+        )
+    return [nbytes * group.max_length // (row * lanes) for group in groups]
+
+
+def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
+    """The fields of rows, one after the other, whose first dimension is not the same in all."""
+    if not nested.has_entries(rows[0]):
+        return {}
+    found = {}
+    for path, value in nested.flatten(rows[0]):
+        if isinstance(value, Tensor | np.ndarray) and value.ndim:
+            all_of = [nested.find(row, path) for row in rows]
+            if (declared := uneven_rows(all_of)) is not None:
+                found[path] = declared
+    return found
+
+
+def uneven_rows(rows: Sequence[object]) -> Ragged | None:
+    """What arrays are that differ in their first dimension, and in no other; None: they do not."""
+    arrays = [row for row in rows if isinstance(row, Tensor | np.ndarray) and row.ndim]
+    if not rows or len(arrays) < len(rows) or len({row.shape[0] for row in arrays}) < 2:
+        return None
+    shapes, dtypes = {tuple(row.shape[1:]) for row in arrays}, {_dtype_name(row.dtype) for row in arrays}
+    return Ragged(dtypes.pop(), shape=shapes.pop()) if len(shapes) == len(dtypes) == 1 else None
+
+
+class RaggedArguments(TypedDict, total=False):
+    """Keywords of storages that take ragged fields."""
+
+    ragged: Mapping[str | tuple[str, ...], Ragged] | None
+    """Fields whose rows have different lengths. Others are found at the first write, by what is handed over."""
+    ragged_bytes: float | None
+    """Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`."""
+    layout: str | Mapping[str, object]
+    """How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``."""
+
+
+class RaggedOptions(NamedTuple):
+    """What a storage was asked for, as far as ragged fields go."""
+
+    fields: Mapping[Path, Ragged] = {}
+    """Declared ones."""
+    finds: bool = False
+    """Whether others are found at the first write."""
+    nbytes: int | None = None
+    capacity: int = 1
+    lanes: int = 1
+    where: str = ""
+    """For messages."""
+    unlimited: bool = False
+    """Whether rows of fields that are found may have any length."""
+    layout: RaggedLayout = JAGGED
+
+    @classmethod
+    def taken(cls, where: str, arguments: RaggedArguments, *, impossible: str) -> RaggedOptions:
+        """The keywords of a storage, which are taken out of the arguments.
+
+        Args:
+            where: for messages.
+            arguments: as they were given.
+            impossible: empty, or why the storage has no ragged fields.
+
+        Raises:
+            TypeError, ValueError: they are no declarations, size or layout; or there are some, and it can have none.
+        """
+        fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
+        nbytes = arguments.pop("ragged_bytes", None)
+        layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
+        if impossible and (fields or nbytes is not None):
+            raise ValueError(f"{where}: ragged: expected none with {impossible}, got {[*map(public, fields)]}.")
+        return cls(fields, not impossible, checked_bytes(nbytes, where), where=where, layout=layout)
+
+    def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
+        """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""
+        if not self.finds or not rows:
+            return self
+        return self._replace(fields={**uneven_fields(rows), **self.fields}, unlimited=True)
+
+    def rings(self, groups: Sequence[Group]) -> list[int]:
+        """As :func:`ring_items`."""
+        return ring_items(groups, self.nbytes, self.capacity, self.lanes, self.where)
+
+
+NO_RAGGED = RaggedOptions()
