@@ -31,6 +31,7 @@
 #include "store.h"
 #include "tensors.h"
 #include "trajectories.h"
+#include "ragged.h"
 #include "usage.h"
 #include "versions.h"
 #include "writers.h"
