@@ -8,6 +8,7 @@ import torch
 
 from engram._support import native
 from engram._support.retries import Retries
+from engram.errors import RowError
 from engram.store.blocks import Key
 from engram.store.memory import as_rows, torch_dtype
 from engram.types import Write
@@ -167,6 +168,10 @@ class HoldsRagged(Protocol):
     def core(self) -> native.Store: ...
     def tickets_of(self, rows: Tensor) -> Tensor: ...
     def tickets_of_writes(self, rows: Tensor, writes: Tensor) -> Tensor: ...
+    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor: ...
+    def patch(
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor, *, unedited: bool = False
+    ) -> tuple[Write, Tensor]: ...
     def read_columns(
         self, rows: Tensor, expected: Tensor | None, which: Sequence[int] | None
     ) -> tuple[list[Tensor], list[int]]: ...
@@ -209,15 +214,82 @@ def refuse(schema: Schema, call: str, expected: str, advice: str) -> NoReturn:
     raise RuntimeError(f"{call}: ragged fields ({names}): expected {expected}. {advice}.")
 
 
-def check_columns(schema: Schema, which: Iterable[int], call: str) -> None:
-    """Raise ``RuntimeError`` where one of the fields is ragged, whose items cannot be replaced in place yet."""
-    if any(number in schema.ragged for number in which):
-        refuse(
-            schema,
-            call,
-            "fields whose rows have one size, got ragged ones: their items stay as they are written",
-            "Write the row anew",
+def edit(store: HoldsRagged, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor | Items]) -> Write:
+    """Replace fields of live rows, the items of some among them, as :meth:`Store.edit` does others.
+
+    Rows that are overwritten meanwhile are left alone.
+
+    Raises:
+        ValueError: a row has another number of items. RowError: a row is not live. Nothing is written.
+    """
+    rows = as_rows(rows, "edit")
+    tickets = store.tickets_of(rows)
+    if bool((tickets < 0).any()):
+        row = int(rows[tickets < 0][0])
+        raise RowError(f"edit: row {row} is not live. Only rows that were written can be edited.")
+    return patch(store, rows, which, columns, store.writes_of(rows, tickets), unedited=False, call="edit")[0]
+
+
+def patch(
+    store: HoldsRagged,
+    rows: Tensor,
+    which: Sequence[int],
+    columns: Sequence[Tensor | Items],
+    expected: Tensor,
+    *,
+    unedited: bool,
+    call: str = "patch",
+) -> tuple[Write, Tensor]:
+    """Replace fields of the rows that still hold some writes, the items of some among them, as :meth:`Store.patch` does others.
+
+    The items of each group, and the other fields together, are replaced one after the other: a reader may see a row between two steps.
+
+    Raises:
+        ValueError: a row has another number of items. Nothing is written.
+    """
+    rows, expected = as_rows(rows, call), as_rows(expected, call)
+    parts = dict(zip(which, columns, strict=True))
+    groups = [group for group in store.schema.ragged_groups if not parts.keys().isdisjoint(group.members)]
+    tickets = expected if unedited else store.tickets_of_writes(rows, expected)
+    for group in groups:
+        _check_lengths(store, group, rows, tickets, parts, call)
+    write, numbers = Write(rows, 0), expected
+    fixed = [number for number in which if number not in store.schema.ragged]
+    if fixed:
+        write, numbers = store.patch(
+            rows, fixed, [cast("Tensor", parts[n]) for n in fixed], expected, unedited=unedited
         )
+        unedited = False  # it has another ticket now, and the same number
+    for group in groups:
+        given = [cast("Items", parts[number]) for number in group.members if number in parts]
+        known = Items(None, given[0].starts, given[0].lengths)
+        members = sharing([cast("Items", parts.get(number, known)) for number in group.members])
+        found, expected = torch.empty_like(rows), numbers
+        at = store.schema.ragged_groups.index(group)
+        first, kept = store.core.patch_items(
+            at, rows.data_ptr(), len(rows), _source(members), expected.data_ptr(), found.data_ptr(), unedited
+        )
+        write, numbers, unedited = Write(rows if kept == len(rows) else rows[found >= 0], first), found, False
+    return write, numbers
+
+
+def _check_lengths(
+    store: HoldsRagged, group: RaggedGroup, rows: Tensor, tickets: Tensor, parts: dict[int, Tensor | Items], call: str
+) -> None:
+    """Raise ``ValueError`` where a row that has its ticket has another number of items than it is to be given."""
+    (spans,), moved = store.read_columns(rows.clamp(min=0), tickets, (group.leader,))
+    there = spans[:, 2].clone()
+    for number in group.members:
+        if number not in parts:
+            continue
+        given = cast("Items", parts[number]).lengths
+        there[moved] = given[moved]
+        if not torch.equal(there, given):
+            at = int((there != given).int().argmax())
+            raise ValueError(
+                f"{call}: field {store.schema.fields[number].name}: expected {int(there[at])} items, as row {int(rows[at])} has, got "
+                f"{int(given[at])}: an edit keeps the length. Write the row anew."
+            )
 
 
 def read(

@@ -660,7 +660,8 @@ class Store:
         Raises:
             RowError: a row is not live. Nothing is written.
         """
-        ragged_rows.check_columns(self.schema, which, "edit")
+        if not self.items.keys().isdisjoint(which):
+            return ragged_rows.edit(self, rows, which, columns)
         rows = memory.as_rows(rows, "edit")
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
@@ -684,7 +685,8 @@ class Store:
             RowError: a row is outside ``[-1, capacity)``. Nothing is written.
             WriterStalled: a row has been edited by another writer for 5 s; the entries before it are written.
         """
-        ragged_rows.check_columns(self.schema, which, "patch")
+        if not self.items.keys().isdisjoint(which):
+            return ragged_rows.patch(self, rows, which, columns, expected, unedited=unedited)
         rows, expected = memory.as_rows(rows, "patch"), memory.as_rows(expected, "patch")
         numbers = torch.empty_like(rows)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
