@@ -112,6 +112,27 @@ TEST(a_store_holds_what_a_list_does) {
   }
 }
 
+TEST(draws_are_uniform_over_the_rows_that_have_items) {
+  const Rings rings{40, 400}, most{5, 3};
+  Own own(geometry(2, 1000), rings);  // most rows inside the extent have lost their items
+  for (std::uint64_t id = 1; id <= 1500; ++id) Written({id}, most).append(*own.store, id % 3 == 0);
+  bool torn = false;
+  std::vector<std::uint64_t> counts(own.store->control().capacity());
+  const auto live = live_rows(*own.store, most, &torn);
+  EXPECT(live.size() < 60);
+  Rows batch(own.memory.fields, 64);
+  std::int64_t rows[64];
+  for (std::uint64_t key = 0; key < 1000; ++key) {
+    own.store->sample_uniform(key, 64, batch.out, rows, nullptr);
+    for (const std::int64_t row : rows) ++counts[static_cast<std::uint64_t>(row)];
+  }
+  std::vector<std::uint64_t> of_live;
+  for (const auto& [id, row] : live) of_live.push_back(std::exchange(counts[static_cast<std::uint64_t>(row)], 0));
+  EXPECT_UNIFORM(of_live);
+  EXPECT_EQ(std::count(counts.begin(), counts.end(), 0u), static_cast<std::int64_t>(counts.size()));
+  EXPECT(own.store->control().counters().redraws.load() < 64 * 1000 / 10);
+}
+
 TEST(an_edit_of_the_same_length_is_in_place) {
   const Rings rings{64, 64}, most{8, 8};
   Own own(geometry(1, 10), rings);
