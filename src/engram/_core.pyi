@@ -502,14 +502,7 @@ class Store:
     ) -> tuple[int, int]: ...
     def use_ragged(self, memory: int, bytes: int, groups: tuple[_RaggedGroup, ...], alone: bool) -> None: ...
     def gather_items(
-        self,
-        group: int,
-        rows: int,
-        n: int,
-        expected: int,
-        spans: int,
-        outputs: tuple[int, ...],
-        places: int,
+        self, group: int, rows: int, n: int, expected: int, spans: int, outputs: tuple[int, ...], places: int
     ) -> list[int]: ...
     @property
     def evicted(self) -> int: ...

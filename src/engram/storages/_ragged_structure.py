@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -101,13 +102,24 @@ class RaggedStructure(Structure):
     def _fill(self, number: int, batch: tuple[int, ...]) -> Any:
         return None if number in self.ragged else super()._fill(number, batch)
 
-    def column(self, i: int, value: object, batch: tuple[int, ...], *, call: str, loose: bool = False) -> Tensor:
-        if i in self.ragged:
-            raise RuntimeError(
-                f"{call}: {self.ragged[i].where}: expected a field whose rows have one size, got a ragged one: its items cannot be "
-                "replaced yet. Write the row anew."
-            )
-        return super().column(i, value, batch, call=call, loose=loose)
+    def columns(
+        self, entries: Mapping[Path, object], batch: tuple[int, ...], *, call: str, loose: bool = False
+    ) -> tuple[list[int], list[Tensor]]:
+        ragged, others, n = {}, {}, math.prod(batch)
+        for key, value in entries.items():
+            number = self.field_of(key, call)
+            if number not in self.ragged:
+                others[key] = value
+                continue
+            field = self.ragged[number]
+            ragged[number] = items = rows_in(field, value, call) if batch else row_in(field, value, call)
+            if len(items) != n:
+                raise RuntimeError(f"{call}: {field.where}: expected {count(n, 'row')}, got {len(items)}.")
+        for number, items in ragged.items():
+            if (leader := self.leaders[number]) in ragged:
+                same_lengths(self.ragged[leader], ragged[leader].lengths, self.ragged[number], items, call)
+        which, columns = super().columns(others, batch, call=call, loose=loose)
+        return [*which, *ragged], [*columns, *cast("dict[int, Tensor]", ragged).values()]
 
     def number(self, value: object, path: Path) -> Tensor:
         if any(field.key == (path or (SINGLE,)) for field in self.ragged.values()):

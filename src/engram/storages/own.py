@@ -30,6 +30,7 @@ from engram.storages.ragged import NO_RAGGED, RaggedLayout
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
+from engram.store.ragged import private_store
 from engram.store.limits import Rules
 from engram.types import Extent, RowStorage, Traits
 
@@ -505,7 +506,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _allocate_here(self, schema: Schema) -> Store:
         """In memory of this process alone."""
-        return Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        return private_store(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
 
     def _begin_mirror(self, folder: Path) -> None:
         """Note where rows are copied to; if there are some, begin with them."""
