@@ -27,11 +27,11 @@
 #include "hold.h"
 #include "intake.h"
 #include "priorities.h"
+#include "ragged.h"
 #include "ranking.h"
 #include "store.h"
 #include "tensors.h"
 #include "trajectories.h"
-#include "ragged.h"
 #include "usage.h"
 #include "versions.h"
 #include "writers.h"
@@ -144,6 +144,7 @@ NB_MODULE(_core, m) {
   engram::bind_consumption(m);
   engram::bind_groups(m);
   engram::bind_usage(m);
+  engram::bind_open_rows(m);
   engram::bind_changes(m);
   engram::bind_versions(m);
   engram::bind_priorities(m);

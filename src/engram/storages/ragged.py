@@ -35,6 +35,7 @@ _HEADROOM, _LEAST_LENGTH = 4, 64
 _USUAL_SHARE = 4
 #: Above the size of any file.
 _MAX_BYTES = 1 << 60
+MAX_OPEN_ROWS = 1 << 20
 
 
 class Ragged:
@@ -335,6 +336,8 @@ class RaggedArguments(TypedDict, total=False):
     """Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`."""
     layout: str | Mapping[str, object]
     """How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``."""
+    open_rows: int
+    """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`. Each has room for ``max_length`` items of every ragged field."""
 
 
 class RaggedOptions(NamedTuple):
@@ -352,6 +355,8 @@ class RaggedOptions(NamedTuple):
     unlimited: bool = False
     """Whether rows of fields that are found may have any length."""
     layout: RaggedLayout = JAGGED
+    open_rows: int = 0
+    """Rows that may grow at once."""
 
     @classmethod
     def taken(cls, where: str, arguments: RaggedArguments, *, impossible: str) -> RaggedOptions:
@@ -368,9 +373,14 @@ class RaggedOptions(NamedTuple):
         fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
         nbytes = arguments.pop("ragged_bytes", None)
         layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
-        if impossible and (fields or nbytes is not None):
+        open_rows = check_count(
+            f"{where}: open_rows", arguments.pop("open_rows", 0), "row", least=0, most=MAX_OPEN_ROWS
+        )
+        if impossible and (fields or nbytes is not None or open_rows):
             raise ValueError(f"{where}: ragged: expected none with {impossible}, got {[*map(public, fields)]}.")
-        return cls(fields, not impossible, checked_bytes(nbytes, where), where=where, layout=layout)
+        return cls(
+            fields, not impossible, checked_bytes(nbytes, where), where=where, layout=layout, open_rows=open_rows
+        )
 
     def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
         """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""

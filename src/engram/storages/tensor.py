@@ -43,6 +43,7 @@ from engram.storages.tensor_state import (
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
 from engram.store.priorities import PriorityIndex, priorities_of
+from engram.store.ragged_rows import Items
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -316,6 +317,17 @@ class TensorStorage(Storage):
     @property
     def is_ragged(self) -> bool:
         return bool(self._geometry.ragged.fields if self.structure is None else self.structure.ragged)
+
+    @property
+    def without_items(self) -> dict[tuple[str, ...], Items]:
+        """One row of each ragged field that was declared, by path, which leaves it out."""
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+        return {path: Items(None, none, none.to(torch.int32)) for path in self._geometry.ragged.fields}
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`; 0: none, or as many as the folder has slots for."""
+        return self._geometry.ragged.open_rows
 
     @property
     def lanes(self) -> int:
