@@ -100,7 +100,7 @@ class Geometry(NamedTuple):
         """
         possible = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
         ragged = RaggedOptions.taken(where, arguments, impossible=possible)
-        return self._replace(ragged=ragged._replace(capacity=self.capacity, lanes=self.lanes))
+        return self._replace(ragged=ragged._replace(capacity=self.max_size, lanes=self.lanes))
 
     def in_files(self, schema: Schema) -> Schema:
         """A schema for a store in a folder."""
@@ -171,7 +171,8 @@ def _as_far_as_both(here: Schema, saved: Schema) -> bool:
 def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
     try:
         schema = schemas.decode(text.encode(), where)
-        refuse_ragged(schema, where, "Write the rows anew: ragged rows are not loaded yet")
+        if schema.ragged:
+            refuse_ragged(schema, where, "Write them again: ragged rows are not loaded yet")
         if dtypes:
             check_stored(schema.fields, dtypes)
         return schema
