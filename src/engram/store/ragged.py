@@ -220,7 +220,8 @@ class RaggedStore(Store):
             lengths = spans[:, 2].contiguous()
             offsets = offsets_of(lengths)
             starts, values = offsets[:-1], self._room(int(offsets[-1]), [it for it in group.members if it in at])
-            outputs = tuple([values[it].data_ptr() if it in values else 0 for it in group.members])
+            places = {it: items.data_ptr() for it, items in values.items()}
+            outputs = tuple([places.get(it, 0) for it in group.members])
             lost = self.core.gather_items(
                 number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
             )
