@@ -85,6 +85,7 @@ NAMES = [
     "NoSampleable",
     "ObservationNorm",
     "OfflineToOnlineReplayBuffer",
+    "OpenRow",
     "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",

@@ -39,11 +39,11 @@ void bind_open_rows(nb::module_& m) {
       [](Address memory, std::uint64_t bytes, std::uint64_t slots, std::uint64_t slot_bytes) {
         OpenRows::format(block(memory, bytes), slots, slot_bytes);
       },
-      "memory"_a, "bytes"_a, "slots"_a, "slot_bytes"_a, "Writes the page into zeroed memory.");
+      "memory"_a, "nbytes"_a, "slots"_a, "slot_bytes"_a, "Writes the page into zeroed memory.");
   nb::class_<OpenRows, Index>(m, "OpenRows", nb::is_weak_referenceable(), "Slots of rows that still grow, in memory that `keep` keeps alive.")
       .def(
           "__init__", [](OpenRows* self, Address memory, std::uint64_t bytes, nb::handle) { new (self) OpenRows(block(memory, bytes)); },
-          "memory"_a, "bytes"_a, "keep"_a, nb::keep_alive<1, 4>())
+          "memory"_a, "nbytes"_a, "keep"_a, nb::keep_alive<1, 4>())
       .def_prop_ro("slots", &OpenRows::slots)
       .def_prop_ro("slot_bytes", &OpenRows::slot_bytes)
       .def("take", [](const OpenRows& self) { return self.take(own_owner()); }, "A free slot, for this process; or None.")

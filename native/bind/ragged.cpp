@@ -94,13 +94,13 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
         check(lanes > 0, "at least one lane");
         Ragged::format(block(memory, bytes), {capacity, lanes, capacity / lanes}, found);
       },
-      "memory"_a, "bytes"_a, "capacity"_a, "lanes"_a, "groups"_a, "Of zeroed memory. `groups`: (field of the spans, items of a lane's ring) each.");
+      "memory"_a, "nbytes"_a, "capacity"_a, "lanes"_a, "groups"_a, "Of zeroed memory. `groups`: (field of the spans, items of a lane's ring) each.");
   type.def(
           "use_ragged",
           [](Store& self, Address memory, std::uint64_t bytes, const nb::tuple& groups, bool alone) {
             self.use(std::make_unique<Ragged>(block(memory, bytes), self.control().geometry(), groups_in(groups), alone));
           },
-          "memory"_a, "bytes"_a, "groups"_a, "alone"_a,
+          "memory"_a, "nbytes"_a, "groups"_a, "alone"_a,
           "The items of ragged fields: (field of the spans, items of a lane's ring, ((field, address, bytes of an item), …)) each. `alone`: no "
           "other process has the store open.")
       .def(

@@ -65,7 +65,7 @@ bool OpenRows::hand_over(std::uint64_t i, std::uint64_t from, std::uint64_t to) 
   return from != 0 && slot(i).owner.compare_exchange_strong(from, to, std::memory_order_acq_rel);
 }
 
-// The slot is free before its number is gone: whoever dies in between leaves a free slot.
+// The slot is free before its number is gone: a death in between leaves a free slot.
 void OpenRows::recovered(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) {
   for (std::uint64_t i = 0; i < slots_; ++i) {
     OpenSlot& slot = this->slot(i);

@@ -35,6 +35,7 @@ from engram.around.slices import SliceSamplerWithoutReplacement as SliceSamplerW
 from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
 from engram.around.trajectory import Trajectory as Trajectory
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
+from engram.buffer.growing import OpenRow as OpenRow
 from engram.buffer.prioritized import HERReplayBuffer as HERReplayBuffer
 from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
 from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class OpenRow:
-    """A row that grows: made by :meth:`ReplayBuffer.open_row`, and listed by :meth:`ReplayBuffer.unsealed`.
+    """A row that grows, made by :meth:`ReplayBuffer.open_row`, and listed by :meth:`ReplayBuffer.unsealed`.
 
     Its items lie in a slot of the store. No sampler draws it, and it outlives its process, until :meth:`seal` makes it a row of the
     buffer or :meth:`discard` gives it up. One thread at a time may change it.
@@ -93,6 +93,14 @@ class OpenRow:
             ValueError: JSON, which is written whole.
 
         Cost: O(bytes), a memcpy.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> row = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4)).open_row(prompt=7)
+        >>> row.append(tokens=[1, 2])
+        >>> row.lengths
+        {'tokens': 2}
         """
         self._check_mine("append")
         given = self._growing.items_of(self._slot, paths_of(data, fields, self._keys, "append"), "append")
@@ -168,7 +176,7 @@ class GrowingRows:
     ) -> OpenRow:
         """What ``ReplayBuffer.open_row`` returns."""
         storage = self._wiring.storage
-        slots: int = getattr(storage, "open_rows", 0)
+        slots = storage.open_rows
         rows = self._existing()
         if rows is None and not slots:
             raise RuntimeError(
@@ -307,6 +315,65 @@ class GrowingRows:
                 f"and {n} more. Seal the row, or make the storage with a larger max_length."
             )
         return n
+
+
+class Grows:
+    """Has rows that grow."""
+
+    _wiring: Wiring
+    _lanes: Lanes
+
+    def open_row(
+        self,
+        data: dict[Any, object] | None = None,
+        /,
+        *,
+        lane: int | None = None,
+        timeout: float | None = None,
+        late: dict[Any, object] | None = None,
+        **fields: object,
+    ) -> OpenRow:
+        """Open a row that grows: items are appended to it as they are generated, and :meth:`OpenRow.seal` makes it a row.
+
+        Args:
+            data: a dict of fields, also nested ones, that are known already. fields: the same by name.
+            lane: the ring that it is appended to in the end; default as for :meth:`add`.
+            timeout: seconds to wait until one of the ``open_rows`` of the storage is free; None: for ever.
+            late: of the first row ever, the fields that only :meth:`OpenRow.seal` gives: values of their dtype and shape.
+
+        Raises:
+            RuntimeError: the storage has no ``open_rows``, or no ragged fields; as :meth:`OpenRow.append`.
+            KeyError: a field that is not there. RateLimited: no slot was free in time. OSError: first write to a full disk.
+
+        Cost: O(open rows), some microseconds. Without a sampler's notice: open rows are not drawn, saved or counted.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
+        >>> row = rb.open_row(prompt=7)
+        >>> row.append(tokens=[1, 2, 3])
+        >>> row.seal(), rb[0]["tokens"].tolist()
+        (0, [1, 2, 3])
+        """
+        wait = checked_timeout(timeout, "open_row")
+        return GrowingRows(self._wiring, self._lanes).open(data, fields, late, lane, wait)
+
+    def unsealed(self) -> list[OpenRow]:
+        """The rows that grow in the store, of all processes: also those of processes that have died, which may be resumed.
+
+        Cost: O(open rows).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
+        >>> row = rb.open_row(prompt=7)
+        >>> row.append(tokens=[1, 2, 3])
+        >>> [(it.fields["prompt"].item(), it.lengths) for it in rb.unsealed()]
+        [(7, {'tokens': 3})]
+        """
+        return GrowingRows(self._wiring, self._lanes).unsealed()
 
 
 def paths_of(

@@ -19,7 +19,7 @@ from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.field_updates import add_field, submit_update_if_present
 from engram.buffer.following import NotFollowing, follow_buffer
-from engram.buffer.growing import GrowingRows, OpenRow
+from engram.buffer.growing import Grows
 from engram.buffer.lanes import Lanes
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import View, moved, target_of
@@ -57,7 +57,7 @@ E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()
 
 
-class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
+class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -283,58 +283,6 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "extend")
         return self._writing.extend(data, lane, layout, lane_key, timeout)
-
-    def open_row(
-        self,
-        data: dict[Any, object] | None = None,
-        /,
-        *,
-        lane: int | None = None,
-        timeout: float | None = None,
-        late: dict[Any, object] | None = None,
-        **fields: object,
-    ) -> OpenRow:
-        """Open a row that grows: items are appended to it as they are generated, and :meth:`OpenRow.seal` makes it a row.
-
-        Args:
-            data: a dict of fields, also nested ones, that are known already. fields: the same by name.
-            lane: the ring that it is appended to in the end; default as for :meth:`add`.
-            timeout: seconds to wait until one of the ``open_rows`` of the storage is free; None: for ever.
-            late: of the first row ever, the fields that only :meth:`OpenRow.seal` gives: values of their dtype and shape.
-
-        Raises:
-            RuntimeError: the storage has no ``open_rows``, or no ragged fields; as :meth:`OpenRow.append`.
-            KeyError: a field that is not there. RateLimited: no slot was free in time. OSError: first write to a full disk.
-
-        Cost: O(open rows), some microseconds. Without a sampler's notice: open rows are not drawn, saved or counted.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
-        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
-        >>> row = rb.open_row(prompt=7)
-        >>> row.append(tokens=[1, 2, 3])
-        >>> row.seal(), rb[0]["tokens"].tolist()
-        (0, [1, 2, 3])
-        """
-        wait = checked_timeout(timeout, "open_row")
-        return GrowingRows(self._wiring, self._lanes).open(data, fields, late, lane, wait)
-
-    def unsealed(self) -> list[OpenRow]:
-        """The rows that grow in the store, of all processes: also those of processes that have died, which may be resumed.
-
-        Cost: O(open rows).
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
-        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
-        >>> row = rb.open_row(prompt=7)
-        >>> row.append(tokens=[1, 2, 3])
-        >>> [(it.fields["prompt"].item(), it.lengths) for it in rb.unsealed()]
-        [(7, {'tokens': 3})]
-        """
-        return GrowingRows(self._wiring, self._lanes).unsealed()
 
     listens: bool = shows(lambda self: self._wiring.of_sampler.listens, "Whether the sampler wants to hear of writes.")
 

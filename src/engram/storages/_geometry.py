@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from engram._support.checks import check_count
+from engram._support.field_paths import public
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
@@ -15,7 +16,15 @@ from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
-from engram.storages.ragged import NO_RAGGED, RaggedArguments, RaggedOptions
+from engram.storages.ragged import (
+    MAX_OPEN_ROWS,
+    NO_RAGGED,
+    RaggedArguments,
+    RaggedLayout,
+    RaggedOptions,
+    checked_bytes,
+    checked_ragged,
+)
 from engram.store.memory import refuse_ragged
 
 if TYPE_CHECKING:
@@ -96,11 +105,20 @@ class Geometry(NamedTuple):
 
         ``elsewhere``: where the rows are, if they cannot have any there.
 
-        Raises as :meth:`RaggedOptions.taken`.
+        Raises ``TypeError``, ``ValueError``: they are no declarations, size or layout; or there are some, and it can have none.
         """
-        possible = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
-        ragged = RaggedOptions.taken(where, arguments, impossible=possible)
-        return self._replace(ragged=ragged._replace(capacity=self.capacity, lanes=self.lanes))
+        elsewhere = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
+        options = RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
+        if {"ragged", "ragged_bytes", "layout", "open_rows"} & arguments.keys():
+            fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
+            nbytes = checked_bytes(arguments.pop("ragged_bytes", None), where)
+            slots = arguments.pop("open_rows", 0)
+            slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=MAX_OPEN_ROWS)
+            if elsewhere and (fields or nbytes is not None or slots):
+                raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
+            layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
+            options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots)
+        return self._replace(ragged=options)
 
     def in_files(self, schema: Schema) -> Schema:
         """A schema for a store in a folder."""
@@ -171,7 +189,8 @@ def _as_far_as_both(here: Schema, saved: Schema) -> bool:
 def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
     try:
         schema = schemas.decode(text.encode(), where)
-        refuse_ragged(schema, where, "Write the rows anew: ragged rows are not loaded yet")
+        if schema.ragged:
+            refuse_ragged(schema, where, "Write them again: ragged rows are not loaded yet")
         if dtypes:
             check_stored(schema.fields, dtypes)
         return schema

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -105,16 +105,16 @@ def single(field: ItemField, items: Items) -> object:
     return texts_of(field, items)[0] if field.kind else items.rows()[0]
 
 
-def texts_of(field: ItemField, items: Items) -> list[Any]:
+def texts_of(field: ItemField, items: Items) -> list[object]:
     """Rows of a text. Raises ``CorruptStore``: one is none; names field and row."""
     there = items.packed()
     assert there.values is not None  # rows that were read have items
     raw, ends = there.values.numpy().tobytes(), there.starts + there.lengths
     rows = [raw[begin:end] for begin, end in zip(there.starts.tolist(), ends.tolist(), strict=True)]
     if field.kind == "bytes":
-        return rows
+        return [*rows]
     decode = json.loads if field.kind == "json" else bytes.decode
-    texts: list[Any] = []
+    texts: list[object] = []
     try:
         texts.extend(map(decode, rows))
     except ValueError as error:

@@ -23,6 +23,8 @@ from engram.store.ragged_rows import Items, starts_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from tensordict import TensorDict
+
     from engram.format.schema import Schema
     from engram.storages._types import Dtypes
     from engram.storages.ragged import Path, RaggedOptions
@@ -192,15 +194,16 @@ class RowCounts(NamedTuple):
         return count_rows(value) if found else None
 
 
-def is_uneven(data: Any, known: Structure | None) -> bool:
-    """Whether a lazy stack may hold rows of different lengths, so that it is read row by row."""
-    if isinstance(known, RaggedStructure):
-        return bool(data.stack_dim == 0)
+def is_uneven(data: object, known: Structure | None, options: RaggedOptions) -> bool:
+    """Whether data is a lazy stack that may hold rows of different lengths, so that it is read row by row."""
+    if not tensordicts.is_lazy_stack(data) or not (known.ragged if known is not None else options.finds):
+        return False
+    if known is not None:
+        return True
     try:
-        dict(data.items())
-    except RuntimeError:
-        return known is None and bool(data.stack_dim == 0)
-    return False
+        return not tensordicts.children(cast("TensorDict", data))
+    except RuntimeError:  # it cannot stack them
+        return True
 
 
 # ---- how it is found out -------------------------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class RaggedBuilder(_Builder):
         field = ItemField.of(key, declared)
         items = rows_in(field, value, self.call) if self.batched else row_in(field, value, self.call)
         nested_in = isinstance(value, Tensor) and value.layout is torch.jagged
-        offsets = value.offsets().data_ptr() if nested_in else 0  # type: ignore[attr-defined] # nested tensors have some
+        offsets = id(value.offsets()) if nested_in else 0  # type: ignore[attr-defined] # nested tensors have some
         return self._note(key, _Found(declared, int(items.lengths.max()) if len(items) else 0, offsets))
 
     def _note(self, key: Path, found: _Found) -> Node:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._support.devices import existing_device
 from engram._support.nested import NoRows, is_number
-from engram._support.state import check_keys, copied, tensor_in, typed
+from engram._support.state import check_keys, copied, typed
 from engram._support.words import count
 from engram.errors import EngramError, RowError
 from engram.saved.parts import check_blocks
@@ -37,11 +37,13 @@ from engram.storages.tensor_state import (
     RowsLoad,
     RowsState,
     SnapshotPreparation,
+    checked_rows,
     describe_store,
+    fill_with_zeros,
     unwritten,
     with_numbers,
 )
-from engram.store import DeviceStore, Store, reattach, torch_dtype
+from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import PriorityIndex, priorities_of
 from engram.store.ragged_rows import Items
 from engram.types import Extent, Form, Traits, Write, WritePlan
@@ -151,7 +153,7 @@ class TensorStorage(Storage):
         where = f"{type(self).__name__}: device"
         self._device_argument = str(device)
         self._device = torch.device("cpu") if device in ("auto", "cpu", None) else existing_device(device, where)
-        self._geometry = geometry
+        self._geometry, self.ragged = geometry, geometry.ragged
         self.ndim = geometry.ndim
         self._capacity = geometry.capacity
         self.structure: Structure | None = None  # how rows are put together; None before the first write
@@ -202,7 +204,7 @@ class TensorStorage(Storage):
                 try:
                     store = self._home.find()
                     if store is not None:
-                        self._adopt(store, self._structure_in(store.schema))
+                        self._adopt(store, structure_in(store.schema, self._geometry.dtypes, self.ragged))
                 finally:
                     self._looking = False
             return store
@@ -275,9 +277,6 @@ class TensorStorage(Storage):
         assert self.structure is not None
         return self.structure
 
-    def _structure_in(self, schema: Schema) -> Structure:
-        return structure_in(schema, self._geometry.dtypes, self._geometry.ragged)
-
     @property
     def initialized(self) -> bool:
         return self.memory is not None
@@ -316,7 +315,7 @@ class TensorStorage(Storage):
 
     @property
     def is_ragged(self) -> bool:
-        return bool(self._geometry.ragged.fields if self.structure is None else self.structure.ragged)
+        return bool(self.ragged.fields if self.structure is None else self.structure.ragged)
 
     @property
     def without_items(self) -> dict[tuple[str, ...], Items]:
@@ -325,7 +324,7 @@ class TensorStorage(Storage):
         return {path: Items(None, none, none.to(torch.int32)) for path in self._geometry.ragged.fields}
 
     @property
-    def open_rows(self) -> int:
+    def open_rows(self) -> int:  # type: ignore[override] # others have none
         """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`; 0: none, or as many as the folder has slots for."""
         return self._geometry.ragged.open_rows
 
@@ -389,19 +388,11 @@ class TensorStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        given, geometry = data, self._geometry
+        given, dtypes = data, self._geometry.dtypes
         known = self.structure if self.memory is not None and self.ndim == 1 else None
         try:
             data, n, columns = rows_of_written(
-                data,
-                self,
-                call,
-                geometry.dtypes,
-                batched=batched,
-                count=count,
-                known=known,
-                ignored=ignored,
-                ragged=geometry.ragged,
+                data, self, call, dtypes, batched=batched, count=count, known=known, ignored=ignored
             )
             if self.memory is None:
                 with self._lock:
@@ -723,12 +714,7 @@ class TensorStorage(Storage):
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
-        dead = numbers == 0
-        if bool(dead.any()):
-            for field in rows:
-                # torch fills not every dtype.
-                raw = field.reshape(len(field), math.prod(field.shape[1:])).view(torch.uint8)
-                raw[dead.to(field.device)] = 0
+        fill_with_zeros(rows, numbers == 0)
         return {**state, "rows": rows}
 
     def _first_rows(self, n: int) -> list[Tensor]:
@@ -762,14 +748,8 @@ class TensorStorage(Storage):
         head = {name: value for name, value in state_dict.items() if name != "rows"}
         rows = KeptRows([])
         load = self.prepare_rows(head, rows)
-        n, fields = len(head["numbers"]), () if load.schema is None else load.schema.fields
-        saved = typed(state_dict, "rows", list, where)
-        if len(saved) != len(fields):
-            raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
-        named = {field.name: value for field, value in zip(fields, saved, strict=True)}
-        rows.columns.extend(
-            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields
-        )
+        fields = () if load.schema is None else load.schema.fields
+        rows.columns.extend(checked_rows(typed(state_dict, "rows", list, where), fields, len(head["numbers"]), where))
         return load
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
@@ -829,7 +809,7 @@ class TensorStorage(Storage):
         if saved is not None:
             store = reattach(saved)
             if "structure" not in state:
-                self.structure = self._structure_in(store.schema)
+                self.structure = structure_in(store.schema, self._geometry.dtypes, self.ragged)
             elif self.structure is not None and len(self.structure.fields) < len(store.schema.fields):
                 self.structure = self.structure.grown(store.schema)  # a field was added since
             store.owners.add(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import StoreState, add_field, check_index_name, fill_rows
-from engram.store.memory import refuse_ragged
+from engram.store.memory import refuse_ragged, torch_dtype
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.schema import Schema
+    from engram.format.schema import Field, Schema
     from engram.saved.snapshot import StorageSnapshot
     from engram.store import Store
     from engram.store.priorities import PriorityConfig, PriorityIndex
@@ -74,6 +75,23 @@ def check_names(state: object, where: str) -> list[str]:
     for name in state:
         check_index_name(name, where)
     return list(state)
+
+
+def fill_with_zeros(columns: Sequence[Tensor], rows: Tensor) -> None:
+    """Let some rows of fields be zeros. ``rows``: bool ``[n]``."""
+    if bool(rows.any()):
+        for column in columns:
+            # torch fills not every dtype.
+            raw = column.reshape(len(column), math.prod(column.shape[1:])).view(torch.uint8)
+            raw[rows.to(column.device)] = 0
+
+
+def checked_rows(saved: Sequence[object], fields: Sequence[Field], n: int, where: str) -> list[Tensor]:
+    """Rows of a saved state: of each field a tensor ``[n, *shape]``. Raises ``TypeError``, ``ValueError``: they are none."""
+    if len(saved) != len(fields):
+        raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
+    named = {field.name: value for field, value in zip(fields, saved, strict=True)}
+    return [tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields]
 
 
 #: Entries of a state, but for the rows.

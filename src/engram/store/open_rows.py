@@ -168,7 +168,7 @@ class OpenSlot:
         return self.is_mine
 
     def clear(self) -> None:
-        """Begin anew: nothing is given, there are no items, and what had the slot before has it no more."""
+        """Begin again: nothing is given, there are no items, and what had the slot before has it no more."""
         self._memory[_TIMES : self.rows.layout.given + len(self.rows.schema.fields)] = 0
         self._times += 1
         self._taken.fill_(self._times)
@@ -234,15 +234,16 @@ class OpenSlot:
 
         Raises as :meth:`Store.write`.
         """
-        schema, sources, kept = self.rows.schema, [], []
+        schema, core, places = self.rows.schema, self.rows.index.core, self.rows.layout.columns
+        address = core.address(self.number)
+        start = torch.zeros(1, dtype=torch.int64, device="cpu")
+        sources = []
         for group in schema.ragged_groups:
-            lengths = self._lengths(group.leader).clone()
-            starts = torch.zeros(1, dtype=torch.int64, device="cpu")
-            kept += [lengths, starts]
-            values = tuple([self.column(number).data_ptr() for number in group.members])
-            sources.append((lengths.data_ptr(), starts.data_ptr(), int(lengths), values))
-        columns = tuple([0 if n in schema.ragged else self.column(n).data_ptr() for n in range(len(schema.fields))])
-        return self.rows.index.core.seal(self.rows.store.core, self.number, lane, columns, tuple(sources))
+            lengths = address + self.rows.layout.lengths[group.leader]
+            values = tuple([address + places[number] for number in group.members])
+            sources.append((lengths, start.data_ptr(), self.length(group.leader), values))
+        columns = tuple([0 if number in schema.ragged else address + at for number, at in places.items()])
+        return core.seal(self.rows.store.core, self.number, lane, columns, tuple(sources))
 
     def discard(self) -> None:
         """Free the slot: the row is gone."""

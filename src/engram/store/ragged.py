@@ -159,14 +159,14 @@ class RaggedStore(Store):
         return columns[: len(wanted)], moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        drawn = self._drawn(key, n, self.core.draw_uniform(self.layout, key.address, n, True, True, False))
+        drawn = self._drawn(key, self.core.draw_uniform(self.layout, key.address, n, True, True, False))
         return _without(drawn, with_rows, with_numbers)
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
         columns = self.core.draw_uniform(self.layout, key.address, n, True, True, True)
-        return None if columns is None else _without(self._drawn(key, n, columns), with_rows, with_numbers)
+        return None if columns is None else _without(self._drawn(key, columns), with_rows, with_numbers)
 
-    def _drawn(self, key: Key, n: int, columns: list[Tensor]) -> list[Tensor]:
+    def _drawn(self, key: Key, columns: list[Tensor]) -> list[Tensor]:
         """What was drawn, with its items: rows whose items are gone already make place for others.
 
         ``columns``: as :meth:`Store.sample_uniform` returns them, with the rows and the numbers of their writes.
@@ -220,7 +220,8 @@ class RaggedStore(Store):
             lengths = spans[:, 2].contiguous()
             offsets = offsets_of(lengths)
             starts, values = offsets[:-1], self._room(int(offsets[-1]), [it for it in group.members if it in at])
-            outputs = tuple([values[it].data_ptr() if it in values else 0 for it in group.members])
+            places = {it: items.data_ptr() for it, items in values.items()}
+            outputs = tuple([places.get(it, 0) for it in group.members])
             lost = self.core.gather_items(
                 number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
             )

@@ -121,10 +121,8 @@ class Store:
     larger = False
     #: Whether the core moves all fields, and can make tensors.
     is_native = True
-    #: Whether what drawn rows hold is read by calls of its own.
-    reads_apart = False
-    #: Whether every write is refused.
-    readonly = False
+    #: Whether every write is refused; whether what drawn rows hold is read by calls of its own.
+    readonly, reads_apart = False, False
     #: Its name, once it was asked for.
     origin = ""
 
