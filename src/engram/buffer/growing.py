@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from engram.format.schema import RaggedItems
     from engram.store.open_rows import OpenRows, OpenSlot
 
-    Path = tuple[str, ...]
+    Path: TypeAlias = tuple[str, ...]
+    #: A key as users write it.
+    Key: TypeAlias = str | Path
+    #: Fields by key; the values may be dicts of others.
+    Given: TypeAlias = Mapping[str, object] | Mapping[Path, object] | Mapping[Key, object]
 
 
 class OpenRow:
@@ -53,7 +57,7 @@ class OpenRow:
         self._growing, self._slot, self._lane = growing, slot, lane
 
     @property
-    def lengths(self) -> dict[Any, int]:
+    def lengths(self) -> dict[Key, int]:
         """Items so far, by the key of the field that leads a group."""
         schema = self._slot.rows.schema
         return {
@@ -61,7 +65,7 @@ class OpenRow:
         }
 
     @property
-    def fields(self) -> dict[Any, Tensor]:
+    def fields(self) -> dict[Key, Tensor]:
         """What was given so far, by key: copies. The items of ragged fields, ``[length, *shape]``; texts as bytes, uint8."""
         slot, schema = self._slot, self._slot.rows.schema
         return {
@@ -79,7 +83,7 @@ class OpenRow:
         """Whether the process that had it has ended."""
         return self._slot.is_abandoned
 
-    def append(self, data: Mapping[Any, object] | None = None, /, **fields: object) -> None:
+    def append(self, data: Given | None = None, /, **fields: object) -> None:
         """Append items to ragged fields. They are there whenever this returns, also if the process dies.
 
         Args:
@@ -108,7 +112,7 @@ class OpenRow:
             self._slot.append(leader, items, n)
 
     def seal(
-        self, data: Mapping[Any, object] | None = None, /, *, timeout: float | None = None, **fields: object
+        self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object
     ) -> int:
         """Make it a row of the buffer, in one step: whenever this process dies it is a row, or grows on.
 
@@ -168,15 +172,15 @@ class GrowingRows:
 
     def open(
         self,
-        data: Mapping[Any, object] | None,
+        data: Given | None,
         fields: Mapping[str, object],
-        late: Mapping[Any, object] | None,
+        late: Given | None,
         lane: int | None,
         timeout: float,
     ) -> OpenRow:
         """What ``ReplayBuffer.open_row`` returns."""
         storage = self._wiring.storage
-        slots = storage.open_rows
+        slots = storage.ragged_options.open_rows
         rows = self._existing()
         if rows is None and not slots:
             raise RuntimeError(
@@ -186,7 +190,7 @@ class GrowingRows:
         if lane is not None:
             lane = self._lanes.checked(lane, "open_row")
         if storage.memory is None:
-            row = {**storage.without_items}
+            row = storage.ragged_options.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
             storage.prepare(_nested(row), "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
@@ -325,12 +329,12 @@ class Grows:
 
     def open_row(
         self,
-        data: dict[Any, object] | None = None,
+        data: Given | None = None,
         /,
         *,
         lane: int | None = None,
         timeout: float | None = None,
-        late: dict[Any, object] | None = None,
+        late: Given | None = None,
         **fields: object,
     ) -> OpenRow:
         """Open a row that grows: items are appended to it as they are generated, and :meth:`OpenRow.seal` makes it a row.
@@ -377,7 +381,7 @@ class Grows:
 
 
 def paths_of(
-    data: Mapping[Any, object] | None, fields: Mapping[str, object], known: Collection[Path], call: str
+    data: Given | None, fields: Mapping[str, object], known: Collection[Path], call: str
 ) -> dict[Path, object]:
     """Fields by path, of a dict that may be nested and of keywords. ``known``: fields, whose values may be dicts.
 
@@ -395,13 +399,15 @@ def paths_of(
     return found
 
 
-def _nested(data: Mapping[Path, object]) -> dict[str, Any]:
+def _nested(data: Mapping[Path, object]) -> dict[str, object]:
     """A row of nested dicts."""
-    row: dict[str, Any] = {}
+    row: dict[str, object] = {}
     for path, value in data.items():
         at = row
         for part in path[:-1]:
-            at = at.setdefault(part, {})
+            inner = at.setdefault(part, {})
+            assert isinstance(inner, dict)  # no key is the beginning of another
+            at = inner
         at[path[-1]] = value
     return row
 
@@ -411,5 +417,5 @@ def _may_be_empty(it: RaggedItems | None) -> bool:
     return it is not None and it.kind != "json"
 
 
-def _key(path: Path) -> Any:
+def _key(path: Path) -> Key:
     return public(path)

@@ -17,6 +17,7 @@ from engram._support.words import format_size
 from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind
 from engram.storages._types import at
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
+from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -362,6 +363,11 @@ class RaggedOptions(NamedTuple):
     layout: RaggedLayout = JAGGED
     open_rows: int = 0
     """Rows that may grow at once."""
+
+    def without_items(self) -> dict[Path, object]:
+        """One row of each declared field, which leaves it out."""
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+        return {path: Items(None, none, none.to(torch.int32)) for path in self.fields}
 
     def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
         """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""

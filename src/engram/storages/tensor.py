@@ -45,7 +45,6 @@ from engram.storages.tensor_state import (
 )
 from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import PriorityIndex, priorities_of
-from engram.store.ragged_rows import Items
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
+    from engram.storages.ragged import RaggedOptions
     from engram.store.priorities import Priorities, PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
@@ -318,15 +318,8 @@ class TensorStorage(Storage):
         return bool(self.ragged.fields if self.structure is None else self.structure.ragged)
 
     @property
-    def without_items(self) -> dict[tuple[str, ...], Items]:
-        """One row of each ragged field that was declared, by path, which leaves it out."""
-        none = torch.zeros(1, dtype=torch.int64, device="cpu")
-        return {path: Items(None, none, none.to(torch.int32)) for path in self._geometry.ragged.fields}
-
-    @property
-    def open_rows(self) -> int:  # type: ignore[override] # others have none
-        """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`; 0: none, or as many as the folder has slots for."""
-        return self._geometry.ragged.open_rows
+    def ragged_options(self) -> RaggedOptions:
+        return self._geometry.ragged
 
     @property
     def lanes(self) -> int:
