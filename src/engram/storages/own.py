@@ -380,11 +380,6 @@ class LazyTensorStorage(TensorStorage):
         if mirror is not None:
             self._begin_mirror(check_path(f"{type(self).__name__}: mirror", mirror).absolute())
 
-    def without_ragged(self) -> LazyTensorStorage:
-        """The same storage, which finds no ragged fields by itself."""
-        self.ragged = NO_RAGGED
-        return self
-
     @property
     def layout(self) -> dict[str, object]:
         """How batches hold ragged fields, as ``layout=`` says it. It may be set at any time.
@@ -602,7 +597,9 @@ class DefaultStorage(ListStorage):
             return False
         try:
             with temporary():
-                LazyTensorStorage(1).without_ragged().prepare(data, call, batched=batched)
+                storage = LazyTensorStorage(1)
+                storage.ragged = NO_RAGGED  # texts are kept in the list
+                storage.prepare(data, call, batched=batched)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if batched and rows is not data:
                 raise

@@ -219,24 +219,22 @@ class RaggedStore(Store):
                 spans[sorted(gone)] = 0
             lengths = spans[:, 2].contiguous()
             offsets = offsets_of(lengths)
-            starts, values = offsets[:-1], self._room(int(offsets[-1]), [it for it in group.members if it in at])
-            places = {it: items.data_ptr() for it, items in values.items()}
-            outputs = tuple([places.get(it, 0) for it in group.members])
+            starts, which = offsets[:-1], [it for it in group.members if it in at]
+            values = self._room(int(offsets[-1]), which)
+            addresses = dict(zip(which, map(torch.Tensor.data_ptr, values), strict=True))
+            outputs = tuple([addresses.get(it, 0) for it in group.members])
             lost = self.core.gather_items(
                 number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
             )
             gone.update(lost)
-            for it, items in values.items():
+            for it, items in zip(which, values, strict=True):
                 columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows))
         return sorted(gone)
 
-    def _room(self, total: int, which: Sequence[int]) -> dict[int, Tensor]:
+    def _room(self, total: int, which: Sequence[int]) -> list[Tensor]:
         """Memory for so many items of some fields."""
-        room = {}
-        for number in which:
-            it = self.schema.ragged[number]
-            room[number] = torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu")
-        return room
+        items = [self.schema.ragged[number] for number in which]
+        return [torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu") for it in items]
 
 
 def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
