@@ -18,7 +18,7 @@ from engram.storages._ragged_layouts import Batches, single
 from engram.storages._structure import Structure, _Builder, renumbered
 from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, as_tensor, check_stored, find_types
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
-from engram.store.ragged_rows import Items, starts_of
+from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -70,7 +70,7 @@ class RaggedStructure(Structure):
         for number, leader in self.leaders.items():  # leaders come first
             field, items, of_leader = self.ragged[number], found[number], found[leader]
             if items is None:
-                found[number] = Items(None, starts_of(of_leader.lengths), of_leader.lengths)
+                found[number] = Items(None, of_leader.starts, of_leader.lengths)
             elif number != leader:
                 same_lengths(self.ragged[leader], of_leader.lengths, field, items, call)
             elif len(items) != (n or 1):
@@ -161,8 +161,9 @@ class RaggedStructure(Structure):
         batches = Batches(self.options.layout, within=within)
         for number, field in self.ragged.items():
             if number < len(laid_out):
+                items = columns[number]
                 laid_out[number] = (
-                    batches(field, columns[number]) if batch else self._alone(field, columns[number], within)
+                    batches(field, items, self.leaders[number]) if batch else self._alone(field, items, within)
                 )
         if within and batch and self.options.layout.kind == "packed":
             batch = ()

@@ -173,7 +173,10 @@ class RaggedStore(Store):
 
         Raises ``WriterStalled``: rows moved at every try.
         """
-        moved, retries, again = self._resolved(columns), Retries(), Key()
+        moved = self._resolved(columns)
+        if not moved:
+            return columns
+        retries, again = Retries(), Key()
         while moved:
             retries.again(columns[-2], moved)
             again.set(retries.key_of(key.value))
@@ -218,8 +221,8 @@ class RaggedStore(Store):
             if gone:
                 spans[sorted(gone)] = 0
             lengths = spans[:, 2].contiguous()
-            offsets = offsets_of(lengths)
-            starts, which = offsets[:-1], [it for it in group.members if it in at]
+            offsets, which = offsets_of(lengths), [it for it in group.members if it in at]
+            starts = offsets[:-1]
             values = self._room(int(offsets[-1]), which)
             addresses = dict(zip(which, map(torch.Tensor.data_ptr, values), strict=True))
             outputs = tuple([addresses.get(it, 0) for it in group.members])
@@ -228,7 +231,7 @@ class RaggedStore(Store):
             )
             gone.update(lost)
             for it, items in zip(which, values, strict=True):
-                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows))
+                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows, offsets))
         return sorted(gone)
 
     def _room(self, total: int, which: Sequence[int]) -> list[Tensor]:
