@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
@@ -10,7 +11,7 @@ from engram._support import native
 from engram._support.retries import Retries
 from engram.errors import RowError
 from engram.store.blocks import Key
-from engram.store.memory import as_rows, torch_dtype
+from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, offsets_of, sharing
 from engram.store.store import Store
 from engram.types import Write
@@ -223,7 +224,7 @@ class RaggedStore(Store):
             lengths = spans[:, 2].contiguous()
             offsets, which = offsets_of(lengths), [it for it in group.members if it in at]
             starts = offsets[:-1]
-            values = self._room(int(offsets[-1]), which)
+            values = self._items_layout(tuple(which)).allocate(int(offsets[-1]))
             addresses = dict(zip(which, map(torch.Tensor.data_ptr, values), strict=True))
             outputs = tuple([addresses.get(it, 0) for it in group.members])
             lost = self.core.gather_items(
@@ -234,10 +235,15 @@ class RaggedStore(Store):
                 columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows, offsets))
         return sorted(gone)
 
-    def _room(self, total: int, which: Sequence[int]) -> list[Tensor]:
-        """Memory for so many items of some fields."""
-        items = [self.schema.ragged[number] for number in which]
-        return [torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu") for it in items]
+    def _items_layout(self, which: tuple[int, ...]) -> native.Layout:
+        """Allocates items of some fields: of a buffer that pins its batches, in pinned memory."""
+        if which not in self._layouts:
+            self._layouts[which] = native.Layout(dlpack_specs([self.schema.ragged[number] for number in which]))
+        return self._layouts[which]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, ...], native.Layout]:
+        return {}
 
 
 def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
