@@ -111,9 +111,7 @@ class OpenRow:
         for leader, (items, n) in given.items():
             self._slot.append(leader, items, n)
 
-    def seal(
-        self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object
-    ) -> int:
+    def seal(self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object) -> int:
         """Make it a row of the buffer, in one step: whenever this process dies it is a row, or grows on.
 
         Args:
@@ -129,13 +127,30 @@ class OpenRow:
             RateLimited, WriterStalled: as :meth:`ReplayBuffer.add`. The row grows on.
 
         Cost: O(bytes): the items are copied into the ring.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4))
+        >>> row = rb.open_row(prompt=7)
+        >>> row.seal(tokens=[1, 2, 3]), len(rb)
+        (0, 1)
         """
         self._check_mine("seal")
         given = paths_of(data, fields, self._keys, "seal")
         return self._growing.seal(self._slot, self._lane, given, checked_timeout(timeout, "seal"))
 
     def discard(self) -> None:
-        """Give the row up, and free its slot. Raises ``RuntimeError``: as :meth:`append`."""
+        """Give the row up, and free its slot. Raises ``RuntimeError``: as :meth:`append`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4))
+        >>> rb.open_row(prompt=7).discard()
+        >>> rb.unsealed()
+        []
+        """
         self._check_mine("discard")
         self._slot.discard()
 
@@ -144,6 +159,14 @@ class OpenRow:
 
         Raises:
             RuntimeError: its process still runs, or another one has resumed it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4))
+        >>> _ = rb.open_row(prompt=7)
+        >>> [row.resume() for row in rb.unsealed() if row.is_abandoned]  # this process has it, and runs
+        []
         """
         if not self._slot.take_over():
             raise RuntimeError(
@@ -171,16 +194,11 @@ class GrowingRows:
         self._wiring, self._lanes = wiring, lanes
 
     def open(
-        self,
-        data: Given | None,
-        fields: Mapping[str, object],
-        late: Given | None,
-        lane: int | None,
-        timeout: float,
+        self, data: Given | None, fields: Mapping[str, object], late: Given | None, lane: int | None, timeout: float
     ) -> OpenRow:
         """What ``ReplayBuffer.open_row`` returns."""
         storage = self._wiring.storage
-        slots = storage.ragged_options.open_rows
+        slots = storage.ragged.open_rows
         rows = self._existing()
         if rows is None and not slots:
             raise RuntimeError(
@@ -190,7 +208,7 @@ class GrowingRows:
         if lane is not None:
             lane = self._lanes.checked(lane, "open_row")
         if storage.memory is None:
-            row = storage.ragged_options.without_items()
+            row = storage.ragged.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
             storage.prepare(_nested(row), "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)

@@ -390,11 +390,6 @@ class Storage(Declared, Dumpable, Port):
         """Rings that the rows are divided into."""
         return 1
 
-    @property
-    def ragged_options(self) -> RaggedOptions:
-        """What was asked for of ragged fields, and of rows that grow."""
-        return NO_RAGGED
-
     def one_in_each_lane(self, why: str, remedy: str = "") -> tuple[Tensor, Count]:
         """The lanes of rows of which each goes to one, in order, int64 ``[lanes]``, and how many rows there must be.
 

@@ -79,6 +79,8 @@ def row_in(field: ItemField, value: object, call: str) -> Items:
 
     Raises as :func:`rows_in`.
     """
+    if type(value) is Tensor and value.dtype is field.dtype and _is_plain(value) and value.shape[1:] == field.shape:
+        return _of_length(field, Items.of_row(value), value.shape[0], call)
     if isinstance(value, Items):
         return _fitting(field, value, call)
     if tensordicts.is_non_tensor(value):
@@ -102,8 +104,24 @@ def _fitting(field: ItemField, items: Items, call: str) -> Items:
             _refuse_items(field, values, call)
         if values.requires_grad or not values.is_cpu or not values.is_contiguous():
             values = values.detach().cpu().contiguous()
-        items = Items(_settled(values), items.starts, items.lengths)
-    if len(items) and (longest := int(items.lengths.max())) > field.max_length:
+        if _settled(values) is not items.values:
+            items = Items(_settled(values), items.starts, items.lengths)
+    return _of_length(field, items, int(items.lengths.max()) if len(items) else 0, call)
+
+
+def _is_plain(row: Tensor) -> bool:
+    """Whether a tensor with a dimension is items as the core takes them."""
+    return (
+        row.is_cpu
+        and row.is_contiguous()
+        and row.dim() > 0
+        and not (row.requires_grad or row.is_neg() or row.is_conj())
+    )
+
+
+def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items:
+    """The rows. Raises ``RuntimeError``: the longest one has too many items."""
+    if longest > field.max_length:
         unit = "bytes" if field.kind else "items"
         row = int(items.lengths.argmax())
         raise RuntimeError(
@@ -132,7 +150,7 @@ def _refuse_items(field: ItemField, values: Tensor, call: str, row: str = "") ->
 
 def same_lengths(leader: ItemField, lengths: Tensor, field: ItemField, items: Items, call: str) -> None:
     """Raise ``RuntimeError`` unless the rows of a field have the lengths of those that it shares them with."""
-    if torch.equal(items.lengths, lengths):
+    if items.lengths is lengths or torch.equal(items.lengths, lengths):
         return
     if len(items) != len(lengths):
         raise RuntimeError(

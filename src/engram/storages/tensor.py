@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
-    from engram.storages.ragged import RaggedOptions
     from engram.store.priorities import Priorities, PriorityConfig
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
@@ -316,10 +315,6 @@ class TensorStorage(Storage):
     @property
     def is_ragged(self) -> bool:
         return bool(self.ragged.fields if self.structure is None else self.structure.ragged)
-
-    @property
-    def ragged_options(self) -> RaggedOptions:
-        return self._geometry.ragged
 
     @property
     def lanes(self) -> int:
