@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _ALIGNMENT = 16
-_HEAD = struct.Struct("<BBBB4x")
+_HEAD, _SIZE = struct.Struct("<BBBB4x"), 8
 _MAX_DEPTH = 16
 
 #: Their places are stored: new ones come last.
@@ -49,7 +49,8 @@ _DTYPES = (
 )
 _PLACE = {name: place for place, name in enumerate(_DTYPES)}
 #: Those that NumPy has, too.
-_OF_NUMPY = {name for name in _DTYPES if hasattr(np, name)} | {"bool"}
+_OF_NUMPY = {name for name in _DTYPES if hasattr(np, name)}
+_TENSORS_OF_NUMPY = {DTYPE_OF[name] for name in _OF_NUMPY}
 
 
 class _Kind(enum.IntEnum):
@@ -101,8 +102,8 @@ def decode(payload: Buffer, where: str = "decode") -> Any:
     Raises:
         ValueError: no such bytes. Nothing is evaluated or looked up by name.
     """
-    view = memoryview(payload).cast("B")
-    if view.readonly:
+    view = memoryview(payload)
+    if view.readonly or view.format != "B":
         view = memoryview(bytearray(view))
     try:
         value, end = _Reader(view, where).value(0, 0)
@@ -125,7 +126,7 @@ class _Refused(ValueError):
 def _append(out: bytearray, value: Any, where: str, depth: int) -> None:
     if isinstance(value, Tensor):
         _append_tensor(out, value, where)
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype.name in _OF_NUMPY:
+    elif _is_numeric(value):
         kind = _Kind.ARRAY if isinstance(value, np.ndarray) else _Kind.NUMBER
         items = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).tobytes()
         _append_items(out, kind, items, value.shape, value.dtype.name)
@@ -144,27 +145,16 @@ def _append(out: bytearray, value: Any, where: str, depth: int) -> None:
 
 
 def _append_items(out: bytearray, kind: _Kind, items: Buffer, sizes: tuple[int, ...], dtype: str | None = None) -> None:
-    out += _HEAD.pack(_VERSION, kind, _PLACE[dtype] if dtype else 0, len(sizes))
-    out += struct.pack(f"<{len(sizes)}Q", *sizes)
+    out += struct.pack(f"<BBBB4x{len(sizes)}Q", _VERSION, kind, _PLACE[dtype] if dtype else 0, len(sizes), *sizes)
     out += bytes(-len(out) % _ALIGNMENT)
     out += items
     out += bytes(-len(out) % _ALIGNMENT)
 
 
 def _append_tensor(out: bytearray, value: Any, where: str) -> None:
-    if value.is_nested and value.layout is torch.jagged:
-        lengths = value.lengths()
-        ragged = [isinstance(size, int) for size in value.shape].index(False)
-        _append_items(out, _Kind.JAGGED, b"", (ragged, lengths is not None))
-        for part in (value.values(), value.offsets(), lengths):
-            if part is not None:
-                _append_tensor(out, part.detach(), where)
-    elif value.is_nested:
-        parts = value.detach().unbind()
-        _append_items(out, _Kind.NESTED, b"", (len(parts),))
-        for part in parts:
-            _append_tensor(out, part, where)
-    elif value.layout is not torch.strided or value.is_quantized or value.dtype not in DTYPE_NAMES or value.is_meta:
+    if value.is_nested:
+        _append_nested(out, value, where)
+    elif value.layout is not torch.strided or value.dtype not in DTYPE_NAMES or value.is_meta:
         raise TypeError(
             f"{where}: expected a dense tensor of one of {sorted(DTYPE_OF)}, got {value.dtype}, {value.layout}, on {value.device}. "
             "Convert it before it is written."
@@ -172,8 +162,29 @@ def _append_tensor(out: bytearray, value: Any, where: str) -> None:
     elif type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{where}: expected a torch.Tensor, got a {type(value).__name__}. Write what it stands for.")
     else:
-        dense = value.detach().resolve_conj().resolve_neg().cpu()
-        _append_items(out, _Kind.TENSOR, raw_bytes(dense).numpy().data, dense.shape, DTYPE_NAMES[dense.dtype])
+        _append_items(out, _Kind.TENSOR, _items(value), value.shape, DTYPE_NAMES[value.dtype])
+
+
+def _append_nested(out: bytearray, value: Any, where: str) -> None:
+    value = value.detach()
+    if value.layout is torch.jagged:
+        ragged = [isinstance(size, int) for size in value.shape].index(False)
+        parts = [part for part in (value.values(), value.offsets(), value.lengths()) if part is not None]
+        _append_items(out, _Kind.JAGGED, b"", (ragged, len(parts) == 3))
+    else:
+        parts = value.unbind()
+        _append_items(out, _Kind.NESTED, b"", (len(parts),))
+    for part in parts:
+        _append_tensor(out, part, where)
+
+
+def _items(tensor: Tensor) -> Buffer:
+    """The items of a dense tensor in row-major order: its own memory, where that is them."""
+    if tensor.requires_grad or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if tensor.dtype in _TENSORS_OF_NUMPY and tensor.is_contiguous():
+        return tensor.numpy().data
+    return raw_bytes(tensor).numpy().data
 
 
 def _utf8(text: str) -> bytes | None:
@@ -206,27 +217,19 @@ def _tree(value: Any, leaves: list[tuple[object, str]], where: str, depth: int) 
         entries = [[key, _tree(item, leaves, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
         plain = all(type(key) is str and part[0] == "=" for key, part in entries)
         return ["=", {key: part[1] for key, part in entries}] if plain else ["dict", entries]
-    if isinstance(value, Tensor | np.ndarray | np.generic | bytes | str):
-        _refuse_others(value, where)
+    if isinstance(value, Tensor) or _is_numeric(value) or kind in (bytes, np.bytes_):
         leaves.append((value, where))
         return ["leaf"]
+    got = f"{kind.__module__}.{kind.__qualname__}" + (f" of {value.dtype}" if isinstance(value, np.ndarray) else "")
     raise TypeError(
-        f"{where}: expected tensors, arrays, texts, bytes, numbers, or lists, tuples and dicts of them, got a "
-        f"{kind.__module__}.{kind.__qualname__}. Write what it consists of: objects are not pickled."
+        f"{where}: expected tensors, arrays of numbers, texts, bytes, numbers, or lists, tuples and dicts of them, got a {got}. Write "
+        "what it consists of: objects are not pickled."
     )
 
 
-def _refuse_others(value: Any, where: str) -> None:
-    """Refuse what :func:`_append` does not know either, so that the two never call each other for ever."""
-    kind = type(value)
-    numeric = isinstance(value, np.ndarray | np.generic) and value.dtype.name in _OF_NUMPY
-    if not (isinstance(value, Tensor) or numeric or kind in (bytes, np.bytes_)):
-        got = (
-            f"an array of {value.dtype}"
-            if isinstance(value, np.ndarray)
-            else f"a {kind.__module__}.{kind.__qualname__}"
-        )
-        raise TypeError(f"{where}: expected numbers, texts or bytes, got {got}. Write a list, or a plain value.")
+def _is_numeric(value: Any) -> bool:
+    """Whether a value is NumPy's, and tensors have its dtype, too."""
+    return isinstance(value, np.ndarray | np.generic) and value.dtype.name in _OF_NUMPY
 
 
 # ---- from bytes --------------------------------------------------------------------------------------------------------
@@ -242,25 +245,14 @@ class _Reader:
 
     def __init__(self, view: memoryview, where: str) -> None:
         self._view, self._where = view, where
-        self._of_kind: dict[int, Callable[[tuple[int, ...], int, int, int], tuple[Any, int]]] = {
-            _Kind.TENSOR: self._tensor,
-            _Kind.ARRAY: self._array,
-            _Kind.NUMBER: self._number,
-            _Kind.TEXT: self._text,
-            _Kind.BYTES: self._bytes,
-            _Kind.JSON: self._json,
-            _Kind.TREE: self._tree,
-            _Kind.JAGGED: self._jagged,
-            _Kind.NESTED: self._nested,
-        }
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
         """The value whose payload begins there, and where that ends."""
         version, kind, dtype, n = _HEAD.unpack_from(self._view, at)
         sizes = struct.unpack_from(f"<{n}Q", self._view, at + _HEAD.size)
-        if version != _VERSION or kind not in self._of_kind or dtype >= len(_DTYPES) or depth > _MAX_DEPTH:
+        if version != _VERSION or kind not in _READ or dtype >= len(_DTYPES) or depth > _MAX_DEPTH:
             raise self._refusal(f"version {version}, kind {kind}, dtype {dtype}, depth {depth}")
-        return self._of_kind[kind](sizes, dtype, _aligned(at + _HEAD.size + 8 * n), depth)
+        return _READ[kind](self, sizes, dtype, _aligned(at + _HEAD.size + _SIZE * n), depth)
 
     def _refusal(self, got: str) -> _Refused:
         return _Refused(
@@ -273,14 +265,15 @@ class _Reader:
             raise self._refusal(f"{nbytes} bytes from {at} on, of {len(self._view)}")
         return _aligned(at + nbytes)
 
-    def _tensor(self, sizes: tuple[int, ...], dtype: int, at: int, _: int) -> tuple[Tensor, int]:
+    def tensor(self, sizes: tuple[int, ...], dtype: int, at: int, _: int) -> tuple[Tensor, int]:
         kind, numel = DTYPE_OF[_DTYPES[dtype]], math.prod(sizes)
         end = self._span(at, numel * kind.itemsize)
         if not numel:
             return torch.empty(sizes, dtype=kind, device="cpu"), end
-        return torch.frombuffer(self._view, dtype=kind, count=numel, offset=at).view(sizes), end
+        flat = torch.frombuffer(self._view, dtype=kind, count=numel, offset=at)
+        return (flat if len(sizes) == 1 else flat.view(sizes)), end
 
-    def _array(self, sizes: tuple[int, ...], dtype: int, at: int, _: int) -> tuple[Any, int]:
+    def array(self, sizes: tuple[int, ...], dtype: int, at: int, _: int) -> tuple[Any, int]:
         if _DTYPES[dtype] not in _OF_NUMPY:
             raise self._refusal(f"an array of {_DTYPES[dtype]}")
         kind, numel = np.dtype(_DTYPES[dtype]), math.prod(sizes)
@@ -288,8 +281,8 @@ class _Reader:
         found = np.frombuffer(self._view, kind, numel, at) if numel else np.empty(0, kind)
         return found.reshape(sizes), end
 
-    def _number(self, sizes: tuple[int, ...], dtype: int, at: int, depth: int) -> tuple[Any, int]:
-        array, end = self._array(sizes, dtype, at, depth)
+    def number(self, sizes: tuple[int, ...], dtype: int, at: int, depth: int) -> tuple[Any, int]:
+        array, end = self.array(sizes, dtype, at, depth)
         return array[()], end
 
     def _raw(self, sizes: tuple[int, ...], at: int) -> tuple[bytes, int]:
@@ -298,14 +291,14 @@ class _Reader:
         end = self._span(at, sizes[0])
         return bytes(self._view[at : at + sizes[0]]), end
 
-    def _bytes(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[bytes, int]:
+    def octets(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[bytes, int]:
         return self._raw(sizes, at)
 
-    def _text(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[str, int]:
+    def text(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[str, int]:
         raw, end = self._raw(sizes, at)
         return raw.decode(), end
 
-    def _json(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[Any, int]:
+    def json(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[Any, int]:
         raw, end = self._raw(sizes, at)
         return json.loads(raw), end
 
@@ -319,7 +312,7 @@ class _Reader:
             found.append(value)
         return found, at
 
-    def _jagged(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Tensor, int]:
+    def jagged(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Tensor, int]:
         if len(sizes) != 2:
             raise self._refusal(f"{len(sizes)} sizes of a jagged tensor")
         parts, end = self._parts(3 if sizes[1] else 2, at, depth)
@@ -328,13 +321,13 @@ class _Reader:
         values, offsets, lengths = (*parts, None)[:3]
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=sizes[0]), end
 
-    def _nested(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Tensor, int]:
+    def nested(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Tensor, int]:
         if len(sizes) != 1:
             raise self._refusal(f"{len(sizes)} sizes of a nested tensor")
         parts, end = self._parts(sizes[0], at, depth)
         return torch.nested.as_nested_tensor(parts, layout=torch.strided), end
 
-    def _tree(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Any, int]:
+    def tree(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Any, int]:
         raw, at = self._raw(sizes, at)
         return self._grown(json.loads(raw), at, depth)
 
@@ -361,6 +354,19 @@ class _Reader:
                             raise self._refusal(f"the entry {str(entry)[:60]!r}")
                 return made, at
         raise self._refusal(f"the tree {str(tree)[:60]!r}")
+
+
+_READ: dict[int, Callable[[_Reader, tuple[int, ...], int, int, int], tuple[Any, int]]] = {
+    _Kind.TENSOR: _Reader.tensor,
+    _Kind.ARRAY: _Reader.array,
+    _Kind.NUMBER: _Reader.number,
+    _Kind.TEXT: _Reader.text,
+    _Kind.BYTES: _Reader.octets,
+    _Kind.JSON: _Reader.json,
+    _Kind.TREE: _Reader.tree,
+    _Kind.JAGGED: _Reader.jagged,
+    _Kind.NESTED: _Reader.nested,
+}
 
 
 def _is_jagged(ragged: int, values: Tensor, offsets: Tensor, lengths: Tensor | None = None) -> bool:

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from typing_extensions import Buffer
 
@@ -38,7 +38,7 @@ _SETTINGS = {"port", "process", "registration", "client_name"}
 class Port(Protocol):
     """Holds bytes by key. Any thread may call it at any time. It is pickled where it stands in a configuration."""
 
-    def put(self, keys: list[str], payloads: list[Buffer]) -> None:
+    def put(self, keys: list[str], payloads: Sequence[Buffer]) -> None:
         """Hold these bytes under these keys, in place of what they held. Of a key that comes twice the last ones count.
 
         When it returns, every process that gets a key gets these bytes or later ones.
@@ -64,7 +64,7 @@ class ProcessPort:
         self._held: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def put(self, keys: list[str], payloads: list[Buffer]) -> None:
+    def put(self, keys: list[str], payloads: Sequence[Buffer]) -> None:
         with self._lock:
             self._held.update(zip(keys, map(bytes, payloads), strict=True))
 
@@ -121,7 +121,11 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         _check_keys("put", keys)
         if len(values) != len(keys):
             raise ValueError(f"put: expected a value for each of {len(keys)} keys, got {len(values)}.")
-        self._port.put(keys, [encode(value, f"put: {key!r}") for key, value in zip(keys, values, strict=True)])
+        try:
+            payloads = [encode(value, key) for key, value in zip(keys, values, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"put: {error}") from None
+        self._port.put(keys, payloads)
 
     def get(
         self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None
@@ -142,7 +146,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
                 f"get: expected keys with values, got {len(missing)} of {len(keys)} without, such as {missing[0]!r}. They were cleared, "
                 "or never put."
             ) from None
-        return [decode(payload, f"get: {key!r}") for key, payload in zip(keys, payloads, strict=True)]
+        return [decode(payload, key) for key, payload in zip(keys, payloads, strict=True)]
 
     def clear(self, keys: list[str], custom_backend_meta: object = None) -> None:
         """Forget the values of keys. Keys without are ignored. Raises ``TypeError``: keys that are no strings."""
