@@ -309,6 +309,7 @@ def objects():
     yield TensorDict({"x": NonTensorData("named", batch_size=[2], names=["t"])}, [2], names=["t"])
     yield TensorDict({"x": "a"}, [2]).lock_()
     yield NonTensorData("alone", batch_size=[2])
+    yield TensorDict({"x": NonTensorData(torch.zeros(2), batch_size=[2])}, [2])
 
 
 def insides(td):

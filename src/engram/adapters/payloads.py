@@ -22,7 +22,7 @@ import enum
 import json
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 import torch
@@ -32,14 +32,16 @@ from engram._support.copies import raw_bytes
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 _VERSION = 1
 _ALIGNMENT = 16
 _HEAD, _SIZE = struct.Struct("<BBBB4x"), 8
 _MAX_DEPTH = 16
+_MAX_NUMPY_DIMS = 64
 
 #: Their places are stored: new ones come last.
 _DTYPES = (
@@ -49,7 +51,7 @@ _DTYPES = (
 )
 _PLACE = {name: place for place, name in enumerate(_DTYPES)}
 #: Those that NumPy has, too.
-_OF_NUMPY = {name for name in _DTYPES if hasattr(np, name)}
+_OF_NUMPY = {name for name in _DTYPES if not name.startswith(("bfloat", "float8", "complex32"))}
 _TENSORS_OF_NUMPY = {DTYPE_OF[name] for name in _OF_NUMPY}
 
 
@@ -92,11 +94,11 @@ def encode(value: object, where: str = "encode") -> bytearray:
     return out
 
 
-def decode(payload: Buffer, where: str = "decode") -> Any:
+def decode(payload: Buffer, where: str = "decode") -> object:
     """The value that :func:`encode` made bytes of.
 
     Args:
-        payload: these bytes. If they can be written, tensors share their memory: nobody else may change them.
+        payload: these bytes. If they can be written, tensors share their memory, which is the caller's alone then.
         where: begins messages.
 
     Raises:
@@ -107,32 +109,27 @@ def decode(payload: Buffer, where: str = "decode") -> Any:
         view = memoryview(bytearray(view))
     try:
         value, end = _Reader(view, where).value(0, 0)
-    except _Refused:
-        raise
-    except (struct.error, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise _Refused(f"{where}: expected a payload, got {len(view)} bytes that are none ({error}).") from error
+    except (struct.error, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{where}: expected a payload, got {len(view)} bytes that are none ({error}).") from error
     if end != len(view):
-        raise _Refused(f"{where}: expected a payload of {end} bytes, got {len(view)}.")
+        raise ValueError(f"{where}: expected a payload of {end} bytes, got {len(view)}.")
     return value
-
-
-class _Refused(ValueError):
-    """Bytes are no payload."""
 
 
 # ---- to bytes ----------------------------------------------------------------------------------------------------------
 
 
-def _append(out: bytearray, value: Any, where: str, depth: int) -> None:
+def _append(out: bytearray, value: object, where: str, depth: int) -> None:
+    kind = type(value)
     if isinstance(value, Tensor):
         _append_tensor(out, value, where)
     elif _is_numeric(value):
-        kind = _Kind.ARRAY if isinstance(value, np.ndarray) else _Kind.NUMBER
+        form = _Kind.ARRAY if isinstance(value, np.ndarray) else _Kind.NUMBER
         items = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).tobytes()
-        _append_items(out, kind, items, value.shape, value.dtype.name)
-    elif type(value) in (str, np.str_) and (text := _utf8(value)) is not None:
+        _append_items(out, form, items, value.shape, value.dtype.name)
+    elif isinstance(value, str) and kind in (str, np.str_) and (text := _utf8(value)) is not None:
         _append_items(out, _Kind.TEXT, text, (len(text),))
-    elif type(value) in (bytes, np.bytes_):
+    elif isinstance(value, bytes) and kind in (bytes, np.bytes_):
         _append_items(out, _Kind.BYTES, value, (len(value),))
     else:
         leaves: list[tuple[object, str]] = []
@@ -151,7 +148,7 @@ def _append_items(out: bytearray, kind: _Kind, items: Buffer, sizes: tuple[int, 
     out += bytes(-len(out) % _ALIGNMENT)
 
 
-def _append_tensor(out: bytearray, value: Any, where: str) -> None:
+def _append_tensor(out: bytearray, value: Tensor, where: str) -> None:
     if value.is_nested:
         _append_nested(out, value, where)
     elif value.layout is not torch.strided or value.dtype not in DTYPE_NAMES or value.is_meta:
@@ -165,11 +162,13 @@ def _append_tensor(out: bytearray, value: Any, where: str) -> None:
         _append_items(out, _Kind.TENSOR, _items(value), value.shape, DTYPE_NAMES[value.dtype])
 
 
-def _append_nested(out: bytearray, value: Any, where: str) -> None:
+def _append_nested(out: bytearray, value: Tensor, where: str) -> None:
     value = value.detach()
+    parts: Sequence[Tensor]
     if value.layout is torch.jagged:
         ragged = [isinstance(size, int) for size in value.shape].index(False)
-        parts = [part for part in (value.values(), value.offsets(), value.lengths()) if part is not None]
+        inner = value.values(), value.offsets(), value.lengths()  # type: ignore[attr-defined] # jagged ones have them
+        parts = [part for part in inner if part is not None]
         _append_items(out, _Kind.JAGGED, b"", (ragged, len(parts) == 3))
     else:
         parts = value.unbind()
@@ -195,7 +194,7 @@ def _utf8(text: str) -> bytes | None:
         return None
 
 
-def _tree(value: Any, leaves: list[tuple[object, str]], where: str, depth: int) -> list[Any]:
+def _tree(value: object, leaves: list[tuple[object, str]], where: str, depth: int) -> list[object]:
     """A value as JSON: ``["=", JSON value]``, ``["leaf"]`` (the next one), ``["list" | "tuple", [tree, …]]`` or
     ``["dict", [[key, tree], …]]``.
     """
@@ -206,16 +205,16 @@ def _tree(value: Any, leaves: list[tuple[object, str]], where: str, depth: int) 
         return ["=", str(value)]
     if depth > _MAX_DEPTH:
         raise ValueError(f"{where}: expected containers that are at most {_MAX_DEPTH} deep.")
-    if kind in (list, tuple):
+    if isinstance(value, list | tuple) and kind in (list, tuple):
         parts = [_tree(item, leaves, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
         plain = kind is list and all(part[0] == "=" for part in parts)
         return ["=", [part[1] for part in parts]] if plain else [kind.__name__, parts]
-    if kind is dict:
-        odd = next((key for key in value if type(key) not in (str, int)), None)
-        if odd is not None:
-            raise TypeError(f"{where}: expected keys that are strings or ints, got {odd!r:.60}.")
+    if isinstance(value, dict) and kind is dict:
+        kinds = set(map(type, value))
+        if not kinds <= {str, int}:
+            raise TypeError(f"{where}: expected keys that are strings or ints, got {list(value)!r:.80}.")
         entries = [[key, _tree(item, leaves, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
-        plain = all(type(key) is str and part[0] == "=" for key, part in entries)
+        plain = int not in kinds and all(part[0] == "=" for _, part in entries)
         return ["=", {key: part[1] for key, part in entries}] if plain else ["dict", entries]
     if isinstance(value, Tensor) or _is_numeric(value) or kind in (bytes, np.bytes_):
         leaves.append((value, where))
@@ -227,7 +226,7 @@ def _tree(value: Any, leaves: list[tuple[object, str]], where: str, depth: int) 
     )
 
 
-def _is_numeric(value: Any) -> bool:
+def _is_numeric(value: object) -> TypeGuard[np.ndarray | np.generic]:
     """Whether a value is NumPy's, and tensors have its dtype, too."""
     return isinstance(value, np.ndarray | np.generic) and value.dtype.name in _OF_NUMPY
 
@@ -246,7 +245,7 @@ class _Reader:
     def __init__(self, view: memoryview, where: str) -> None:
         self._view, self._where = view, where
 
-    def value(self, at: int, depth: int) -> tuple[Any, int]:
+    def value(self, at: int, depth: int) -> tuple[object, int]:
         """The value whose payload begins there, and where that ends."""
         version, kind, dtype, n = _HEAD.unpack_from(self._view, at)
         sizes = struct.unpack_from(f"<{n}Q", self._view, at + _HEAD.size)
@@ -254,8 +253,8 @@ class _Reader:
             raise self._refusal(f"version {version}, kind {kind}, dtype {dtype}, depth {depth}")
         return _READ[kind](self, sizes, dtype, _aligned(at + _HEAD.size + _SIZE * n), depth)
 
-    def _refusal(self, got: str) -> _Refused:
-        return _Refused(
+    def _refusal(self, got: str) -> ValueError:
+        return ValueError(
             f"{self._where}: expected a payload of version {_VERSION}, got {got}. Was it written by another program, or damaged?"
         )
 
@@ -273,15 +272,15 @@ class _Reader:
         flat = torch.frombuffer(self._view, dtype=kind, count=numel, offset=at)
         return (flat if len(sizes) == 1 else flat.view(sizes)), end
 
-    def array(self, sizes: tuple[int, ...], dtype: int, at: int, _: int) -> tuple[Any, int]:
-        if _DTYPES[dtype] not in _OF_NUMPY:
-            raise self._refusal(f"an array of {_DTYPES[dtype]}")
+    def array(self, sizes: tuple[int, ...], dtype: int, at: int, _: int) -> tuple[NDArray[np.generic], int]:
+        if _DTYPES[dtype] not in _OF_NUMPY or len(sizes) > _MAX_NUMPY_DIMS or max(sizes, default=0) >= 1 << 63:
+            raise self._refusal(f"an array of {_DTYPES[dtype]} with {len(sizes)} dimensions")
         kind, numel = np.dtype(_DTYPES[dtype]), math.prod(sizes)
         end = self._span(at, numel * kind.itemsize)
         found = np.frombuffer(self._view, kind, numel, at) if numel else np.empty(0, kind)
         return found.reshape(sizes), end
 
-    def number(self, sizes: tuple[int, ...], dtype: int, at: int, depth: int) -> tuple[Any, int]:
+    def number(self, sizes: tuple[int, ...], dtype: int, at: int, depth: int) -> tuple[object, int]:
         array, end = self.array(sizes, dtype, at, depth)
         return array[()], end
 
@@ -296,13 +295,19 @@ class _Reader:
 
     def text(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[str, int]:
         raw, end = self._raw(sizes, at)
-        return raw.decode(), end
+        try:
+            return raw.decode(), end
+        except UnicodeDecodeError as error:
+            raise self._refusal(f"a text that is not UTF-8 ({error})") from error
 
-    def json(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[Any, int]:
+    def json(self, sizes: tuple[int, ...], _: int, at: int, __: int) -> tuple[object, int]:
         raw, end = self._raw(sizes, at)
-        return json.loads(raw), end
+        try:
+            return json.loads(raw), end
+        except ValueError as error:
+            raise self._refusal(f"a text that is not JSON ({error})") from error
 
-    def _parts(self, n: int, at: int, depth: int) -> tuple[list[Any], int]:
+    def _parts(self, n: int, at: int, depth: int) -> tuple[list[object], int]:
         """The values of so many payloads in a row."""
         if n > len(self._view):
             raise self._refusal(f"{n} parts")
@@ -316,22 +321,23 @@ class _Reader:
         if len(sizes) != 2:
             raise self._refusal(f"{len(sizes)} sizes of a jagged tensor")
         parts, end = self._parts(3 if sizes[1] else 2, at, depth)
-        if not (all(isinstance(part, Tensor) for part in parts) and _is_jagged(sizes[0], *parts)):
+        values, offsets, *rest = _tensors(parts)
+        lengths = rest[0] if rest else None
+        if not _is_jagged(sizes[0], values, offsets, lengths):
             raise self._refusal("a jagged tensor whose offsets do not fit its values")
-        values, offsets, lengths = (*parts, None)[:3]
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=sizes[0]), end
 
     def nested(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Tensor, int]:
         if len(sizes) != 1:
             raise self._refusal(f"{len(sizes)} sizes of a nested tensor")
         parts, end = self._parts(sizes[0], at, depth)
-        return torch.nested.as_nested_tensor(parts, layout=torch.strided), end
+        return torch.nested.as_nested_tensor(_tensors(parts), layout=torch.strided), end
 
-    def tree(self, sizes: tuple[int, ...], _: int, at: int, depth: int) -> tuple[Any, int]:
-        raw, at = self._raw(sizes, at)
-        return self._grown(json.loads(raw), at, depth)
+    def tree(self, sizes: tuple[int, ...], dtype: int, at: int, depth: int) -> tuple[object, int]:
+        tree, at = self.json(sizes, dtype, at, depth)
+        return self._grown(tree, at, depth)
 
-    def _grown(self, tree: Any, at: int, depth: int) -> tuple[Any, int]:
+    def _grown(self, tree: object, at: int, depth: int) -> tuple[object, int]:
         """The value of a tree whose next leaf begins there, and where the last one ends."""
         match tree if depth <= _MAX_DEPTH else None:
             case ["=", value]:
@@ -356,7 +362,7 @@ class _Reader:
         raise self._refusal(f"the tree {str(tree)[:60]!r}")
 
 
-_READ: dict[int, Callable[[_Reader, tuple[int, ...], int, int, int], tuple[Any, int]]] = {
+_READ: dict[int, Callable[[_Reader, tuple[int, ...], int, int, int], tuple[object, int]]] = {
     _Kind.TENSOR: _Reader.tensor,
     _Kind.ARRAY: _Reader.array,
     _Kind.NUMBER: _Reader.number,
@@ -369,7 +375,15 @@ _READ: dict[int, Callable[[_Reader, tuple[int, ...], int, int, int], tuple[Any, 
 }
 
 
-def _is_jagged(ragged: int, values: Tensor, offsets: Tensor, lengths: Tensor | None = None) -> bool:
+def _tensors(parts: list[object]) -> list[Tensor]:
+    """Parts as tensors. Raises ``TypeError``: others."""
+    found = [part for part in parts if isinstance(part, Tensor)]
+    if len(found) < len(parts):
+        raise TypeError("parts of a nested tensor that are no tensors")
+    return found
+
+
+def _is_jagged(ragged: int, values: Tensor, offsets: Tensor, lengths: Tensor | None) -> bool:
     """Whether every row lies within the values."""
     numbers = [offsets] if lengths is None else [offsets, lengths]
     if not 1 <= ragged <= values.ndim or any(x.dtype not in (torch.int64, torch.int32) or x.ndim != 1 for x in numbers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engram.adapters.payloads import decode, encode
 
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from omegaconf import DictConfig
     from typing_extensions import Buffer
 
 #: What the configuration and TransferQueue's registries call the backend and its client.
@@ -45,7 +46,7 @@ class Port(Protocol):
         """
 
     def get(self, keys: list[str]) -> list[memoryview]:
-        """The bytes of these keys, in memory that nobody else changes and the caller may.
+        """The bytes of these keys, in memory of the caller's own.
 
         Raises ``KeyError``: there are keys without bytes; its argument is the list of them.
         """
@@ -54,7 +55,7 @@ class Port(Protocol):
         """Hold nothing under these keys any more. Other keys are ignored."""
 
     def close(self) -> None:
-        """Let go of what this process holds of it. The bytes stay where others see them."""
+        """Release what this process holds of it. The bytes stay where others see them."""
 
 
 class ProcessPort:
@@ -98,7 +99,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         ValueError: another entry. RuntimeError: the memory of another process is meant.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: Mapping[str, object] | None) -> None:
         super().__init__(dict(config or {}))
         odd = sorted(map(str, self.config.keys() - _SETTINGS))
         if odd:
@@ -111,7 +112,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
                 f"backend.{BACKEND}.port."
             )
 
-    def put(self, keys: list[str], values: list[Any]) -> None:
+    def put(self, keys: list[str], values: list[object]) -> None:
         """Store values under keys, in place of what they had.
 
         Raises:
@@ -129,7 +130,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
 
     def get(
         self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None
-    ) -> list[Any]:
+    ) -> list[object]:
         """The values of keys, each in memory of its own; tensors are on the CPU. The other arguments are ignored: values know them.
 
         Raises:
@@ -155,12 +156,12 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         self._port.clear(keys)
 
     def close(self) -> None:
-        """Let go of the port."""
+        """Close the port."""
         self._port.close()
 
 
 def _check_keys(call: str, keys: object) -> None:
-    odd = keys if not isinstance(keys, list) else next((key for key in keys if type(key) is not str), None)
+    odd = keys if not isinstance(keys, list) else next((key for key in keys if not isinstance(key, str)), None)
     if odd is not None:
         raise TypeError(f"{call}: keys: expected a list of strings, got {odd!r:.80}.")
 
@@ -172,22 +173,23 @@ def _this_process() -> str:
 class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships no types
     """TransferQueue's manager of an :class:`EngramClient`. Arguments are those of its other managers."""
 
-    def __init__(self, controller_info: object, config: Mapping[str, Any] | None, zmq_context: object = None) -> None:
+    def __init__(
+        self, controller_info: object, config: Mapping[str, object] | None, zmq_context: object = None
+    ) -> None:
         super().__init__(controller_info, {**(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
 
     def close(self) -> None:
         """Close the client, and what TransferQueue closes."""
-        client = getattr(self, "storage_client", None)  # of one that was made
-        if client is not None:
-            client.close()
+        if "storage_client" in vars(self):  # else it was not made
+            self.storage_client.close()
         super().close()
 
 
 class Registration:
-    """Stands in a configuration. Whoever unpickles it imports this module, and so registers the backend."""
+    """Stands in a configuration. A process that unpickles it imports this module, which registers the backend."""
 
 
-def _initialize(conf: Any) -> dict[str, Any]:
+def _initialize(conf: DictConfig) -> dict[str, object]:
     """What TransferQueue's first process does: complete the configuration that all others get."""
     settings = dict(conf.backend.get(BACKEND) or {})
     settings.setdefault("process", _this_process())
