@@ -282,6 +282,7 @@ INTERNAL = (
     "NotOnce",
     "NotRegistered",
     "OutOfOrder",
+    "StorageKeyNotFoundError",  # TransferQueue's, by which its callers know a key that was cleared
     "TooMany",
     "WrongCount",
     "_AnotherStore",
