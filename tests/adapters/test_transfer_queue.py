@@ -110,6 +110,16 @@ def test_unknown_entries_are_refused():
         adapter.EngramClient({"pth": "x"})
 
 
+def test_a_port_that_is_empty_is_used():
+    class Empty(adapter.ProcessPort):
+        def __len__(self):
+            return 0
+
+    port = Empty()
+    adapter.EngramClient({"port": port}).put(["0@a"], [1])
+    assert adapter.EngramClient({"port": port}).get(["0@a"]) == [1]
+
+
 def test_the_memory_of_another_process_is_refused():
     with pytest.raises(RuntimeError, match=r"values in the memory of process 1 on x\. Set backend.Engram.port"):
         adapter.EngramClient({"process": "process 1 on x"})

@@ -55,7 +55,7 @@ class Port(Protocol):
         """Hold nothing under these keys any more. Other keys are ignored."""
 
     def close(self) -> None:
-        """Release what this process holds of it. The bytes stay where others see them."""
+        """Release what this process holds of it. The bytes stay where others see them. Later calls of it do nothing."""
 
 
 class ProcessPort:
@@ -104,7 +104,8 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         odd = sorted(map(str, self.config.keys() - _SETTINGS))
         if odd:
             raise ValueError(f"{BACKEND}: expected the entries {sorted(_SETTINGS)}, got {odd}.")
-        self._port: Port = self.config.get("port") or _port_of_process
+        port: Port | None = self.config.get("port")
+        self._port: Port = _port_of_process if port is None else port
         made_in = self.config.get("process")
         if self._port is _port_of_process and made_in not in (None, _this_process()):
             raise RuntimeError(
