@@ -13,7 +13,14 @@ from torch import Tensor
 from engram._support.checks import check_count
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
-from engram._support.tensordicts import children, is_plain_tensordict, is_tensor_collection, tensordict_type
+from engram._support.tensordicts import (
+    children,
+    copies,
+    is_plain_tensordict,
+    is_tensor_collection,
+    lazy_stack,
+    tensordict_type,
+)
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -74,11 +81,10 @@ class LazyStackStorage(ListStorage):
         >>> LazyStackStorage(3, stack_dim=-1).stacked([TensorDict(batch_size=[2])] * 5).shape
         torch.Size([2, 5])
         """
-        from tensordict import LazyStackedTensorDict
-
         if not items:
             raise RuntimeError("LazyStackStorage: expected rows to stack, got none.")
-        odd = next((item for item in items if not is_tensor_collection(item)), None)
+        kinds = {type(item): item for item in items}  # each is looked at once
+        odd = next((item for item in kinds.values() if not is_tensor_collection(item)), None)
         if odd is not None:
             raise TypeError(
                 f"LazyStackStorage: expected TensorDicts, got {type(odd).__name__}. Use a ListStorage, or a collate_fn of your own."
@@ -95,7 +101,7 @@ class LazyStackStorage(ListStorage):
                 f"LazyStackStorage: stack_dim: expected one in [{-dims}, {dims}), as batches have {dims} dimensions, got {self.stack_dim}."
             )
         # Entries of the batch are no entries of what is stored.
-        return LazyStackedTensorDict(*(row.copy() for row in rows), stack_dim=self.stack_dim % dims)
+        return lazy_stack(copies(rows), self.stack_dim % dims)
 
     def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
         del name  # there may be several
