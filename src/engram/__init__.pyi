@@ -35,6 +35,7 @@ from engram.around.slices import SliceSamplerWithoutReplacement as SliceSamplerW
 from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
 from engram.around.trajectory import Trajectory as Trajectory
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
+from engram.buffer.row_access import KeyedRows as KeyedRows
 from engram.buffer.prioritized import HERReplayBuffer as HERReplayBuffer
 from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
 from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer

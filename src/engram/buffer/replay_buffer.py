@@ -25,7 +25,8 @@ from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
-from engram.buffer.row_access import RowAccess, remove
+from engram.buffer.row_access import RowAccess, index_keys, remove
+from engram.buffer.row_access import rows_of as rows_of_keys
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.window_marks import of_batch
@@ -795,6 +796,8 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
 
     submit_update_if_present = submit_update_if_present
     remove = remove
+    index_keys = index_keys
+    rows_of = rows_of_keys
 
     def read_all_in_order(self, end: int | None = None, *, lane: Lane = None) -> Any:
         """``rb[:end]``: live rows in row order, in the form in which they were written.

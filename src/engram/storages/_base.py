@@ -21,6 +21,7 @@ from engram.saved.checkpoints import standing
 from engram.saved.part_reader import PartReader
 from engram.saved.parts import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
+from engram.store.keys import StoredKeys
 from engram.store.row_indexes import ConsumptionIndex, StoredGroups
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, Traits, WritePlan
@@ -250,6 +251,8 @@ class Storage(Declared, Dumpable, Port):
     memory: Store | None = None
     #: Limits for the store, which does not exist yet; None: there are none, or it has them.
     pending_limit: Rules | None = None
+    #: The field by which rows of the store, which does not exist yet, are to be found; None: there is none, or it knows it.
+    pending_key: FieldPath | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
     #: The one of these along which time runs in what is written and read by index; None: the last one.
@@ -597,6 +600,27 @@ class Storage(Declared, Dumpable, Port):
         [4, 5, 2]
         """
         raise TypeError(f"positions_of: expected a tensor storage of this machine, got {type(self).__name__}.")
+
+    def keyed(self, call: str, key: FieldPath | None = None) -> StoredKeys | None:
+        """The rows by their key; None: nothing was ever written.
+
+        Args:
+            call: what messages begin with.
+            key: the field that they have it in: noted, or the index is made; None: the store knows it.
+
+        Raises:
+            TypeError: it has no tensors here; or as ``ReplayBuffer.index_keys``. RuntimeError: no field was named.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> rb.storage.keyed("example", ("uid",)) is None
+        True
+        >>> _ = rb.extend({"uid": torch.tensor([7, 8, 9])})
+        >>> rb.storage.keyed("example").newest([9, 6], "example")[0].tolist()
+        [2, -1]
+        """
+        raise TypeError(f"{call}: expected a tensor storage of this machine, got {type(self).__name__}.")
 
     # ---- removing ------------------------------------------------------------------------------------------------------
 

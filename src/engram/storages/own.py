@@ -28,6 +28,7 @@ from engram.storages.list import ListStorage
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
+from engram.store.keys import key_field
 from engram.store.limits import Rules
 from engram.types import Extent, RowStorage, Traits
 
@@ -454,13 +455,18 @@ class LazyTensorStorage(TensorStorage):
             structure.flatten(data, n, call)  # before there is memory: values may not fit
         if self._device_argument in OF_DATA and self._home is None:
             self._device = device_of(data)
-        self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
+        schema = self._geometry.schema(structure, columns)
+        if self.pending_key is not None:
+            key_field(schema, self.pending_key)  # before there is memory
+        self._adopt(self._allocate(schema), structure)
         announce(*advice(structure.fields, dtypes))
         warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:
             if self.memory is None:
+                if self.pending_key is not None:
+                    key_field(schema, self.pending_key)
                 self._adopt(self._allocate(schema), Structure.from_schema(schema, self._geometry.dtypes))
 
     def _allocate(self, schema: Schema) -> Store:

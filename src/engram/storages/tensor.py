@@ -41,6 +41,7 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
+from engram.store.keys import StoredKeys, no_index
 from engram.store.priorities import PriorityIndex, priorities_of
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
@@ -155,6 +156,9 @@ class TensorStorage(Storage):
         self.structure: Structure | None = None  # how rows are put together; None before the first write
 
     def _adopt(self, store: Store, structure: Structure) -> None:
+        if self.pending_key is not None:
+            key, self.pending_key = self.pending_key, None  # an error comes once
+            StoredKeys.of(store, key, "index_keys")
         structure.on_host = store.device.type == "cpu"
         self.structure = structure
         self._capacity = store.capacity
@@ -622,6 +626,19 @@ class TensorStorage(Storage):
 
     def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
         return tickets if self.memory is None else self.memory.writes_of(rows, tickets)
+
+    def keyed(self, call: str, key: FieldPath | None = None) -> StoredKeys | None:
+        if self.ndim > 1:
+            raise NotImplementedError(
+                f"{call}: expected a storage with ndim=1, whose rows have a key each, got ndim={self.ndim}."
+            )
+        with self._lock:
+            if self.memory is not None:
+                return StoredKeys.of(self.memory, key, call)
+            self.pending_key = key or self.pending_key
+        if self.pending_key is None:
+            raise no_index(call)
+        return None
 
     def positions_of(self, rows: Tensor) -> Tensor:
         return positions_of(rows, self.tickets_of(rows) >= 0, self.memory, math.prod(self.columns))
