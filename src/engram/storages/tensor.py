@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation

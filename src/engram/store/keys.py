@@ -54,8 +54,8 @@ class KeyIndex(TicketIndex[native.Keys]):
         index, _ = cls.of_name(store.indexes, cls.NAME, native.keys_bytes(store.capacity), make)
         if index.core.field != number:
             raise IncompatibleStore(
-                f"index_keys: expected the field {public(store.schema.fields[index.core.field].key)!r}, by which rows of this store are found "
-                f"already, got {public(key)!r}. A store has one key."
+                f"index_keys: expected the field {public(store.schema.fields[index.core.field].key)!r}, by which rows of this store are "
+                f"found already, got {public(key)!r}. A store has one key."
             )
         return index
 
@@ -132,8 +132,9 @@ def key_field(schema: Schema, key: FieldPath) -> int:
     number = field.dtype in _INTEGERS and field.row_bytes == DTYPES[field.dtype]
     if not (number or _is_text(field)) or not 0 < field.row_bytes <= MAX_KEY_BYTES:
         raise TypeError(
-            f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or the bytes of a text, uint8 [n] with n "
-            f"of at most {MAX_KEY_BYTES}, filled up with zeros; got {field.dtype} {list(field.shape)}. Number the rows, or hash their names."
+            f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or the bytes of a text, uint8 [n] with "
+            f"n of at most {MAX_KEY_BYTES}, filled up with zeros; got {field.dtype} {list(field.shape)}. Number the rows, or hash their "
+            "names."
         )
     return numbers[key]
 
