@@ -66,6 +66,7 @@ NAMES = [
     "ImmutableDatasetWriter",
     "IncompatibleCheckpoint",
     "IncompatibleStore",
+    "KeyedRows",
     "LambdaScheduler",
     "LazyMemmapStorage",
     "LazyStackStorage",

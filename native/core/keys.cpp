@@ -199,7 +199,7 @@ bool Keys::newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned dep
 // ---- rows ------------------------------------------------------------------------------------------------------------
 
 // The number of the write that the row holds, if its key is this one; else 0. A row that is being edited holds its write all the same: its
-// bytes are the key as long as nobody replaces it.
+// bytes are the key unless an editor replaces it.
 std::uint64_t Keys::held_write(std::uint64_t row, const std::byte* key) {
   for (;;) {
     const std::uint64_t word = tickets_.held_word(row);
@@ -247,9 +247,10 @@ void Keys::look_at(std::uint64_t row) {
   }
 }
 
-// Asks for the memory ahead: what rows leave first, then their keys.
+// Asks for the memory ahead, as most of it waits for memory: the row, then the buckets that it leaves and enters, then their roots.
 void Keys::look_at_these(const std::int64_t* rows, std::uint64_t n) {
-  const auto ask = [&](std::uint64_t i) {
+  std::uint64_t hashes[2 * kAhead];  // of the rows that come next
+  const auto ask_for_row = [&](std::uint64_t i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     __builtin_prefetch(&tickets_.word(row));
     __builtin_prefetch(&nodes_[row], 1);
@@ -257,17 +258,23 @@ void Keys::look_at_these(const std::int64_t* rows, std::uint64_t n) {
   };
   const auto ask_for_buckets = [&](std::uint64_t i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (nodes_[row].write != 0) __builtin_prefetch(&bucket(nodes_[row].hash), 1);
     copy_from_shared(looked_at_.data(), key_.row(row), key_bytes_);
-    __builtin_prefetch(&bucket(hash_of_key(looked_at_.data(), key_bytes_)), 1);
+    hashes[i % (2 * kAhead)] = hash_of_key(looked_at_.data(), key_bytes_);
+    __builtin_prefetch(&bucket(hashes[i % (2 * kAhead)]), 1);
+    if (nodes_[row].write != 0) __builtin_prefetch(&bucket(nodes_[row].hash), 1);
+  };
+  const auto ask_for_roots = [&](std::uint64_t i) {
+    for (const std::uint64_t hash : {hashes[i % (2 * kAhead)], nodes_[rows[i]].hash}) {
+      const Id root = copied(bucket(hash));
+      if (root != 0 && root <= rows_) __builtin_prefetch(&nodes_[root - 1], 1);
+    }
   };
   Change change(*this);
-  for (std::uint64_t i = 0; i < std::min(n, 2 * kAhead); ++i) ask(i);
-  for (std::uint64_t i = 0; i < std::min(n, kAhead); ++i) ask_for_buckets(i);
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (i + 2 * kAhead < n) ask(i + 2 * kAhead);
-    if (i + kAhead < n) ask_for_buckets(i + kAhead);
-    look_at(static_cast<std::uint64_t>(rows[i]));
+  for (std::uint64_t i = 0; i < n + 3 * kAhead; ++i) {
+    if (i < n) ask_for_row(i);
+    if (i >= kAhead && i - kAhead < n) ask_for_buckets(i - kAhead);
+    if (i >= 2 * kAhead && i - 2 * kAhead < n) ask_for_roots(i - 2 * kAhead);
+    if (i >= 3 * kAhead) look_at(static_cast<std::uint64_t>(rows[i - 3 * kAhead]));
   }
   change.done();
 }
@@ -387,7 +394,7 @@ void Keys::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
 }
 
 // An edit of other fields leaves the key and the number of the write as they are. It is looked at all the same where the row is not
-// known: whoever looked at it while its ticket did not say yet that it is an edit took it for a row that is being written.
+// known: a process that looked at it while its ticket did not yet say that it is an edit took it for a row that is being written.
 void Keys::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t> which, std::uint64_t) {
   const OwnRows own(rows, n, rows_);
   const bool keys = std::find(which.begin(), which.end(), field_) != which.end();

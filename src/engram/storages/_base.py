@@ -21,7 +21,7 @@ from engram.saved.checkpoints import standing
 from engram.saved.part_reader import PartReader
 from engram.saved.parts import Dumpable, check_kind, read_state
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store.keys import StoredKeys
+from engram.store.keys import StoredKeys, no_index
 from engram.store.row_indexes import ConsumptionIndex, StoredGroups
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, Traits, WritePlan
@@ -620,7 +620,19 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.keyed("example").newest([9, 6], "example")[0].tolist()
         [2, -1]
         """
-        raise TypeError(f"{call}: expected a tensor storage of this machine, got {type(self).__name__}.")
+        if not self.supports_conditional_update:
+            raise TypeError(f"{call}: expected a tensor storage of this machine, got {type(self).__name__}.")
+        if self.ndim > 1:
+            raise NotImplementedError(
+                f"{call}: expected a storage with ndim=1, whose rows have a key each, got ndim={self.ndim}."
+            )
+        with self._lock:
+            if self.memory is not None:
+                return StoredKeys.of(self.memory, key, call)
+            self.pending_key = key or self.pending_key
+        if self.pending_key is None:
+            raise no_index(call)
+        return None
 
     # ---- removing ------------------------------------------------------------------------------------------------------
 
@@ -688,6 +700,15 @@ class Storage(Declared, Dumpable, Port):
                 self.pending_limit = rules if any(rules) else None
             else:
                 self.memory.core.set_limit(*rules, unconsumed)
+
+    def _give_pending(self, store: Store) -> None:
+        """Make what was asked for before there was a store. Raises as :meth:`keyed`, once, before the limits."""
+        key, self.pending_key = self.pending_key, None
+        if key is not None:
+            StoredKeys.of(store, key, "index_keys")
+        if self.pending_limit is not None:
+            store.core.set_limit(*self.pending_limit, store.core.size())
+            self.pending_limit = None
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,6 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
-from engram.store.keys import StoredKeys, no_index
 from engram.store.priorities import PriorityIndex, priorities_of
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
@@ -157,17 +155,12 @@ class TensorStorage(Storage):
         self.structure: Structure | None = None  # how rows are put together; None before the first write
 
     def _adopt(self, store: Store, structure: Structure) -> None:
-        if self.pending_key is not None:
-            key, self.pending_key = self.pending_key, None  # an error comes once
-            StoredKeys.of(store, key, "index_keys")
+        self._give_pending(store)
         structure.on_host = store.device.type == "cpu"
         self.structure = structure
         self._capacity = store.capacity
         self._device = store.device
         store.owners.add(self)
-        if self.pending_limit is not None:
-            store.core.set_limit(*self.pending_limit, store.core.size())
-            self.pending_limit = None
         self.memory = store  # last: other threads look at it first
 
     def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
@@ -627,19 +620,6 @@ class TensorStorage(Storage):
 
     def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
         return tickets if self.memory is None else self.memory.writes_of(rows, tickets)
-
-    def keyed(self, call: str, key: FieldPath | None = None) -> StoredKeys | None:
-        if self.ndim > 1:
-            raise NotImplementedError(
-                f"{call}: expected a storage with ndim=1, whose rows have a key each, got ndim={self.ndim}."
-            )
-        with self._lock:
-            if self.memory is not None:
-                return StoredKeys.of(self.memory, key, call)
-            self.pending_key = key or self.pending_key
-        if self.pending_key is None:
-            raise no_index(call)
-        return None
 
     def positions_of(self, rows: Tensor) -> Tensor:
         return positions_of(rows, self.tickets_of(rows) >= 0, self.memory, math.prod(self.columns))
