@@ -2,8 +2,9 @@
 
 import torch
 
-from engram import ReplayBuffer, RoundRobinWriter
+from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
 
+ROWS = 20
 LENGTH = 12
 KINDS = 90
 
@@ -29,6 +30,16 @@ def rows(numbers):
         "check": numbers * 3 + 1,
         "reward": torch.zeros(len(numbers)),
     }
+
+
+def made(storage=None, field="name", **options):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(ROWS) if storage is None else storage,
+        writer=RoundRobinWriter(track_generations=True),
+        **options,
+    )
+    rb.index_keys(field)
+    return rb
 
 
 def opened(folder, **options):

@@ -9,7 +9,7 @@ ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700}
 ROOMS = {
     "_support": 1_671,
     "around": 3_935,
-    "buffer": 6_078,
+    "buffer": 6_076,
     "checkpoint": 2_060,
     "cli": 1_791,
     "device": 1_076,
@@ -24,7 +24,7 @@ ROOMS = {
     "saved": 4_766,
     "serving": 1_307,
     "storages": 4_077,
-    "store": 6_294,
+    "store": 6_299,
     "testing": 601,
     "torchrl": 2_296,
     "transforms": 798,

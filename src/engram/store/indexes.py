@@ -321,10 +321,10 @@ class Indexes(Mapping[IndexKey, Any]):
         return (name, kind) in self._copied
 
     def made_before(self, name: str, kind: str) -> Any | None:
-        """The index of that name and kind that this process or another one has made; None: there is none."""
+        """The index of that name and kind that this process or another one has made; None: there is none. It has scanned the rows."""
         known = self._lasting.get((name, kind)) or self.refreshed().get((name, kind))
-        if known is None and self._has_copy(name, kind):
-            known, _ = self.lasting(name, kind, 0, _nothing)
+        if known is not None or self._has_copy(name, kind):
+            known, _ = self.lasting(name, kind, 0 if known is None else known.block.nbytes, _nothing)
         return known
 
     def _lasting_in(

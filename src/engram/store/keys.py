@@ -32,6 +32,8 @@ class KeyIndex(TicketIndex[native.Keys]):
     kind = "keys"
     #: Its name: a store has one such index.
     NAME = "main"
+    #: Whether it is known to have scanned the rows: its maker may have died before.
+    scanned = False
     make_core = native.Keys
     reset_mutex = staticmethod(native.reset_keys_mutex)
     copy_memory = staticmethod(native.copy_keys)
@@ -62,8 +64,12 @@ class KeyIndex(TicketIndex[native.Keys]):
     @classmethod
     def in_use(cls, store: Store) -> KeyIndex | None:
         """The index that this process or another one has made; None: there is none."""
-        index: KeyIndex | None = store.indexes.made_before(cls.NAME, cls.kind)
-        return index
+        known: KeyIndex | None = store.indexes.get((cls.NAME, cls.kind))
+        if known is None or not known.scanned:
+            known = store.indexes.made_before(cls.NAME, cls.kind)
+            if known is not None:
+                known.scanned = True
+        return known
 
 
 class StoredKeys:
