@@ -114,7 +114,7 @@ Keys::Keys(std::span<std::byte> memory, const Control& tickets, const Field& key
       buckets_(reinterpret_cast<Id*>(nodes_ + rows_)),
       tickets_(tickets),
       key_(key),
-      looked_at_(key_bytes_),
+      read_(key_bytes_),
       next_(tickets.lanes()),
       base_(tickets.lanes(), ~std::uint64_t{0}) {
   check(tickets_.capacity() == rows_, "keys of a store of another capacity");
@@ -198,17 +198,16 @@ bool Keys::newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned dep
 
 // ---- rows ------------------------------------------------------------------------------------------------------------
 
-// The number of the write that the row holds, if its key is this one; else 0. A row that is being edited holds its write all the same: its
-// bytes are the key unless an editor replaces it.
-std::uint64_t Keys::held_write(std::uint64_t row, const std::byte* key) {
+// Reads the key of a row; the number of the write that the row holds, or 0: it holds none. Where keys lie is known here alone. A row that is
+// being edited holds its write all the same; if its key is being replaced, what is read may be torn.
+std::uint64_t Keys::read_key(std::uint64_t row) {
   for (;;) {
     const std::uint64_t word = tickets_.held_word(row);
     if (!Control::holds_write(word)) return 0;
     const std::uint64_t write = tickets_.write_of(row, word);
-    copy_from_shared(looked_at_.data(), key_.row(row), key_bytes_);
+    copy_from_shared(read_.data(), key_.row(row), key_bytes_);
     fence(std::memory_order_acquire);
-    if (tickets_.word(row).load(std::memory_order_relaxed) != word) continue;
-    return std::memcmp(looked_at_.data(), key, key_bytes_) == 0 ? write : 0;
+    if (tickets_.word(row).load(std::memory_order_relaxed) == word) return write;
   }
 }
 
@@ -232,49 +231,42 @@ void Keys::enter(std::uint64_t row, std::uint64_t hash, std::uint64_t write) {
 // A row that is being written is in no tree: its writer tells when it is whole. One that is being edited stays. Who edits its key
 // tells of it when the key is whole.
 void Keys::look_at(std::uint64_t row) {
-  for (;;) {
-    const std::uint64_t word = tickets_.held_word(row);
-    if (!Control::holds_write(word)) return forget(row);
-    const std::uint64_t write = tickets_.write_of(row, word);
-    copy_from_shared(looked_at_.data(), key_.row(row), key_bytes_);
-    fence(std::memory_order_acquire);
-    if (tickets_.word(row).load(std::memory_order_relaxed) != word) continue;
-    const std::uint64_t hash = hash_of_key(looked_at_.data(), key_bytes_);
-    if (nodes_[row].write == write && nodes_[row].hash == hash) return;
-    forget(row);
-    if (write != 0) enter(row, hash, write);
-    return;
-  }
+  const std::uint64_t write = read_key(row);
+  if (write == 0) return forget(row);
+  const std::uint64_t hash = hash_of_key(read_.data(), key_bytes_);
+  if (nodes_[row].write == write && nodes_[row].hash == hash) return;
+  forget(row);
+  enter(row, hash, write);
 }
 
 // Asks for the memory ahead, as most of it waits for memory: the row, then the buckets that it leaves and enters, then their roots.
-void Keys::look_at_these(const std::int64_t* rows, std::uint64_t n) {
+template <class RowOf>
+void Keys::look_at_these(std::uint64_t n, RowOf&& row_of) {
   std::uint64_t hashes[2 * kAhead];  // of the rows that come next
-  const auto ask_for_row = [&](std::uint64_t i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
+  const auto ask_for_row = [&](std::uint64_t row) {
     __builtin_prefetch(&tickets_.word(row));
     __builtin_prefetch(&nodes_[row], 1);
-    prefetch_row(key_, rows[i]);
+    prefetch_row(key_, static_cast<std::int64_t>(row));
   };
-  const auto ask_for_buckets = [&](std::uint64_t i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    copy_from_shared(looked_at_.data(), key_.row(row), key_bytes_);
-    hashes[i % (2 * kAhead)] = hash_of_key(looked_at_.data(), key_bytes_);
-    __builtin_prefetch(&bucket(hashes[i % (2 * kAhead)]), 1);
+  const auto ask_for_buckets = [&](std::uint64_t row, std::uint64_t& hash) {
+    copy_from_shared(read_.data(), key_.row(row), key_bytes_);
+    hash = hash_of_key(read_.data(), key_bytes_);
+    __builtin_prefetch(&bucket(hash), 1);
     if (nodes_[row].write != 0) __builtin_prefetch(&bucket(nodes_[row].hash), 1);
   };
-  const auto ask_for_roots = [&](std::uint64_t i) {
-    for (const std::uint64_t hash : {hashes[i % (2 * kAhead)], nodes_[rows[i]].hash}) {
-      const Id root = copied(bucket(hash));
-      if (root != 0 && root <= rows_) __builtin_prefetch(&nodes_[root - 1], 1);
-    }
+  const auto ask_for_root = [&](std::uint64_t hash) {
+    const Id root = copied(bucket(hash));
+    if (root != 0 && root <= rows_) __builtin_prefetch(&nodes_[root - 1], 1);
   };
   Change change(*this);
   for (std::uint64_t i = 0; i < n + 3 * kAhead; ++i) {
-    if (i < n) ask_for_row(i);
-    if (i >= kAhead && i - kAhead < n) ask_for_buckets(i - kAhead);
-    if (i >= 2 * kAhead && i - 2 * kAhead < n) ask_for_roots(i - 2 * kAhead);
-    if (i >= 3 * kAhead) look_at(static_cast<std::uint64_t>(rows[i - 3 * kAhead]));
+    if (i < n) ask_for_row(row_of(i));
+    if (i >= kAhead && i - kAhead < n) ask_for_buckets(row_of(i - kAhead), hashes[i % (2 * kAhead)]);
+    if (i >= 2 * kAhead && i - 2 * kAhead < n) {
+      ask_for_root(hashes[(i - kAhead) % (2 * kAhead)]);
+      if (const Node& known = nodes_[row_of(i - 2 * kAhead)]; known.write != 0) ask_for_root(known.hash);
+    }
+    if (i >= 3 * kAhead) look_at(row_of(i - 3 * kAhead));
   }
   change.done();
 }
@@ -282,7 +274,7 @@ void Keys::look_at_these(const std::int64_t* rows, std::uint64_t n) {
 void Keys::look_at_all() {
   Change change(*this);
   header_->missed.exchange(0, std::memory_order_acq_rel);  // what those wrote who set it is seen below
-  for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
+  look_at_these(rows_, [](std::uint64_t i) { return i; });
   change.done();
 }
 
@@ -302,9 +294,7 @@ void Keys::put_in_order() {
 void Keys::scan(std::uint64_t begin, std::uint64_t end) {
   if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
   const Lock guard(*this);
-  Change change(*this);
-  for (std::uint64_t row = begin; row < end; ++row) look_at(row);
-  change.done();
+  look_at_these(end - begin, [begin](std::uint64_t i) { return begin + i; });
 }
 
 void Keys::catch_up() {
@@ -356,8 +346,8 @@ void Keys::find(const std::byte* keys, std::uint64_t n, std::int64_t* rows, std:
       if (i + kAhead < end) ask_for_root(i + kAhead);
       rows[i] = writes[i] = -1;
       newest_first(bucket(hashes[i - begin]), hashes[i - begin], [&](std::uint64_t row) {
-        const std::uint64_t write = held_write(row, keys + i * key_bytes_);
-        if (write == 0) return false;
+        const std::uint64_t write = read_key(row);
+        if (write == 0 || !is_read(keys + i * key_bytes_)) return false;
         rows[i] = static_cast<std::int64_t>(row);
         writes[i] = static_cast<std::int64_t>(write);
         return true;
@@ -374,8 +364,8 @@ Keys::Found Keys::find_all(const std::byte* keys, std::uint64_t n) {
     for (const std::byte* key = keys + begin * key_bytes_; key != keys + end * key_bytes_; key += key_bytes_) {
       const std::uint64_t hash = hash_of_key(key, key_bytes_);
       newest_first(bucket(hash), hash, [&](std::uint64_t row) {
-        const std::uint64_t write = held_write(row, key);
-        if (write == 0) return false;
+        const std::uint64_t write = read_key(row);
+        if (write == 0 || !is_read(key)) return false;
         found.rows.push_back(static_cast<std::int64_t>(row));
         found.writes.push_back(static_cast<std::int64_t>(write));
         return false;
@@ -390,7 +380,7 @@ Keys::Found Keys::find_all(const std::byte* keys, std::uint64_t n) {
 void Keys::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
   const OwnRows own(rows, n, rows_);
   const Lock guard(*this, 1);
-  look_at_these(rows, n);
+  look_at_these(n, [rows](std::uint64_t i) { return static_cast<std::uint64_t>(rows[i]); });
 }
 
 // An edit of other fields leaves the key and the number of the write as they are. It is looked at all the same where the row is not

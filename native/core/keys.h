@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -108,14 +109,15 @@ class Keys : public Index {
   template <class Visit>
   bool newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned depth = 0) const;
 
-  std::uint64_t held_write(std::uint64_t row, const std::byte* key);
-  std::uint64_t key_in(std::uint64_t row);
+  std::uint64_t read_key(std::uint64_t row);
+  bool is_read(const std::byte* key) const { return std::memcmp(read_.data(), key, key_bytes_) == 0; }
   void look_at(std::uint64_t row);
   void enter(std::uint64_t row, std::uint64_t hash, std::uint64_t write);
   void forget(std::uint64_t row);
   void look_at_all();
   void rebuild();
-  void look_at_these(const std::int64_t* rows, std::uint64_t n);
+  template <class RowOf>
+  void look_at_these(std::uint64_t n, RowOf&& row_of);
 
   KeysHeader* header_;
   std::uint64_t rows_, field_, key_bytes_;  // copies: the memory may be shared
@@ -123,7 +125,7 @@ class Keys : public Index {
   Id* buckets_;
   const Control tickets_;
   Field key_;
-  std::vector<std::byte> looked_at_;        // of the call under way
+  std::vector<std::byte> read_;             // the key that was read last, by the call under way
   std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
   std::uint64_t scatters_ = ~std::uint64_t{0};
 };

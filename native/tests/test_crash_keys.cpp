@@ -15,7 +15,7 @@
 // every key, and no other row.
 TEST(a_death_leaves_keys_that_are_what_the_rows_say) {
   std::uint64_t deaths = 0;
-  const std::uint64_t step = stress::pick<std::uint64_t>(211, 17, 3);
+  const std::uint64_t step = stress::pick<std::uint64_t>(401, 17, 3);
   const std::vector<std::function<void(Keying&)>> operations{
       [](Keying& it) { it.append({4, 2, 2}); }, [](Keying& it) { it.edit({1, 3, 0}, {1, 1, 9}); },
       [](Keying& it) { it.edit({1, 3, 0}, {1, 1, 9}, 0); }, [](Keying& it) { it.remove({0, 4, 5}); },
