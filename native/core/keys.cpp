@@ -203,7 +203,7 @@ bool Keys::newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned dep
 std::uint64_t Keys::read_key(std::uint64_t row) {
   for (;;) {
     const std::uint64_t word = tickets_.held_word(row);
-    if (!Control::holds_write(word)) return 0;
+    if (!Control::holds_write(word) || tickets_.left_behind(row, word)) return 0;
     const std::uint64_t write = tickets_.write_of(row, word);
     copy_from_shared(read_.data(), key_.row(row), key_bytes_);
     fence(std::memory_order_acquire);

@@ -166,6 +166,27 @@ TEST(a_row_that_is_being_edited_is_found) {
   EXPECT((one.noted({7}) == Newest{{7, {3, 0}}}));
 }
 
+TEST(a_reader_of_an_abandoned_store_finds_no_row_whose_editor_died) {
+  const Keyed shared(4);
+  Keying one(shared);
+  one.append({7, 8});
+  Word& word = one.control.word(0);
+  const std::uint64_t seen = word.load();
+  word.store(ticket(99, State::writing));
+  one.control.begin_edit(0, seen, 99);
+  Control control = shared.blocks().view();
+  control.only_read(true);
+  std::vector<std::byte> memory(Keys::bytes(4));
+  Keys::copy(shared.keys(), memory);
+  Keys reader(memory, control, one.store.field(1));
+  reader.scan(0, 4);
+  const std::uint64_t keys[] = {7, 8};
+  std::int64_t rows[2], writes[2];
+  reader.find(reinterpret_cast<const std::byte*>(keys), 2, rows, writes);
+  EXPECT_EQ(rows[0], -1);
+  EXPECT_EQ(rows[1], 1);
+}
+
 TEST(an_editor_tells_of_a_row_that_was_taken_for_one_that_is_being_written) {
   const Keyed shared(4);
   Keying one(shared);

@@ -245,6 +245,28 @@ def test_other_processes_find_the_index_that_one_makes(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:this process was forked")
+@pytest.mark.parametrize("first", ["looks", "writes", "names it"])
+def test_keys_in_a_field_that_another_process_adds(tmp_path, first):
+    rb = ReplayBuffer(storage=STORAGES["directory"](tmp_path))
+    rb.extend({"x": torch.arange(3)})
+
+    def child():
+        other = opened(tmp_path / "store")
+        other.add_field("uid", torch.tensor(0))
+        other.index_keys("uid")
+        other.extend({"x": torch.arange(2), "uid": torch.tensor([7, 8])})
+        other.close()
+
+    Child(child).join()
+    if first == "writes":
+        rb.extend({"x": torch.arange(1)})
+    elif first == "names it":
+        rb.index_keys("uid")
+    assert rb.rows_of([0, 7, 8]).rows.tolist() == [5 if first == "writes" else 2, 3, 4]
+    rb.close()
+
+
+@pytest.mark.filterwarnings("ignore:this process was forked")
 def test_an_index_whose_maker_died_before_it_had_scanned_scans(tmp_path):
     rb = ReplayBuffer(storage=STORAGES["directory"](tmp_path), writer=RoundRobinWriter(track_generations=True))
     rb.extend(rows([1, 2]))

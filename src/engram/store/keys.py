@@ -95,6 +95,7 @@ class StoredKeys:
             raise TypeError(
                 f'{call}: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu" and tensors.'
             )
+        store.core.find_fields()  # another process may have added the one that has the keys
         index = KeyIndex.in_use(store) if key is None else KeyIndex.of_store(store, key)
         if index is None:
             raise no_index(call)
