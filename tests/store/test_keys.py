@@ -204,6 +204,17 @@ def test_an_index_that_is_made_late_scans_the_rows():
     check(rb, range(8))
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_first_row_that_was_only_an_example(storage, tmp_path):
+    """Collectors write one, and empty the buffer; what they write then may have other fields."""
+    rb = made(STORAGES[storage](tmp_path), "uid")
+    rb.add({"uid": torch.tensor(3), "x": torch.zeros(2)})
+    rb.empty()
+    rb.extend({"y": torch.zeros(2, 5), "uid": torch.tensor([4, 3])})
+    assert rb.rows_of([3, 4]).rows.tolist() == [1, 0]
+    rb.close()
+
+
 def test_rows_that_were_there_first():
     rb = ReplayBuffer(storage=TensorStorage({"uid": torch.tensor([4, 5, 6])}))
     rb.index_keys("uid")

@@ -24,7 +24,7 @@ ROOMS = {
     "saved": 4_766,
     "serving": 1_307,
     "storages": 4_077,
-    "store": 6_302,
+    "store": 6_305,
     "testing": 601,
     "torchrl": 2_296,
     "transforms": 798,

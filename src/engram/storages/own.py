@@ -28,7 +28,7 @@ from engram.storages.list import ListStorage
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
-from engram.store.keys import key_field
+from engram.store.keys import key_field, key_of
 from engram.store.limits import Rules
 from engram.types import Extent, RowStorage, Traits
 
@@ -424,7 +424,7 @@ class LazyTensorStorage(TensorStorage):
                 data, call = row
                 first = data[0] if batched and isinstance(data, list) else data
                 Structure.of(first, batched=batched and first is data, call=str(call))
-            before, limit = self.written(), Rules(*store.core.limit)
+            before, limit, key = self.written(), Rules(*store.core.limit), key_of(store)
             self._looking = True  # it is still there
             try:
                 del self.memory
@@ -438,7 +438,7 @@ class LazyTensorStorage(TensorStorage):
                 if error is not None:
                     error.args = (f"{error.args[0]}{_TAKEN}",)
                 return False
-            self._given, self.pending_limit = given, limit if any(limit) else None
+            self._given, self.pending_limit, self.pending_key = given, limit if any(limit) else None, key
             self._capacity = self._geometry.capacity
             self.structure = None
         return True

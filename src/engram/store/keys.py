@@ -128,6 +128,12 @@ def no_index(call: str) -> RuntimeError:
     )
 
 
+def key_of(store: Store) -> FieldPath | None:
+    """The field by which rows of a store are found; None: none was named."""
+    index = KeyIndex.in_use(store) if store.is_native else None
+    return None if index is None else store.schema.fields[index.core.field].key
+
+
 def key_field(schema: Schema, key: FieldPath) -> int:
     """The number of a field whose content can be a key. Raises ``KeyError``: there is none. ``TypeError``: its content is no key."""
     numbers = {field.key: number for number, field in enumerate(schema.fields)}
