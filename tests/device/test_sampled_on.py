@@ -122,9 +122,7 @@ def test_priorities_under_way_when_the_memory_moves_come_before_later_ones(devic
     writes = rb.storage.memory.writes_of(rows, rb.storage.memory.tickets_of(rows))
     loader = DeviceLoader(rb, "cuda")
     update = loader.update_priority
-    if (
-        through == "buffer"
-    ):  # else it would take what the loader brings to the host: here all tensors count as the device's
+    if through == "buffer":  # else it would take what the loader brings to the host: here all tensors count as the device's
         rb.sample(device="cuda")
         update = rb.update_priority
     device.held = {"MainThread"}
