@@ -67,6 +67,7 @@ NAMES = [
     "ImmutableDatasetWriter",
     "IncompatibleCheckpoint",
     "IncompatibleStore",
+    "KeyedRows",
     "LambdaScheduler",
     "LazyMemmapStorage",
     "LazyStackStorage",

@@ -26,6 +26,7 @@
 #include "groups.h"
 #include "hold.h"
 #include "intake.h"
+#include "keys.h"
 #include "priorities.h"
 #include "ragged.h"
 #include "ranking.h"
@@ -143,6 +144,7 @@ NB_MODULE(_core, m) {
   engram::bind_epoch(m);
   engram::bind_consumption(m);
   engram::bind_groups(m);
+  engram::bind_keys(m);
   engram::bind_usage(m);
   engram::bind_open_rows(m);
   engram::bind_changes(m);

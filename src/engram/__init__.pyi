@@ -42,6 +42,7 @@ from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTens
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
 from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
 from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
+from engram.buffer.row_access import KeyedRows as KeyedRows
 from engram.buffer.schedulers import LambdaScheduler as LambdaScheduler
 from engram.buffer.schedulers import LinearScheduler as LinearScheduler
 from engram.buffer.schedulers import ParameterScheduler as ParameterScheduler

@@ -14,6 +14,7 @@ from engram._support.closing import end
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
+from engram.buffer import row_access
 from engram.buffer.base import BufferBase, Display, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
@@ -26,7 +27,7 @@ from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
-from engram.buffer.row_access import RowAccess, remove
+from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.window_marks import of_batch
@@ -795,7 +796,7 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         return self._rows.update_if_present(index, generation, patch, version_key, version, newer=require_newer)
 
     submit_update_if_present = submit_update_if_present
-    remove = remove
+    remove, index_keys, rows_of = row_access.remove, row_access.index_keys, row_access.rows_of
 
     def read_all_in_order(self, end: int | None = None, *, lane: Lane = None) -> Any:
         """``rb[:end]``: live rows in row order, in the form in which they were written.
