@@ -17,14 +17,17 @@
 /// Rows by their key.
 using Parts = std::map<std::uint64_t, std::set<std::int64_t>>;
 
-/// A store of one lane with rows of a word and a key, and the groups of these keys.
+/// Groups by the second field.
+inline engram::GroupsPolicy by_key() { return {.field = 1, .key_bytes = 8}; }
+
+/// A store of one lane with rows of a word and a key, and the groups of these keys. Where the rules ask for it, the word is a number.
 class Grouped {
  public:
-  explicit Grouped(std::uint64_t rows)
-      : pages_((8 << 20) + engram::Groups::bytes(rows, 8)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
+  explicit Grouped(std::uint64_t rows, const engram::GroupsPolicy& policy = by_key())
+      : pages_((8 << 20) + engram::Groups::bytes(rows, policy)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
     format_without_curve(layout_);
-    groups_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Groups::bytes(rows, 8)};
-    engram::Groups::format(groups_, rows, 1, 8);
+    groups_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Groups::bytes(rows, policy)};
+    engram::Groups::format(groups_, rows, policy);
   }
   const Blocks& blocks() const { return layout_; }
   std::span<std::byte> groups() const { return groups_; }
@@ -37,8 +40,16 @@ class Grouped {
 
 /// A process that uses both.
 struct Grouping {
+  /// The fields that groups read.
+  std::vector<engram::Field> fields_of(std::span<std::byte> groups) const {
+    const engram::GroupsPolicy policy = engram::Groups::policy_of(groups);
+    std::vector<engram::Field> fields{store.field(policy.field)};
+    for (const auto& ready : policy.ready) fields.push_back(store.field(ready.number));
+    if (policy.dated) fields.push_back(store.field(policy.version.number));
+    return fields;
+  }
   explicit Grouping(const Grouped& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, store.field(1)) {
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, fields_of(shared.groups())) {
     store.attach(index);
   }
   void append(const std::vector<std::uint64_t>& keys) {
@@ -56,6 +67,21 @@ struct Grouping {
     const auto* column = reinterpret_cast<const std::byte*>(keys.data());
     store.scatter(rows.data(), rows.size(), {&which, 1}, {&column, 1}, false);
   }
+  /// Another word for live rows.
+  void edit_words(const std::vector<std::int64_t>& rows, const std::vector<double>& words) {
+    const std::uint64_t which = 0;
+    const auto* column = reinterpret_cast<const std::byte*>(words.data());
+    store.scatter(rows.data(), rows.size(), {&which, 1}, {&column, 1}, false);
+  }
+  void append(const std::vector<double>& words, const std::vector<std::uint64_t>& keys) {
+    const std::byte* columns[] = {reinterpret_cast<const std::byte*>(words.data()), reinterpret_cast<const std::byte*>(keys.data())};
+    store.append(0, keys.size(), columns, nullptr);
+  }
+  double word(std::int64_t row) const {
+    double word = 0;
+    std::memcpy(&word, store.field(0).row(static_cast<std::uint64_t>(row)), 8);
+    return word;
+  }
   /// What the store's rows say.
   Parts stored() const {
     Parts parts;
@@ -69,7 +95,7 @@ struct Grouping {
   }
   /// What the index says, all groups once.
   Parts noted(std::uint64_t draw = 1) {
-    const auto all = index.draw_members(draw, index.groups(), {});
+    const auto all = index.draw_members(draw, {.n = index.groups(), .each = 1});
     Parts parts;
     std::size_t at = 0;
     for (const std::int64_t size : all.sizes) {

@@ -87,7 +87,8 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         remover: which rows go when the store is full: :class:`LowestPriority`, another :class:`Remover`. Default: the oldest.
         sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
             Default, as :class:`Transition`: itself.
-        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
+        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``. With a
+            :class:`PromptGroupSampler` short for its ``max_uses=n``.
         service_backend: ``"ray"``: an actor of Ray keeps the rows, as for :class:`RayReplayBuffer`, which has the other arguments of it:
             ``transport``, ``shards``, ``placement``, ``name``; ``ray_init_config`` and ``remote_config`` in a dict
             ``service_backend_options``.
@@ -1524,7 +1525,10 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
         ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; of a
-        :class:`NextFromFollowing`, ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
+        :class:`PromptGroupSampler`, ``groups`` and ``starved_draws``, those that found too few complete groups, and since the storage
+        has its groups, of rows, ``used_rows``, ``evicted_rows``, those that were overwritten before they were used up, and
+        ``expired_rows``; of a :class:`NextFromFollowing`,
+        ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
         as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 

@@ -397,9 +397,15 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     draws, source = check_count(what, draws), samplers.declared(sampler)
     if source.traits.draws_uniformly:
         return samplers.ConsumingSampler(draws)
-    if source.draws_of_a_row != draws:
+    uses = source.draws_of_a_row
+    if isinstance(source, samplers.PromptGroupSampler):
+        if source.max_uses is None:
+            source.use_up(draws, what)
+        uses = source.max_uses
+    if uses != draws:
         raise ValueError(
-            f"{what}: expected the default sampler or a ConsumingSampler(max_sample_count={draws}), got {sampler!r}. Leave one of them out."
+            f"{what}: expected the default sampler, a ConsumingSampler(max_sample_count={draws}), or a PromptGroupSampler with "
+            f"max_uses={draws}, got {sampler!r}. Leave one of them out."
         )
     return sampler
 
