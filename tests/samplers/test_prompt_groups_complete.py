@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 from collections import Counter
 
 import pytest
@@ -439,6 +440,64 @@ def test_versions_that_are_none():
     rb.extend(answers([0, 0]))
     with pytest.raises(KeyError, match="policy_version"):
         rb.sample()
+
+
+# ---- waiting for groups ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sample_waits_for_answers_that_become_ready(prefetch, shared):
+    """Another thread writes the last reward once the first try has failed."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(10),
+        sampler=PromptGroupSampler(samples_per_group=2, group_key="prompt", ready=["reward"], max_uses=1),
+        batch_size=4,
+        prefetch=prefetch or None,
+    )
+    rb.extend(answers([0, 0, 1, 1], reward=torch.tensor([0.0, 0.0, 0.0, NAN])))
+    if shared:
+        rb.share()
+    failed = threading.Event()
+    can_sample = rb.sampler.can_sample
+
+    def noted(*given):
+        failed.set()
+        return can_sample(*given)
+
+    rb.sampler.can_sample = noted
+
+    def finish():
+        assert failed.wait(60)
+        rb.set_at_("reward", torch.ones(1), torch.tensor([3]))
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert sorted(map(sorted, drawn(rb.sample(timeout=60), 2))) == [[0, 1], [2, 3]]
+    thread.join()
+    with pytest.raises(NoSampleable):
+        rb.sample(timeout=0)
+    with pytest.raises(NoSampleable):
+        rb.sample(timeout=0.001)
+    rb.close()
+
+
+def test_a_sample_waits_for_the_first_rows():
+    rb = buffer()
+    failed = threading.Event()
+    rb.sampler.can_sample = lambda *given: failed.set() or PromptGroupSampler.can_sample(rb.sampler, *given)
+    thread = threading.Thread(target=lambda: failed.wait(60) and rb.extend(answers([0, 0, 1, 1])))
+    thread.start()
+    assert len(rb.sample(timeout=None)) == 4
+    thread.join()
+
+
+def test_what_waits_for_groups_ends_with_the_buffer():
+    rb = buffer()
+    rb.extend(answers([0]))
+    rb.sampler.can_sample = lambda *_: rb.shutdown() or False
+    with pytest.raises(RuntimeError, match="shut down"):
+        rb.sample(timeout=60)
 
 
 # ---- states, stores and refusals ---------------------------------------------------------------------------------------

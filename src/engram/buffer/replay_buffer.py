@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch
@@ -493,7 +494,8 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
                 capture it. Where something of a batch needs the host (``docs/gpu.md`` says what), the host draws and sends it, from
                 pinned memory without waiting for the copy.
             timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever. With ``prefetch``, until a thread
-                has been admitted that makes the batch.
+                has been admitted that makes the batch. Where it is given, also for the groups of a :class:`PromptGroupSampler`: without
+                it there are enough of them, or none is waited for.
 
         Returns:
             New tensors ``[B, ...]`` in the form of the rows (dict in, dict out; a dataclass without a call of its ``__init__``) or the
@@ -537,7 +539,11 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
             read = self._rows.replays.sample(target, batch_size, return_info)
             if read is not None:
                 return read
-        sample = self._reading.sample(batch_size, return_info, timeout)
+        if timeout is WAIT_S or not self._wiring.of_sampler.awaits_rows:
+            sample = self._reading.sample(batch_size, return_info, timeout)
+        else:
+            draw = partial(self._reading.sample, batch_size, return_info, timeout)
+            sample = self._wiring.gate.gathered(draw, partial(self._wiring.can_sample, batch_size), timeout)
         return sample if target is None else moved(sample, target)
 
     def device_readable(self) -> OnDevice:

@@ -34,6 +34,7 @@ _STRATEGIES = ("random", "recency", "reward", "variance")
 class GroupSampler(NativeSampler):
     """What draws whole groups. :class:`PromptGroupSampler` has the arguments."""
 
+    traits = NativeSampler.traits._replace(awaits_rows=True)
     num_groups: int | None
     samples_per_group: int | None
     strategy: str
@@ -365,8 +366,8 @@ class PromptGroupSampler(GroupSampler):
 
     With ``samples_per_group``, or ``complete=True``, groups are drawn that have as many rows as the batch has of each: no row comes
     twice, also where answers are still missing or were overwritten. Where there are fewer such groups than the batch has, there is no
-    batch. Otherwise, where there are fewer groups than that, or a group has too few rows, all come, the others are drawn among them
-    again, and there is one warning.
+    batch; ``rb.sample(timeout=…)`` waits for them, so many seconds. Otherwise, where there are fewer groups than that, or a group has too
+    few rows, all come, the others are drawn among them again, and there is one warning.
 
     Rows do not count while a field of ``ready`` holds a NaN in them: store such a field as NaN, and write it when it is known
     (``rb.update_if_present``, ``rb.set_at_``). They do not count, either, once their group was drawn ``max_uses`` times, or when their
