@@ -34,6 +34,7 @@ std::vector<Field> fields_of(std::span<std::byte> memory, const Store& store) {
   std::vector<std::uint64_t> numbers{policy.field};
   for (const GroupsField& field : policy.ready) numbers.push_back(field.number);
   if (policy.dated) numbers.push_back(policy.version.number);
+  if (policy.order == GroupsOrder::spread) numbers.push_back(policy.reward.number);
   std::vector<Field> fields;
   for (const std::uint64_t number : numbers) {
     check(number < store.fields(), "groups by a field that the store does not have");
@@ -48,7 +49,8 @@ GroupsField numbers_in(nb::handle given) {
   return {number, spec.code, spec.bits, 0};
 }
 
-// As Python writes it: (field of the key, its bytes, fields that are to be ready, uses, field of the version or None, staleness).
+// As Python writes it: (field of the key, its bytes, fields that are to be ready, uses, field of the version or None, staleness, order, rows
+// of each group that is in order, field of the reward or None).
 GroupsPolicy policy_in(const nb::tuple& given) {
   GroupsPolicy policy{.field = nb::cast<std::uint64_t>(given[0]), .key_bytes = nb::cast<std::uint64_t>(given[1])};
   for (const nb::handle field : given[2]) policy.ready.push_back(numbers_in(field));
@@ -56,6 +58,9 @@ GroupsPolicy policy_in(const nb::tuple& given) {
   policy.dated = !nb::handle(given[4]).is_none();
   if (policy.dated) policy.version = numbers_in(given[4]);
   policy.staleness = nb::cast<std::uint64_t>(given[5]);
+  policy.order = static_cast<GroupsOrder>(nb::cast<std::uint64_t>(given[6]));
+  policy.least = nb::cast<std::uint64_t>(given[7]);
+  if (policy.order == GroupsOrder::spread) policy.reward = numbers_in(given[8]);
   return policy;
 }
 
@@ -63,9 +68,11 @@ GroupsPolicy policy_in(const nb::tuple& given) {
 nb::tuple written(const GroupsPolicy& policy) {
   nb::list ready;
   for (const GroupsField& field : policy.ready) ready.append(field.number);
-  nb::object version = nb::none();
+  nb::object version = nb::none(), reward = nb::none();
   if (policy.dated) version = nb::int_(policy.version.number);
-  return nb::make_tuple(policy.field, policy.key_bytes, nb::tuple(ready), policy.most, version, policy.staleness);
+  if (policy.order == GroupsOrder::spread) reward = nb::int_(policy.reward.number);
+  return nb::make_tuple(policy.field, policy.key_bytes, nb::tuple(ready), policy.most, version, policy.staleness,
+                        static_cast<std::uint64_t>(policy.order), policy.least, reward);
 }
 
 void check_batch(std::uint64_t n, std::uint64_t each) {
@@ -73,10 +80,16 @@ void check_batch(std::uint64_t n, std::uint64_t each) {
         "a batch of more rows than there is memory");
 }
 
+Groups::Which which_of(unsigned number) {
+  check(number <= 2, "any groups, the first or the last ones");
+  return static_cast<Groups::Which>(number);
+}
+
 nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t each, bool newest, Numbers without, bool complete,
-                double floor) {
+                double floor, unsigned which) {
   check_batch(n, each);
-  const Groups::Asked asked{.n = n, .each = each, .complete = complete, .floor = floor, .without = without.span()};
+  const Groups::Asked asked{
+      .n = n, .each = each, .complete = complete, .floor = floor, .which = which_of(which), .without = without.span()};
   Groups::Drawn drawn{};
   OutputBuffers buffers;
   {
@@ -127,9 +140,10 @@ std::vector<double> rewards_of(const Store& store, std::uint64_t field, const Re
 }
 
 nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, std::uint64_t key, std::uint64_t n,
-                     std::uint64_t each, bool spread, Numbers without, bool complete, double floor) {
+                     std::uint64_t each, bool spread, Numbers without, bool complete, double floor, unsigned which) {
   check_batch(n, each);
-  const Groups::Asked asked{.n = n, .each = each, .complete = complete, .floor = floor, .without = without.span()};
+  const Groups::Asked asked{
+      .n = n, .each = each, .complete = complete, .floor = floor, .which = which_of(which), .without = without.span()};
   const auto field = nb::cast<std::uint64_t>(reward[0]);
   const RowSpec spec = spec_of(reward[1]);
   check(field < store.fields(), "rewards in a field that the store does not have");
@@ -181,7 +195,8 @@ void bind_memory(nb::module_& m) {
       },
       "memory"_a, "bytes"_a, "rows"_a, "policy"_a,
       "Writes the header into zeroed memory. `policy`: (number of the key's field, its bytes, fields that are to be ready, most uses or 0, "
-      "field of the version or None, staleness); such a field is (its number, its spec).");
+      "field of the version or None, staleness, order of groups: 0 none, 1 by age, 2 by the variance of rewards, rows of each such group, "
+      "field of the reward or None); such a field is (its number, its spec).");
   m.def(
       "copy_groups", [](Address from, Address to, std::uint64_t bytes) { Groups::copy(block(from, bytes), block(to, bytes)); },
       "source"_a, "to"_a, "nbytes"_a, "Into zeroed memory, with no row in a group: the copy is to scan.");
@@ -222,11 +237,11 @@ void bind_groups(nb::module_& m) {
             return self.groups(least, floor);
           },
           "least"_a = 1, "floor"_a = Groups::kSame, "How many groups have so many rows, or more. `floor`: as of a draw.")
-      .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a, "complete"_a = false, "floor"_a = Groups::kSame,
+      .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a, "complete"_a = false, "floor"_a = Groups::kSame, "which"_a = 0,
            "(rows, ticket numbers, whether some come again) of n groups; no row comes again if `complete`. `floor`: the oldest version from "
-           "now on; NaN: as it is. None: there is no group, or not enough of them.")
+           "now on; NaN: as it is. `which`: 0 any, 1 the first, 2 the last in order. None: there is no group, or not enough of them.")
       .def("draw_best", &draw_best, "store"_a, "reward"_a, "key"_a, "n"_a, "each"_a, "spread"_a, "without"_a, "complete"_a = false,
-           "floor"_a = Groups::kSame,
+           "floor"_a = Groups::kSame, "which"_a = 0,
            "The same, chosen by rewards: those of a field, (its number, its spec). Those with the largest variance, or the highest. "
            "None: there is no group. A row: it moved, and with it so many rows of its group that it was not drawn. ValueError: rewards "
            "that are not finite.")

@@ -1,6 +1,7 @@
 #include "groups.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -12,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "best_rows.h"
 #include "check.h"
 #include "fence.h"
 #include "reals.h"
@@ -39,6 +41,7 @@ std::uint64_t earlier_bytes(std::uint64_t rows, std::uint64_t key_bytes) {
 }
 
 std::uint64_t uses_bytes(std::uint64_t rows) { return rows * sizeof(std::uint64_t) + whole_words(rows * sizeof(std::uint32_t)); }
+std::uint64_t order_bytes(std::uint64_t rows) { return rows * (sizeof(std::uint64_t) + 4 * sizeof(std::uint32_t)) + whole_words(rows * sizeof(std::uint32_t)); }
 std::uint64_t versions_bytes(std::uint64_t rows) { return rows * (sizeof(double) + 2 * sizeof(std::uint32_t)); }
 
 GroupsHeader* begin_of(std::span<std::byte> memory) {
@@ -168,8 +171,10 @@ std::uint64_t Groups::bytes(std::uint64_t rows, const GroupsPolicy& policy) {
   for (const GroupsField& field : policy.ready) check(has_nan(field) != nullptr, "groups: expected floating numbers where NaN is not ready");
   check(policy.most < kMostUses, "groups: expected fewer than 2^24 uses");
   check(!policy.dated || number_as(policy.version) != nullptr, "groups: expected versions that are real numbers");
+  check(policy.order <= GroupsOrder::spread && (policy.order == GroupsOrder::none || policy.least > 0), "groups: expected an order of groups");
+  check(policy.order != GroupsOrder::spread || number_as(policy.reward) != nullptr, "groups: expected rewards that are real numbers");
   return earlier_bytes(rows, policy.key_bytes) + GroupsHeader::kComplete * RowSet::bytes(rows) + (policy.most > 0 ? uses_bytes(rows) : 0) +
-         (policy.dated ? versions_bytes(rows) : 0);
+         (policy.dated ? versions_bytes(rows) : 0) + (policy.order != GroupsOrder::none ? order_bytes(rows) : 0);
 }
 
 void Groups::format(std::span<std::byte> memory, std::uint64_t rows, const GroupsPolicy& policy) {
@@ -184,6 +189,9 @@ void Groups::format(std::span<std::byte> memory, std::uint64_t rows, const Group
   header->dated = policy.dated ? 1 : 0;
   header->version = policy.version;
   header->staleness = policy.staleness;
+  header->order = static_cast<std::uint64_t>(policy.order);
+  header->least = policy.least;
+  header->reward = policy.reward;
   header->floor = -std::numeric_limits<double>::infinity();
   header->mutex.format();
   std::memcpy(header->magic, kMagic, sizeof kMagic);
@@ -222,6 +230,9 @@ GroupsPolicy Groups::policy_of(std::span<std::byte> memory) {
   policy.dated = copied(header->dated) != 0;
   if (policy.dated) policy.version = header->version;
   policy.staleness = copied(header->staleness);
+  policy.order = static_cast<GroupsOrder>(copied(header->order));
+  policy.least = copied(header->least);
+  policy.reward = header->reward;
   return policy;
 }
 
@@ -234,18 +245,19 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
       numbers_(reinterpret_cast<std::uint64_t*>(memory.data() + kPage)),
       keys_(memory.data() + kPage + rows_ * sizeof(std::uint64_t)),
       roots_(keys_ + rows_ * key_stride_, rows_),
-      nodes_(reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_))),
-      groups_(reinterpret_cast<Group*>(nodes_ + rows_)),
+      trees_{reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_)), numbers_, rows_},
+      groups_(reinterpret_cast<Group*>(trees_.nodes + rows_)),
       buckets_(reinterpret_cast<Id*>(groups_ + rows_)),
       tickets_(tickets),
       fields_(std::move(fields)),
       next_(tickets.lanes()),
       base_(tickets.lanes(), ~std::uint64_t{0}) {
   check(tickets_.capacity() == rows_, "groups of a store of another capacity");
-  check(fields_.size() == 1 + policy_.ready.size() + (policy_.dated ? 1 : 0), "groups with other fields than theirs");
+  const bool by_spread = policy_.order == GroupsOrder::spread;
+  check(fields_.size() == 1 + policy_.ready.size() + (policy_.dated ? 1 : 0) + (by_spread ? 1 : 0), "groups with other fields than theirs");
   check(fields_[0].row_bytes == key_bytes_, "groups by a field of another size");
   for (const Field& field : fields_) check(field.data != nullptr, "groups by a field that is not there");
-  check(!policy_.dated || fields_.back().row_bytes * 8 == policy_.version.bits, "groups: expected one version per row");
+  check(!policy_.dated || version_field().row_bytes * 8 == policy_.version.bits, "groups: expected one version per row");
   std::uint64_t looked_at = key_stride_;
   for (std::size_t i = 1; i < fields_.size(); ++i) looked_at = std::max(looked_at, key_stride_ + fields_[i].row_bytes);
   looked_at_.resize(looked_at);
@@ -261,22 +273,29 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
     versions_ = reinterpret_cast<double*>(at);
     ages_ = reinterpret_cast<Id*>(versions_ + rows_);
     places_ = ages_ + rows_;
+    at += versions_bytes(rows_);
+  }
+  if (policy_.order != GroupsOrder::none) {
+    order_ = reinterpret_cast<std::uint64_t*>(at);
+    in_order_ = {reinterpret_cast<Node*>(order_ + rows_), order_, rows_};
+    newest_ = reinterpret_cast<Id*>(in_order_.nodes + rows_);
   }
 }
 
 // ---- trees ---------------------------------------------------------------------------------------------------------
 
-Groups::Node& Groups::node(Id id) const {
-  intact(id > 0 && id <= rows_, kTree);
-  return nodes_[id - 1];
+Groups::Node& Groups::Trees::node(Id id) const {
+  intact(id > 0 && id <= rows, kTree);
+  return nodes[id - 1];
 }
 
-Groups::Group& Groups::group(Id id) const {
-  intact(id > 0 && id <= rows_, kTree);
-  return groups_[id - 1];
+// Rows of zeros that one write by number has made have the same ticket number: the row decides.
+bool Groups::Trees::is_before(Id a, Id b) const {
+  const std::uint64_t mine = numbers[a - 1], other = numbers[b - 1];
+  return mine < other || (mine == other && a < b);
 }
 
-Groups::Id Groups::merge(Id a, Id b, unsigned depth) const {
+Groups::Id Groups::Trees::merge(Id a, Id b, unsigned depth) const {
   if (a == 0 || b == 0) return a + b;
   intact(depth < kMostDepth, kTree);
   if (mix(a) > mix(b)) {
@@ -289,18 +308,15 @@ Groups::Id Groups::merge(Id a, Id b, unsigned depth) const {
   return b;
 }
 
-// Rows of zeros that one write by number has made have the same ticket number: the row decides.
-bool Groups::is_older(Id a, Id b) const { return number(a) < number(b) || (number(a) == number(b) && a < b); }
-
-// `below`: rows that are older than this one, which is not in the tree.
-void Groups::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
+// `below`: rows that are before this one, which is not in the tree.
+void Groups::Trees::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
   if (tree == 0) {
     below = above = 0;
     return;
   }
   intact(depth < kMostDepth, kTree);
   Node& root = node(tree);
-  if (is_older(tree, row)) {
+  if (is_before(tree, row)) {
     split(root.right, row, root.right, above, depth + 1);
     below = tree;
   } else {
@@ -310,14 +326,37 @@ void Groups::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const 
   resize(tree);
 }
 
-Groups::Id Groups::without_row(Id tree, Id row, unsigned depth) const {
+// With a row that is a tree by itself.
+Groups::Id Groups::Trees::with(Id tree, Id row) const {
+  Id below, above;
+  split(tree, row, below, above);
+  return merge(merge(below, row), above);
+}
+
+Groups::Id Groups::Trees::without(Id tree, Id row, unsigned depth) const {
   intact(tree != 0 && depth < kMostDepth, kTree);
   Node& root = node(tree);
   if (tree == row) return merge(root.left, root.right);
-  Id& branch = is_older(row, tree) ? root.left : root.right;
-  branch = without_row(branch, row, depth + 1);
+  Id& branch = is_before(row, tree) ? root.left : root.right;
+  branch = without(branch, row, depth + 1);
   resize(tree);
   return tree;
+}
+
+Groups::Id Groups::Trees::at(Id tree, std::uint64_t rank) const {
+  for (unsigned depth = 0;; ++depth) {
+    intact(depth < kMostDepth, kTree);
+    const Node& root = node(tree);
+    const std::uint64_t before = size_of(root.left);
+    if (rank == before) return tree;
+    tree = rank < before ? root.left : root.right;
+    if (rank > before) rank -= before + 1;
+  }
+}
+
+Groups::Group& Groups::group(Id id) const {
+  intact(id > 0 && id <= rows_, kTree);
+  return groups_[id - 1];
 }
 
 // All of them step by step together, so that the waits for memory lie beside each other.
@@ -333,7 +372,7 @@ void Groups::find_all(std::vector<Place>& places) const {
     for (Place& place : places) {
       if (place.found) continue;
       const Node& root = node(place.id);
-      const std::uint64_t before = size_of(root.left);
+      const std::uint64_t before = trees_.size_of(root.left);
       if (place.rank == before) {
         place.found = true;
         __builtin_prefetch(&numbers_[place.id - 1]);
@@ -385,6 +424,39 @@ void Groups::set_root(Group& group, Id root) {
     if (before != 0 && before != root) complete_[i].erase(before - 1);
     if (root != 0) node(root).size >= least ? complete_[i].insert(root - 1) : complete_[i].erase(root - 1);
   }
+  if (newest_ != nullptr) order(static_cast<Id>(&group - groups_ + 1), root);
+}
+
+// A group is in order while it has enough rows: its newest row stands for it.
+void Groups::order(Id of, Id root) {
+  Id& newest = newest_[of - 1];
+  Id first = static_cast<Id>(copied(header_->first));
+  if (newest != 0) first = in_order_.without(first, newest);
+  newest = root != 0 && node(root).size >= policy_.least ? trees_.at(root, node(root).size - 1) : 0;
+  if (newest != 0) {
+    order_[newest - 1] = place_of(root, newest);
+    in_order_.node(newest) = {of, 0, 0, 1};
+    first = in_order_.with(first, newest);
+  }
+  header_->first = first;
+}
+
+// By what a group is compared: a larger number comes later. The spread is that of rewards that are finite, else none.
+std::uint64_t Groups::place_of(Id root, Id newest) {
+  if (policy_.order == GroupsOrder::age) return number(newest);
+  const Field& field = fields_.back();
+  std::vector<std::int64_t> rows;
+  each_of(root, rows);
+  std::vector<std::byte> values(rows.size() * field.row_bytes);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    copy_from_shared(values.data() + i * field.row_bytes, field.row(static_cast<std::uint64_t>(rows[i])), field.row_bytes);
+  }
+  const std::vector<double> rewards = Rewards(policy_.reward.code, policy_.reward.bits, field.row_bytes).means(values.data(), rows.size());
+  const auto n = static_cast<double>(rewards.size());
+  double mean = 0, spread = 0;
+  for (const double reward : rewards) mean += reward / n;
+  for (const double reward : rewards) spread += (reward - mean) * (reward - mean) / n;
+  return std::isfinite(spread) ? std::bit_cast<std::uint64_t>(spread) : 0;
 }
 
 // Roots of the groups of so many rows, or more. In memory of earlier versions those of all groups. O(1) but for the first time.
@@ -401,7 +473,7 @@ RowSet& Groups::complete(std::uint64_t least) {
   }
   Change change(*this);
   sets[at].least = least;
-  complete_[at].assign([&](std::uint64_t row) { return roots_.has(row) && nodes_[row].size >= least; });
+  complete_[at].assign([&](std::uint64_t row) { return roots_.has(row) && trees_.nodes[row].size >= least; });
   change.done();
   sets[at].asked = ++header_->asked;
   return complete_[at];
@@ -534,7 +606,7 @@ void Groups::forget(std::uint64_t row) {
   if (numbers_[row] == 0) return;
   const Id id = static_cast<Id>(row + 1), of = node(id).group;
   Group& from = group(of);
-  set_root(from, without_row(from.root, id));
+  set_root(from, trees_.without(from.root, id));
   if (from.root == 0) remove_group(of);
   if (policy_.dated) undate(id);
   numbers_[row] = 0;
@@ -551,7 +623,7 @@ bool Groups::read(std::uint64_t row, std::uint64_t word) {
     ready = ready && !has_nan(policy_.ready[i])(values, field.row_bytes);
   }
   if (policy_.dated) {
-    copy_from_shared(values, fields_.back().row(row), fields_.back().row_bytes);
+    copy_from_shared(values, version_field().row(row), version_field().row_bytes);
     version_ = number_as(policy_.version)(values);
     ready = ready && version_ >= copied(header_->floor);  // NaN is not
   }
@@ -589,9 +661,7 @@ bool Groups::look_at(std::uint64_t row) {
     numbers_[row] = number;
     if (policy_.dated) date(id, version_);
     node(id) = {of, 0, 0, 1};
-    Id below, above;
-    split(to.root, id, below, above);
-    set_root(to, merge(merge(below, id), above));
+    set_root(to, trees_.with(to.root, id));
     return true;
   }
 }
@@ -619,6 +689,8 @@ void Groups::rebuild() {
   header_->dated_rows = 0;
   roots_.assign([](std::uint64_t) { return false; });
   for (RowSet& set : complete_) set.assign([](std::uint64_t) { return false; });
+  header_->first = 0;
+  if (newest_ != nullptr) std::fill_n(newest_, rows_, 0);
   header_->fresh = header_->free = 0;
   look_at_all();
 }
@@ -777,6 +849,23 @@ void Groups::restore_uses(const std::int32_t* uses, std::uint64_t n) {
 
 // ---- draws -----------------------------------------------------------------------------------------------------------
 
+// The first groups that are in order, or the last ones, the last first.
+std::vector<Groups::Id> Groups::in_order(const Asked& asked, const std::unordered_set<Id>& out) const {
+  check(newest_ != nullptr && asked.complete && asked.each == policy_.least, "groups: expected groups that are in order");
+  const Id first = static_cast<Id>(copied(header_->first));
+  const std::uint64_t size = in_order_.size_of(first);
+  std::vector<Id> roots;
+  for (std::uint64_t i = 0; i < size && roots.size() < asked.n; ++i) {
+    const Id newest = in_order_.at(first, asked.which == Which::first ? i : size - 1 - i);
+    const Id root = group(in_order_.node(newest).group).root;
+    intact(root != 0, kTree);
+    if (!out.contains(root)) roots.push_back(root);
+  }
+  if (roots.size() == asked.n) return roots;
+  header_->starved.fetch_add(1, std::memory_order_relaxed);
+  return {};
+}
+
 std::vector<Groups::Id> Groups::choose(const Random& random, const Asked& asked, bool& repeated) {
   const RowSet& set = complete(asked.complete ? asked.each : 1);
   const std::uint64_t size = set.size(), n = asked.n;
@@ -787,6 +876,7 @@ std::vector<Groups::Id> Groups::choose(const Random& random, const Asked& asked,
     const auto row = static_cast<std::uint64_t>(copied(named));
     if (row < rows_ && numbers_[row] != 0) out.insert(group(copied(node(static_cast<Id>(row + 1)).group)).root);
   }
+  if (asked.which != Which::any) return in_order(asked, out);
   const bool too_few = !asked.complete && out.size() + n > size;
   if (too_few) out.clear();
   Shuffled order(random, size, 0);

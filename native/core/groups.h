@@ -4,6 +4,7 @@
 //            nodes {group, left, right, size} u32[4][rows] · groups {root, next} u32[2][rows] · buckets u32[rows]
 //            · roots of complete groups RowSet[kComplete]
 //            · where uses are counted: writes u64[rows] · uses u32[rows] · where rows have versions: versions f64[rows] · ages u32[2][rows]
+//            · where groups are in order: places u64[rows] · nodes u32[4][rows] · newest u32[rows]
 //
 // A row is in its group while it is admitted: it is whole, its fields say that it is ready, it is not used up, and its version is not
 // too old. So each draw draws of admitted rows, and no draw looks at others. Groups that have so many rows are a set for each such number
@@ -21,6 +22,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <unordered_set>
 #include <vector>
 
 #include "control.h"
@@ -38,6 +40,9 @@ struct GroupsField {
   std::uint8_t code, bits;
   std::uint16_t unused;
 };
+
+/// By which groups are in order: by when their newest row was written or edited, or by the variance of their rewards.
+enum class GroupsOrder : std::uint64_t { none, age, spread };
 
 struct GroupsHeader {
   static constexpr std::uint64_t kReady = 16, kComplete = 4;
@@ -66,6 +71,9 @@ struct GroupsHeader {
   std::uint64_t asked;  // how often
   Word used, expired, evicted;  // rows that were used up, that became too old, and that were overwritten before they were used up
   Word starved;                 // draws that found too few complete groups
+  std::uint64_t order, least;   // GroupsOrder of the groups of so many rows
+  GroupsField reward;           // that the order is by
+  std::uint64_t first;          // root of the tree of groups in order
 };
 static_assert(sizeof(GroupsHeader) <= kPage && sizeof(GroupsField) == 8);
 
@@ -77,6 +85,9 @@ struct GroupsPolicy {
   bool dated = false;            // they have versions
   GroupsField version = {};
   std::uint64_t staleness = 0;
+  GroupsOrder order = GroupsOrder::none;
+  std::uint64_t least = 0;       // rows of each group that is in order
+  GroupsField reward = {};       // that the spread is of
 };
 
 class Groups : public Index {
@@ -96,7 +107,7 @@ class Groups : public Index {
   static GroupsPolicy policy_of(std::span<std::byte> memory);
 
   /// A view of formatted memory, which must outlive it, as must the rows of `fields`: the key, those that say whether a row is ready, and
-  /// the version if there is one, as policy_of() names them. Throws std::invalid_argument: not such memory.
+  /// the version and the reward if there are such, as policy_of() names them. Throws std::invalid_argument: not such memory.
   Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields);
 
   std::uint64_t rows() const { return rows_; }
@@ -115,10 +126,14 @@ class Groups : public Index {
   };
   Counts counted() const;
 
+  /// Which groups: at random, or the first or last ones that are in order.
+  enum class Which { any, first, last };
+
   struct Asked {
     std::uint64_t n, each;  // groups, and rows of each
     bool complete = false;  // no row comes twice, and no group: where there are too few, none is drawn
     double floor = kSame;                        // rows of older versions are not admitted any more
+    Which which = Which::any;                    // else `each` is the policy's, and `complete`
     std::span<const std::int64_t> without = {};  // rows whose groups are to be left out; unless `complete`, if that leaves enough
   };
   enum class Order { any, newest };
@@ -181,15 +196,26 @@ class Groups : public Index {
   // Beside the uses of a row: it is being counted.
   static constexpr std::uint32_t kUses = kMostUses - 1, kMarked = std::uint32_t{1} << 31;
 
-  Node& node(Id id) const;
+  /// Search trees of rows by a number of each, and by the row where that is the same. A row is in one tree at most.
+  struct Trees {
+    Node* nodes = nullptr;
+    const std::uint64_t* numbers = nullptr;
+    std::uint64_t rows = 0;
+
+    Node& node(Id id) const;
+    std::uint64_t size_of(Id id) const { return id == 0 ? 0 : node(id).size; }
+    void resize(Id id) const { node(id).size = static_cast<std::uint32_t>(1 + size_of(node(id).left) + size_of(node(id).right)); }
+    bool is_before(Id a, Id b) const;
+    Id merge(Id a, Id b, unsigned depth = 0) const;
+    void split(Id tree, Id row, Id& below, Id& above, unsigned depth = 0) const;
+    Id with(Id tree, Id row) const;
+    Id without(Id tree, Id row, unsigned depth = 0) const;
+    Id at(Id tree, std::uint64_t rank) const;
+  };
+
+  Node& node(Id id) const { return trees_.node(id); }
   Group& group(Id id) const;
   std::uint64_t number(Id id) const { return numbers_[id - 1]; }
-  std::uint64_t size_of(Id id) const { return id == 0 ? 0 : node(id).size; }
-  void resize(Id id) const { node(id).size = static_cast<std::uint32_t>(1 + size_of(node(id).left) + size_of(node(id).right)); }
-  Id merge(Id a, Id b, unsigned depth = 0) const;
-  bool is_older(Id a, Id b) const;
-  void split(Id tree, Id row, Id& below, Id& above, unsigned depth = 0) const;
-  Id without_row(Id tree, Id row, unsigned depth = 0) const;
   /// Of a row in a tree: where it was looked for until now, and its rank there.
   struct Place {
     Id id;
@@ -200,6 +226,8 @@ class Groups : public Index {
   void ask_for(const std::vector<Id>& roots) const;
   void set_root(Group& group, Id root);
   RowSet& complete(std::uint64_t least);
+  void order(Id of, Id root);
+  std::uint64_t place_of(Id root, Id newest);
 
   std::uint64_t bucket_of(const std::byte* key) const;
   Id find_or_make(const std::byte* key);
@@ -223,10 +251,12 @@ class Groups : public Index {
   void expire(double floor);
 
   std::vector<Id> choose(const Random& random, const Asked& asked, bool& repeated);
+  std::vector<Id> in_order(const Asked& asked, const std::unordered_set<Id>& out) const;
   void each_of(Id root, std::vector<std::int64_t>& rows) const;
   void count(std::vector<Id> roots);
   void end_counting();
   bool counts() const { return policy_.most > 0; }
+  const Field& version_field() const { return fields_[1 + policy_.ready.size()]; }
 
   GroupsHeader* header_;
   GroupsPolicy policy_;                     // a copy, as are the next: the memory may be shared
@@ -234,7 +264,7 @@ class Groups : public Index {
   std::uint64_t* numbers_;                  // 0: the row is in no group
   std::byte* keys_;                                      // of groups
   RowSet roots_;
-  Node* nodes_;
+  Trees trees_;  // of groups
   Group* groups_;
   Id* buckets_;
   std::vector<RowSet> complete_;  // none in memory of earlier versions
@@ -242,8 +272,11 @@ class Groups : public Index {
   std::uint32_t* uses_ = nullptr;
   double* versions_ = nullptr;  // of admitted rows
   Id *ages_ = nullptr, *places_ = nullptr;  // a heap of them, the oldest version first; and of each row its place there + 1
+  std::uint64_t* order_ = nullptr;  // of the newest row of a group that is in order, its place there: what it is compared by
+  Trees in_order_;                  // of these rows, one tree
+  Id* newest_ = nullptr;            // of a group that is in order: that row; else 0
   const Control tickets_;
-  std::vector<Field> fields_;               // the key, those that say whether a row is ready, the version
+  std::vector<Field> fields_;               // the key, those that say whether a row is ready, the version, the reward
   std::vector<std::byte> looked_at_;        // what a row says in them, of the call under way: the key filled up to key_stride_
   double version_ = 0;                      // and its version
   std::uint64_t write_ = 0;                 // and the number of its write

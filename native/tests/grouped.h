@@ -46,6 +46,7 @@ struct Grouping {
     std::vector<engram::Field> fields{store.field(policy.field)};
     for (const auto& ready : policy.ready) fields.push_back(store.field(ready.number));
     if (policy.dated) fields.push_back(store.field(policy.version.number));
+    if (policy.order == engram::GroupsOrder::spread) fields.push_back(store.field(policy.reward.number));
     return fields;
   }
   explicit Grouping(const Grouped& shared, std::uint64_t participant = 0)

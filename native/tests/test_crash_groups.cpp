@@ -54,11 +54,11 @@ TEST(a_death_leaves_groups_that_are_what_the_rows_say) {
 // become ready: all groups of a draw are used or none is, and groups are what rows, uses and versions say.
 TEST(a_death_counts_a_draw_as_a_whole_or_not_at_all) {
   constexpr GroupsField kWord{0, 2, 64, 0};
-  const GroupsPolicy policy{.field = 1, .key_bytes = 8, .ready = {kWord}, .most = 1, .dated = true, .version = kWord};
+  const GroupsPolicy policy{.field = 1, .key_bytes = 8, .ready = {kWord}, .most = 1, .dated = true, .version = kWord, .order = GroupsOrder::spread, .least = 3, .reward = kWord};
   constexpr std::uint64_t kRows = 12, kEach = 3;
   std::uint64_t deaths = 0, counted = 0;
   const std::uint64_t step = stress::pick<std::uint64_t>(331, 31, 5);
-  std::vector<std::int64_t> rows(2 * kEach), numbers(2 * kEach);
+  std::vector<std::int64_t> rows(2 * kEach), numbers(2 * kEach), all(kRows), all_numbers(kRows);
   const auto draw = [&](Grouping& it, double floor) {
     return it.index.draw(5, {.n = 2, .each = kEach, .complete = true, .floor = floor}, Groups::Order::any, rows.data(), numbers.data()).any;
   };
@@ -113,6 +113,10 @@ TEST(a_death_counts_a_draw_as_a_whole_or_not_at_all) {
       std::uint64_t complete = 0;
       for (const auto& [key, in] : expected) complete += in.size() >= kEach ? 1 : 0;
       EXPECT_EQ(next.index.groups(kEach), complete);
+      if (complete > 0) EXPECT(next.index.draw(1, {.n = complete, .each = kEach, .complete = true, .which = Groups::Which::last}, Groups::Order::any,
+                                               all.data(), all_numbers.data()).any);
+      for (std::uint64_t i = 0; i < complete * kEach; ++i) EXPECT(expected[all[i] / 3 + 1].erase(all[i]) == 1);
+      std::erase_if(expected, [](const auto& group) { return group.second.empty(); });
       if (!expected.empty()) EXPECT(next.noted() == expected);  // which uses them all up
       EXPECT_EQ(next.index.groups(), std::uint64_t{0});
       if (end == Stepped::End::done) break;

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <map>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "blocks.h"
@@ -298,6 +300,7 @@ struct Model {
     if (policy.most > 0 && uses[writes.at(row)] >= policy.most) return false;
     return !policy.dated || word >= floor;
   }
+  std::vector<std::uint64_t> in_order(const Grouping& who, const Parts& parts) const;
   Parts parts(const Grouping& who) {
     Parts admitted;
     for (const auto& [key, rows] : who.stored()) {
@@ -308,6 +311,29 @@ struct Model {
     return admitted;
   }
 };
+
+// By what groups are in order: the newest row, as (number, row), or the variance of rewards, and then that row.
+std::vector<std::uint64_t> Model::in_order(const Grouping& who, const Parts& parts) const {
+  std::vector<std::tuple<double, std::uint64_t, std::int64_t, std::uint64_t>> order;
+  for (const auto& [key, rows] : parts) {
+    if (rows.size() < policy.least) continue;
+    std::pair<std::uint64_t, std::int64_t> newest{0, 0};
+    double sum = 0, squares = 0;
+    for (const std::int64_t row : rows) {
+      newest = std::max(newest, {number_of(who.control.word(static_cast<std::uint64_t>(row)).load()), row});
+      sum += who.word(row), squares += who.word(row) * who.word(row);
+    }
+    const auto n = static_cast<double>(rows.size());
+    double spread = squares / n - sum / n * (sum / n);
+    if (std::isnan(spread) || spread < 1e-9) spread = 0;
+    if (policy.order == GroupsOrder::spread) order.emplace_back(std::round(spread * 1e6), 0, newest.second, key);
+    else order.emplace_back(0, newest.first, newest.second, key);
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<std::uint64_t> keys;
+  for (const auto& [spread, number, row, key] : order) keys.push_back(key);
+  return keys;
+}
 
 std::vector<double> some_words(Dice& dice, std::uint64_t n) {
   std::vector<double> words(n);
@@ -331,10 +357,12 @@ TEST(groups_have_the_rows_that_are_admitted_after_any_writes_and_draws) {
                                    {.field = 1, .key_bytes = 8, .most = 1},
                                    {.field = 1, .key_bytes = 8, .most = 3},
                                    {.field = 1, .key_bytes = 8, .dated = true, .version = kWord},
-                                   {.field = 1, .key_bytes = 8, .ready = {kWord}, .most = 2, .dated = true, .version = kWord}};
+                                   {.field = 1, .key_bytes = 8, .ready = {kWord}, .most = 2, .dated = true, .version = kWord},
+                                   {.field = 1, .key_bytes = 8, .order = GroupsOrder::age, .least = 2},
+                                   {.field = 1, .key_bytes = 8, .most = 2, .order = GroupsOrder::spread, .least = 3, .reward = kWord}};
   Dice dice(7);
-  for (int round = 0; round < 180; ++round) {
-    Model model{.policy = policies[round % 6]};
+  for (int round = 0; round < 240; ++round) {
+    Model model{.policy = policies[round % 8]};
     const std::uint64_t rows = 1 + dice.below(60), kinds = 1 + dice.below(12);
     const Grouped shared(rows, model.policy);
     Grouping one(shared), other(shared, 1);
@@ -367,20 +395,24 @@ TEST(groups_have_the_rows_that_are_admitted_after_any_writes_and_draws) {
           break;
         case 5:
         case 6: {
-          const std::uint64_t n = 1 + dice.below(3), each = 1 + dice.below(5);
+          const bool ordered = model.policy.order != GroupsOrder::none && dice.below(2) == 0;
+          const std::uint64_t n = 1 + dice.below(3), each = ordered ? model.policy.least : 1 + dice.below(5);
+          const Groups::Which which = !ordered ? Groups::Which::any : dice.below(2) == 0 ? Groups::Which::first : Groups::Which::last;
           const Parts parts = model.parts(one);
           std::uint64_t complete = 0;
           for (const auto& [key, in] : parts) complete += in.size() >= each ? 1 : 0;
           EXPECT_EQ(who.index.groups(each), complete);
           std::vector<std::int64_t> drawn(n * each), numbers(n * each);
-          const bool any = who.index.draw(dice.bits(), {.n = n, .each = each, .complete = true, .floor = model.floor},
+          const bool any = who.index.draw(dice.bits(), {.n = n, .each = each, .complete = true, .floor = model.floor, .which = which},
                                           dice.below(2) == 0 ? Groups::Order::any : Groups::Order::newest, drawn.data(), numbers.data()).any;
           EXPECT_EQ(any, complete >= n);
           if (!any) break;
+          const std::vector<std::uint64_t> order = model.in_order(one, parts);
           std::set<std::uint64_t> keys;
           for (std::uint64_t g = 0; g < n; ++g) {
             const std::uint64_t key = key_of(parts, drawn[g * each]);
             keys.insert(key);
+            if (ordered) EXPECT_EQ(key, which == Groups::Which::first ? order[g] : order[order.size() - 1 - g]);
             const std::set<std::int64_t> of(drawn.begin() + static_cast<std::ptrdiff_t>(g * each), drawn.begin() + static_cast<std::ptrdiff_t>((g + 1) * each));
             EXPECT_EQ(of.size(), each);
             for (const std::int64_t row : of) EXPECT(parts.at(key).contains(row));
@@ -507,4 +539,6 @@ TEST(rules_that_no_rows_can_follow_are_refused) {
   EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 8, .ready = std::vector<GroupsField>(17, kWord)}));
   EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 8, .most = 1 << 24}));
   EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 8, .dated = true, .version = {0, 5, 128, 0}}));
+  EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 8, .order = GroupsOrder::age}));
+  EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 8, .order = static_cast<GroupsOrder>(3), .least = 2}));
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch
@@ -532,18 +531,14 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         return_info = return_info is not False and bool(return_info)
         if not self._wiring.gate.samples:
             self._wiring.gate.check_open("sample")
-        if timeout is not WAIT_S:
-            timeout = checked_timeout(timeout, "sample")
+        timeout = timeout if timeout is WAIT_S else checked_timeout(timeout, "sample")
         target = None if device is None else target_of(device, settings.output)
         if target is not None and target.type == "cuda":
             read = self._rows.replays.sample(target, batch_size, return_info)
             if read is not None:
                 return read
-        if timeout is WAIT_S or not self._wiring.of_sampler.awaits_rows:
-            sample = self._reading.sample(batch_size, return_info, timeout)
-        else:
-            draw = partial(self._reading.sample, batch_size, return_info, timeout)
-            sample = self._wiring.gate.gathered(draw, partial(self._wiring.can_sample, batch_size), timeout)
+        reading = self._reading if timeout is WAIT_S else self._wiring.awaiting(self._reading)
+        sample = reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
 
     def device_readable(self) -> OnDevice:

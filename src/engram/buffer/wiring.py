@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from engram.around import SampleUnit
     from engram.around.sequence import UnitReader
+    from engram.buffer.output import Source
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -256,6 +258,10 @@ class Wiring:
         """Whether a draw of so many rows would succeed now, and be admitted."""
         return self.source.can_sample(self.storage, rows) and self.gate.admits(self.storage.memory, rows)
 
+    def awaiting(self, source: Source) -> Source:
+        """A source that waits for rows, where the sampler says that there may be none yet."""
+        return _Awaiting(source, self) if self.of_sampler.awaits_rows else source
+
     def tell_emptied(self) -> None:
         """Call what samplers and writers of TorchRL's form reset themselves by."""
         for part in (self.own_sampler, self.writer):
@@ -384,6 +390,19 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
         inside = {"sample": "that of the sampler inside"} if isinstance(made, Expander) else {}
         refuse_others(made, **({"_empty": "empty"} if of_storage else inside))
     return made
+
+
+class _Awaiting:
+    """Batches of a source, once there are rows for them."""
+
+    def __init__(self, source: Source, wiring: Wiring) -> None:
+        self._source, self._wiring = source, wiring
+
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
+        """As the source. Raises as it does, ``NoSampleable`` after ``timeout`` seconds."""
+        wiring = self._wiring
+        draw = partial(self._source.sample, batch_size, return_info, timeout)
+        return wiring.gate.gathered(draw, partial(wiring.can_sample, batch_size), timeout)
 
 
 def consuming_sampler(given: object, draws: int, call: str) -> Sampler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from engram.types import Commit, Extent
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
+#: Of each order of groups: whether any are drawn, the first or the last ones of those that the index keeps in order.
+_WHICH = {"random": 0, "freshest": 2, "oldest": 1, "spread": 2}
+
+
+_Rows: TypeAlias = Literal["random", "recency", "reward", "variance"]
 
 
 class GroupSampler(NativeSampler):
@@ -39,6 +44,7 @@ class GroupSampler(NativeSampler):
     samples_per_group: int | None
     strategy: str
     complete: bool | None
+    order: str
     index_name: str
     _key: FieldPath
     _rules: GroupRules
@@ -64,7 +70,7 @@ class GroupSampler(NativeSampler):
             self._consumer.bind(storage)
 
     def _groups_of(self, storage: SampledStorage) -> Groups | None:
-        by_reward = self.strategy in ("reward", "variance")
+        by_reward = self.strategy in ("reward", "variance") or self._rules.reward is not None
         return storage.groups(self.index_name, self._key, self._reward if by_reward else None, self._rules)
 
     def _attached(self) -> Groups | None:
@@ -203,7 +209,7 @@ class GroupSampler(NativeSampler):
     def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
         """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
         of, retries, floor = self._attached(), Retries(), self._floor()
-        asked = GroupDraw(self.strategy, groups, each, self.whole, floor)
+        asked = GroupDraw(self.strategy, groups, each, self.whole, floor, _WHICH[self.order])
         while True:
             try:
                 found = None if of is None else of.draw(retries.key_of(key), asked, without)
@@ -341,8 +347,10 @@ class GroupSampler(NativeSampler):
             "max_staleness": None if rules.version is None else rules.max_staleness,
             "policy_version": None if rules.version is None else plain(public(rules.version)),
         }
+        strategy = self.strategy if self.order == "random" else plain((self.strategy, self.order))
         return {
             **super().config(),
+            "strategy": strategy,
             "index": self.index_name,
             **{name: value for name, value in more.items() if value is not None},
         }
@@ -389,14 +397,18 @@ class PromptGroupSampler(GroupSampler):
         strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
             edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;
             ``"variance"``, the rows whose rewards have the largest variance, and of equal ones the largest sum, in ascending order.
+            Or a pair, ``("random", "oldest")``: the second one says which groups: ``"random"``, each equally likely; the ``"freshest"``,
+            whose newest rows were written or edited last, or the ``"oldest"``; or those with the largest ``"spread"``, variance of the
+            rewards of their rows that count. The last three with complete groups of ``samples_per_group``. Without ``max_uses`` they draw
+            the same groups again and again.
         reward_key: the field with the rewards that the last two compare: the mean of its entries.
         cache_groups: without effect: groups are never out of date.
         ready: fields of floating numbers, 16 at most. In a :class:`LazyStackStorage` an entry that is None or missing is not ready, too.
         max_uses: draws of a group; None: any number. ``consume_after_n_samples`` of a buffer stands for it.
         max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
         policy_version: the field with the version: one number per row. A NaN is never drawn.
-        index: samplers by different keys, or with other rules (``ready``, ``max_uses``, ``max_staleness``), need different names; not in
-            a :class:`LazyStackStorage`. The consumer's version has the same name.
+        index: samplers by different keys, or with other rules (``ready``, ``max_uses``, ``max_staleness``, groups in order), need
+            different names; not in a :class:`LazyStackStorage`. The consumer's version has the same name.
 
     Raises:
         TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage other than
@@ -412,8 +424,8 @@ class PromptGroupSampler(GroupSampler):
     Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
     read and sorted; with ``max_uses`` it takes O(log rows) for each row of these groups. Each row written costs O(log rows), and so does
     each that becomes too old. The first draw of complete groups of another size costs O(rows), as do draws of more than four sizes in
-    turn. Memory: 37 bytes and the key per row of the storage, with ``max_uses`` 12 more, with ``max_staleness`` 16 more;
-    of a list 93.
+    turn. Memory: 37 bytes and the key per row of the storage, with ``max_uses`` 12 more, with ``max_staleness`` 16 more, with
+    groups in order 28 more; of a list 93.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
@@ -452,7 +464,7 @@ class PromptGroupSampler(GroupSampler):
         num_groups: int | None = None,
         samples_per_group: int | None = None,
         group_key: str | FieldPath = "query",
-        strategy: Literal["random", "recency", "reward", "variance"] = "random",
+        strategy: _Rows | tuple[_Rows, Literal["random", "freshest", "oldest", "spread"]] = "random",
         reward_key: str | FieldPath = ("next", "reward"),
         cache_groups: bool = True,
         complete: bool | None = None,
@@ -468,8 +480,6 @@ class PromptGroupSampler(GroupSampler):
                 f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
                 f"samples_per_group={samples_per_group}. The other one follows from the batch size."
             )
-        if strategy not in _STRATEGIES:
-            raise ValueError(f"{name}: strategy: expected one of {_STRATEGIES}, got {strategy!r}.")
         check_index_name(index, f"{name}: index")
         self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
         self.samples_per_group = (
@@ -477,20 +487,32 @@ class PromptGroupSampler(GroupSampler):
         )
         if not isinstance(complete, bool | None):
             raise TypeError(f"{name}: complete: expected True, False or None, got {complete!r}.")
-        max_staleness = check_count(f"{name}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
-        version = checked_path(policy_version, f"{name}: policy_version")
+        self.strategy, self.order = _strategies(strategy)
         self._key = checked_path(group_key, f"{name}: group_key")
-        self._rules = GroupRules(
-            _ready_fields(ready, f"{name}: ready"), None, None if max_staleness < 0 else version, max(max_staleness, 0)
-        )
         self._reward = checked_path(reward_key, f"{name}: reward_key")
-        self.strategy: str = strategy
         self.cache_groups = cache_groups
         self.complete = complete
         self.index_name = index
         self._consumer = ConsumerVersion(index)
+        version = checked_path(policy_version, f"{name}: policy_version")
+        staleness = check_count(f"{name}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
+        dated: dict[str, Any] = {} if staleness < 0 else {"version": version, "max_staleness": staleness}
+        self._rules = self._in_order()._replace(ready=_ready_fields(ready, f"{name}: ready"), **dated)
         if max_uses is not None:
             self.use_up(max_uses, f"{name}: max_uses")
+
+    def _in_order(self) -> GroupRules:
+        """The rules of groups that are kept in order, if they are. Raises ``ValueError``: they are not complete, or not of one size."""
+        if self.order == "random":
+            return GroupRules()
+        if self.samples_per_group is None or not self.whole:
+            raise ValueError(
+                f"PromptGroupSampler: strategy: {self.order!r}: expected complete groups of one size, which are kept in order, got "
+                f"{'num_groups' if self.samples_per_group is None else 'complete=False'}. Give samples_per_group alone."
+            )
+        if self.order == "spread":
+            return GroupRules(order=2, least=self.samples_per_group, reward=self._reward)
+        return GroupRules(order=1, least=self.samples_per_group)
 
     @property
     def group_key(self) -> str | FieldPath:
@@ -548,6 +570,16 @@ class PromptGroupSampler(GroupSampler):
     def ready(self) -> tuple[str | FieldPath, ...]:
         """The fields without which a row does not count."""
         return tuple(map(public, self._rules.ready))
+
+
+def _strategies(given: object) -> tuple[str, str]:
+    """Which rows of a group, and which groups. Raises ``ValueError``: no such strategies."""
+    pair = tuple(given) if isinstance(given, tuple | list) else (given, "random")
+    if len(pair) == 2 and pair[0] in _STRATEGIES and pair[1] in _WHICH:
+        return pair
+    raise ValueError(
+        f"PromptGroupSampler: strategy: expected one of {_STRATEGIES}, or a pair of one of them and one of {tuple(_WHICH)}, got {given!r}."
+    )
 
 
 def _ready_fields(given: object, where: str) -> tuple[FieldPath, ...]:

@@ -75,7 +75,9 @@ class ItemGroups:
         self._store = Store.private(Schema(storage.max_size, 1, (), tuple(fields.values()), structure))
         self._storage, self._key, self._reward, self._rules = storage, key, reward, rules
         own = rules._replace(
-            ready=(_READY,) if rules.ready else (), version=None if rules.version is None else _VERSION
+            ready=(_READY,) if rules.ready else (),
+            version=None if rules.version is None else _VERSION,
+            reward=None if rules.reward is None else _REWARD,
         )
         self._stored = StoredGroups(self._store, "main", _KEY, _REWARD, own)
         #: Of each check that a draw repeats, the rows whose items have failed it.

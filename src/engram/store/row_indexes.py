@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     #: None: there is no group.
     Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
 
+#: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
+#: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
+GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
 #: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
 #: many numbers were given since.
 Progress: TypeAlias = tuple[int, int, int, int]
@@ -327,6 +330,12 @@ class GroupRules(NamedTuple):
     version: FieldPath | None = None
     #: Rows whose version is further behind the consumer's are in no group.
     max_staleness: int = 0
+    #: By which groups are in order: 0 nothing, 1 when their newest row was written or edited, 2 the variance of rewards.
+    order: int = 0
+    #: Rows of each group that is in order.
+    least: int = 0
+    #: The field with the rewards that the order is by.
+    reward: FieldPath | None = None
 
 
 #: All of them.
@@ -346,6 +355,8 @@ class GroupDraw(NamedTuple):
     complete: bool = False
     #: The oldest version, from now on; NaN: as it is.
     floor: float = math.nan
+    #: Which groups: 0 any, 1 the first, 2 the last ones in order.
+    which: int = 0
 
 
 class GroupIndex(TicketIndex[native.Groups]):
@@ -366,39 +377,22 @@ class GroupIndex(TicketIndex[native.Groups]):
             IncompatibleStore: the index of that name has groups by other rules.
             OSError: no space for its file.
         """
-        number = _key_field(store, key)
-        ready = tuple(_ready_field(store, path) for path in rules.ready)
-        version = None if rules.version is None else _version_field(store, rules.version)
-        fields = store.schema.fields
-        key_bytes, most = fields[number].row_bytes, rules.max_uses or 0
-        staleness = 0 if version is None else rules.max_staleness
-
-        def with_dtype(field: int) -> tuple[int, Any]:
-            return field, dlpack_specs([fields[field]])[0]
-
-        policy = (
-            number,
-            key_bytes,
-            tuple(map(with_dtype, ready)),
-            most,
-            None if version is None else with_dtype(version),
-            staleness,
-        )
+        policy = _policy_of(store, key, rules)
+        asked = _numbers_of(policy)
 
         def make(block: Block) -> None:
             native.format_groups(block.address, block.nbytes, store.capacity, policy)
 
-        index: GroupIndex | None = store.indexes.get((name, cls.kind)) or store.indexes.refreshed().get(
-            (name, cls.kind)
-        )
+        indexes = store.indexes
+        index: GroupIndex | None = indexes.get((name, cls.kind)) or indexes.refreshed().get((name, cls.kind))
         if index is not None:  # perhaps of another size
-            index.check(store, name, (number, key_bytes, ready, most, version, staleness))
+            index.check(store, name, asked)
         nbytes = native.groups_bytes(store.capacity, policy) if index is None else index.block.nbytes
-        index, _ = cls.of_name(store.indexes, name, nbytes, make)
-        index.check(store, name, (number, key_bytes, ready, most, version, staleness))
+        index, _ = cls.of_name(indexes, name, nbytes, make)
+        index.check(store, name, asked)
         return index
 
-    def check(self, store: Store, name: str, asked: tuple[int, int, tuple[int, ...], int, int | None, int]) -> None:
+    def check(self, store: Store, name: str, asked: GroupPolicy) -> None:
         """Raise ``IncompatibleStore`` if the index has other rules."""
         if self.core.policy != asked:
             raise IncompatibleStore(
@@ -425,7 +419,7 @@ class GroupIndex(TicketIndex[native.Groups]):
             newest: the newest, the oldest of them first. Else any.
             without: int64, contiguous: rows whose groups are left out, if there are enough others.
         """
-        return self.core.draw(key, draw.groups, draw.each, newest, without, draw.complete, draw.floor)
+        return self.core.draw(key, draw.groups, draw.each, newest, without, draw.complete, draw.floor, draw.which)
 
     def best(
         self, store: Store, reward: Field, key: int, draw: GroupDraw, without: Tensor
@@ -445,7 +439,7 @@ class GroupIndex(TicketIndex[native.Groups]):
         numbered = store.schema.fields.index(reward), dlpack_specs([reward])[0]
         spread = draw.strategy == "variance"
         return self.core.draw_best(
-            store.core, numbered, key, draw.groups, draw.each, spread, without, draw.complete, draw.floor
+            store.core, numbered, key, draw.groups, draw.each, spread, without, draw.complete, draw.floor, draw.which
         )
 
     def uses(self) -> Tensor:
@@ -455,9 +449,33 @@ class GroupIndex(TicketIndex[native.Groups]):
         return out
 
 
-def _said(store: Store, policy: tuple[int, int, tuple[int, ...], int, int | None, int]) -> str:
+def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
+    """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
+    fields = store.schema.fields
+
+    def with_dtype(field: int) -> tuple[int, Any]:
+        return field, dlpack_specs([fields[field]])[0]
+
+    number = _key_field(store, key)
+    ready = tuple(with_dtype(_ready_field(store, path)) for path in rules.ready)
+    version = None if rules.version is None else with_dtype(_version_field(store, rules.version))
+    reward = None
+    if rules.reward is not None:
+        reward = with_dtype(fields.index(reward_field(store, rules.reward)))
+    key_bytes, most = fields[number].row_bytes, rules.max_uses or 0
+    return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
+
+
+def _numbers_of(policy: Any) -> GroupPolicy:
+    """The same with the numbers of fields alone."""
+    number, key_bytes, ready, most, version, staleness, order, least, reward = policy
+    version, reward = (None if field is None else field[0] for field in (version, reward))
+    return number, key_bytes, tuple(field for field, _ in ready), most, version, staleness, order, least, reward
+
+
+def _said(store: Store, policy: GroupPolicy) -> str:
     """The rules of groups, in words."""
-    number, _, ready, most, version, staleness = policy
+    number, _, ready, most, version, staleness, order, least, reward = policy
     fields = store.schema.fields
     said = f"groups by {public(fields[number].key)!r}"
     if ready:
@@ -466,6 +484,9 @@ def _said(store: Store, policy: tuple[int, int, tuple[int, ...], int, int | None
         said += f", max_uses={most}"
     if version is not None:
         said += f", max_staleness={staleness} by {public(fields[version].key)!r}"
+    if order:
+        by = "their age" if reward is None else f"the variance of {public(fields[reward].key)!r}"
+        said += f", those of {least} rows in the order of {by}"
     return said
 
 
@@ -545,7 +566,7 @@ class StoredGroups:
         if draw.strategy in ("random", "recency"):
             return index.draw(key, draw, newest=draw.strategy == "recency", without=without)
         assert self._reward is not None  # the strategy asks for it
-        return index.best(self._store, self._rewards(self._reward), key, draw, without)
+        return index.best(self._store, reward_field(self._store, self._reward), key, draw, without)
 
     def take_back(self, rows: Tensor, tickets: Tensor) -> None:
         """As :meth:`Groups.take_back`."""
@@ -559,17 +580,18 @@ class StoredGroups:
         """As :meth:`Groups.restore_uses`."""
         self._index.core.restore_uses(uses)
 
-    def _rewards(self, reward: FieldPath) -> Field:
-        """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
-        fields = {field.key: field for field in self._store.schema.fields}
-        field = fields.get(reward)
-        if field is None:
-            raise no_rewards(reward, sorted(fields))
-        if field.dtype.startswith("complex") or not field.row_bytes:
-            raise TypeError(
-                f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
-            )
-        return field
+
+def reward_field(store: Store, reward: FieldPath) -> Field:
+    """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
+    fields = {field.key: field for field in store.schema.fields}
+    field = fields.get(reward)
+    if field is None:
+        raise no_rewards(reward, sorted(fields))
+    if field.dtype.startswith("complex") or not field.row_bytes:
+        raise TypeError(
+            f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
+        )
+    return field
 
 
 def no_rewards(reward: FieldPath, known: list[FieldPath]) -> KeyError:
