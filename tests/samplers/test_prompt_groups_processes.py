@@ -162,6 +162,36 @@ def test_processes_share_groups_out_exactly(tmp_path):
     rb.close()
 
 
+def test_a_server_hands_groups_out_once(tmp_path):
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(80, scratch_dir=tmp_path / "s"),
+        sampler=PromptGroupSampler(
+            samples_per_group=4, max_uses=1, ready=["score"], max_staleness=1, policy_version="version"
+        ),
+        batch_size=8,
+    )
+    rb.extend(
+        {
+            "query": torch.arange(16) // 4,
+            "score": torch.tensor([0.0] * 11 + [float("nan")] * 5),
+            "version": torch.tensor([0] * 4 + [1] * 12),
+        }
+    )
+    with serving(tmp_path / "s") as served:
+        there = ReplayBuffer.connect(served.address, batch_size=8)
+        assert there.can_sample()
+        there.sampler.consumer_version = 2
+        assert rb.sampler.consumer_version == 2
+        assert not there.can_sample()  # of two groups with all scores one is too old
+        with pytest.raises(NoSampleable, match="1 of 2 groups"):
+            there.sample(timeout=0)
+        rb.set_at_("score", torch.ones(1), torch.tensor([11]))
+        assert sorted(there.sample(timeout=60)["query"].tolist()) == [1] * 4 + [2] * 4
+        assert not there.can_sample()
+        there.close()
+    rb.close()
+
+
 def test_a_process_that_is_killed_takes_no_group_that_another_one_gets(tmp_path):
     rb = answered(tmp_path / "s")
     logs = [tmp_path / f"{i}" for i in range(4)]
