@@ -89,7 +89,8 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         remover: which rows go when the store is full: :class:`LowestPriority`, another :class:`Remover`. Default: the oldest.
         sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
             Default, as :class:`Transition`: itself.
-        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
+        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``. With a
+            :class:`PromptGroupSampler` short for its ``max_uses=n``.
         service_backend: ``"ray"``: an actor of Ray keeps the rows, as for :class:`RayReplayBuffer`, which has the other arguments of it:
             ``transport``, ``shards``, ``placement``, ``name``; ``ray_init_config`` and ``remote_config`` in a dict
             ``service_backend_options``.
@@ -494,7 +495,8 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
                 capture it. Where something of a batch needs the host (``docs/gpu.md`` says what), the host draws and sends it, from
                 pinned memory without waiting for the copy.
             timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever. With ``prefetch``, until a thread
-                has been admitted that makes the batch.
+                has been admitted that makes the batch. Where it is given, also for the groups of a :class:`PromptGroupSampler`: without
+                it there are enough of them, or none is waited for.
 
         Returns:
             New tensors ``[B, ...]`` in the form of the rows (dict in, dict out; a dataclass without a call of its ``__init__``) or the
@@ -531,14 +533,14 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         return_info = return_info is not False and bool(return_info)
         if not self._wiring.gate.samples:
             self._wiring.gate.check_open("sample")
-        if timeout is not WAIT_S:
-            timeout = checked_timeout(timeout, "sample")
+        timeout = timeout if timeout is WAIT_S else checked_timeout(timeout, "sample")
         target = None if device is None else target_of(device, settings.output)
         if target is not None and target.type == "cuda":
             read = self._rows.replays.sample(target, batch_size, return_info)
             if read is not None:
                 return read
-        sample = self._reading.sample(batch_size, return_info, timeout)
+        reading = self._reading if timeout is WAIT_S else self._wiring.awaiting(self._reading)
+        sample = reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
 
     def device_readable(self) -> OnDevice:
@@ -1526,7 +1528,10 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
         ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; of a
-        :class:`NextFromFollowing`, ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
+        :class:`PromptGroupSampler`, ``groups`` and ``starved_draws``, those that found too few complete groups, and since the storage
+        has its groups, of rows, ``used_rows``, ``evicted_rows``, those that were overwritten before they were used up, and
+        ``expired_rows``; of a :class:`NextFromFollowing`,
+        ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
         as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 

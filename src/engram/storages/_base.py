@@ -23,7 +23,7 @@ from engram.saved.parts import Dumpable, check_kind, read_state
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.keys import StoredKeys, no_index
-from engram.store.row_indexes import ConsumptionIndex, StoredGroups
+from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, StoredGroups
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, Traits, WritePlan
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engram.saved.parts import PartSnapshot, Preparation
     from engram.store import Store
     from engram.store.limits import Rules
-    from engram.store.row_indexes import Groups
+    from engram.store.row_indexes import GroupRules, Groups
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 
@@ -922,8 +922,10 @@ class Storage(Declared, Dumpable, Port):
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
         return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most)
 
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
-        return None if self.memory is None else StoredGroups(self.memory, name, key, reward)
+    def groups(
+        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+    ) -> Groups | None:
+        return None if self.memory is None else StoredGroups(self.memory, name, key, reward, rules)
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
         """Some rows of what :meth:`read` returned or :meth:`prepare` made.

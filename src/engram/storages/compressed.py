@@ -24,6 +24,7 @@ from engram._support.tensordicts import (
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
+from engram.store.row_indexes import ALL_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram._support.unsupported import TracingArguments
-    from engram.store.row_indexes import Groups
+    from engram.store.row_indexes import GroupRules, Groups
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
@@ -103,18 +104,20 @@ class LazyStackStorage(ListStorage):
         # Entries of the batch are no entries of what is stored.
         return lazy_stack(copies(rows), self.stack_dim % dims)
 
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+    def groups(
+        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+    ) -> Groups | None:
         del name  # there may be several
         if self._max_size is None:
             raise ValueError(
                 "PromptGroupSampler: expected a storage with a bound, got a list without. Use LazyStackStorage(max_size=…)."
             )
         with self._lock:
-            if (key, reward) not in self._groups:
-                groups = ItemGroups(self, key, reward)
+            if (key, reward, rules) not in self._groups:
+                groups = ItemGroups(self, key, reward, rules)
                 self._tell_groups(groups)
-                self._groups[key, reward] = groups
-            return self._groups[key, reward]
+                self._groups[key, reward, rules] = groups
+            return self._groups[key, reward, rules]
 
     def __getitem__(self, index: object) -> object:
         """A row, or a lazy stack of some."""
