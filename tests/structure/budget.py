@@ -22,7 +22,7 @@ ROOMS = {
     "reshard": 1_046,
     "samplers": 1_664,
     "saved": 4_766,
-    "serving": 1_307,
+    "serving": 1_311,
     "storages": 4_110,
     "store": 6_252,
     "testing": 601,
