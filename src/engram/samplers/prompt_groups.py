@@ -423,9 +423,9 @@ class PromptGroupSampler(GroupSampler):
 
     Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
     read and sorted; with ``max_uses`` it takes O(log rows) for each row of these groups. Each row written costs O(log rows), and so does
-    each that becomes too old. The first draw of complete groups of another size costs O(rows), as do draws of more than four sizes in
-    turn. Memory: 37 bytes and the key per row of the storage, with ``max_uses`` 12 more, with ``max_staleness`` 16 more, with
-    groups in order 28 more; of a list 93.
+    each that becomes too old; with the largest spread first, also O(rows of its group). The first draw of complete groups of another
+    size costs O(rows), as do draws of more than four sizes in turn. Memory: 37 bytes and the key per row of the storage, with
+    ``max_uses`` 12 more, with ``max_staleness`` 16 more, with groups in order 28 more; of a list 93.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
