@@ -251,6 +251,7 @@ def test_a_ring_that_wraps_many_times(make, ragged_bytes):
         assert there == list(range(written - len(there), written))  # the newest, and none is missing
         assert set(ragged_rows.check(rb.sample())) <= set(there)
     assert len(rb) == 16 or ragged_bytes == 1_000
+    assert (rb.stats()["evicted_rows"] > 0) == (ragged_bytes == 1_000)
     assert written > 10 * 16
 
 
