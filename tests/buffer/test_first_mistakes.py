@@ -286,7 +286,7 @@ def test_rows_without_ends():
 
 @pytest.mark.parametrize(
     "value",
-    [np.array([object(), object()]), np.array([[1], [1, 2]], dtype=object), ["a", 1], [[1, 2], [3]], None, object()],
+    [np.array([object(), object()]), np.array([[1], [1, 2]], dtype=object), ["a", None], [[1, 2], [3]], None, object()],
 )
 def test_objects_in_a_tensor_storage(value):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
