@@ -9,7 +9,7 @@ ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700}
 ROOMS = {
     "_support": 1_682,
     "around": 3_937,
-    "buffer": 6_054,
+    "buffer": 6_060,
     "checkpoint": 2_060,
     "cli": 1_805,
     "device": 1_076,
