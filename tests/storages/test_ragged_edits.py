@@ -1,5 +1,8 @@
 """Ragged rows that are refused, and edits of those that are there."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -7,12 +10,17 @@ from tensordict import NonTensorStack, TensorDict
 from engram import (
     LazyTensorStorage,
     Lifo,
+    NStep,
     Ragged,
+    RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
+    SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
+    WindowSpec,
 )
 from tests.storages import ragged_rows
 from tests.storages.ragged_rows import nested, plain
@@ -235,3 +243,48 @@ def test_writers_that_place_rows_are_refused():
 def test_existing_data_has_no_ragged_fields():
     with pytest.raises(TypeError, match="expected a dense tensor"):
         TensorStorage({"a": nested([1], [2, 3])})
+
+
+def test_readers_of_what_is_around_rows_are_refused_by_name(make):
+    storage = make(20, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY)
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    rb.extend({**ragged_rows.rows(0, 20), "episode": torch.arange(20) // 10})
+    following = NStep(n=2, gamma=0.9, sampler=RandomSampler())
+    windows = SliceSampler(window=WindowSpec(2), traj_key="episode", flat=False)
+    for sampler, error, message in (
+        (
+            following,
+            ValueError,
+            "sample: NStep: expected fields whose rows all have one size, got ragged ones: tokens, ",
+        ),
+        (
+            windows,
+            RuntimeError,
+            r"expected one batch dimension of rows with ragged fields.*got \[4, 2\]. Draw flat windows",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            ReplayBuffer(storage=storage, sampler=sampler, batch_size=4).sample()
+    with pytest.raises(ValueError, match="an ensemble: expected fields whose rows all have one size"):
+        ReplayBufferEnsemble(rb, rb, batch_size=4).sample()
+
+
+def test_nested_tensors_need_one_row_dimension():
+    rb = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    with pytest.raises(RuntimeError, match="field 'a': expected rows of one size where ndim > 1, got a nested tensor"):
+        rb.extend({"a": nested([1], [2, 3])})
+    assert not rb.storage.initialized
+
+
+def test_copies_and_readers_have_the_same_rows(make):
+    rb = ReplayBuffer(storage=make(20, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY))
+    rb.extend(ragged_rows.rows(0, 8))
+    assert ragged_rows.check(pickle.loads(pickle.dumps(rb))[:]) == list(range(8))
+    assert ragged_rows.check(copy.deepcopy(rb)[:]) == list(range(8))
+    folder = getattr(rb.storage, "scratch_dir", None)
+    if folder is not None:
+        reader = ReplayBuffer.open(folder, readonly=True)
+        assert ragged_rows.check(reader[:]) == list(range(8))
+        rb.extend(ragged_rows.rows(8, 4))
+        assert set(ragged_rows.check(reader.sample(200))) == set(range(12))
+        reader.close()

@@ -194,7 +194,7 @@ class RaggedStructure(Structure):
         if len(batch) > 1:
             raise RuntimeError(
                 f"sample: expected one batch dimension of rows with ragged fields, {[field.key for field in self.ragged.values()]}, got "
-                f"{list(batch)}. Draw flat windows: WindowSpec(flat=True)."
+                f"{list(batch)}. Draw flat windows: SliceSampler(flat=True)."
             )
         within, laid_out = self.root.kind in ("tensordict", "tensorclass"), list(columns)
         batches = Batches(self.options.layout, within=within)

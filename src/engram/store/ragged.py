@@ -35,6 +35,10 @@ class RaggedStore(Store):
 
     reads_apart = True
 
+    def counters(self) -> dict[str, float]:
+        """As for every store, and the rows that lost their items to newer ones."""
+        return super().counters() | {"evicted_rows": self.core.evicted}
+
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor | Items], n: int) -> Write:
