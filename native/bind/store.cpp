@@ -25,6 +25,7 @@
 #include "intake.h"
 #include "interpreter.h"
 #include "memory.h"
+#include "ragged.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -401,6 +402,7 @@ void bind_store(nb::module_& m) {
   bind_tickets(type);
   bind_draws(type);
   bind_disk(type);
+  bind_ragged(m, type);
   bind_limits(type);
   bind_meter(type);
   bind_store_control(m, type);

@@ -27,6 +27,7 @@
 #include "meter.h"
 #include "row_limits.h"
 #include "participants.h"
+#include "ragged.h"
 #include "random.h"
 
 namespace engram {
@@ -98,6 +99,11 @@ class Store {
   /// Null: the rows are in memory only.
   Disk* disk() const { return disk_.get(); }
 
+  /// The rings with the items of ragged fields, whose leaders are fields of the store already. To be called before the store is used.
+  void use(std::unique_ptr<Ragged> ragged);
+  /// Null: no field is ragged.
+  const Ragged* ragged() const { return ragged_.get(); }
+
   const Control& control() const { return control_; }
   /// How fast rows may come and go. Appended rows, and those that are written by number to grow, are admitted first, or refused: Limited.
   Limits limits() const { return Limits(control_); }
@@ -134,8 +140,8 @@ class Store {
   const Field& rows_of_file(std::uint64_t number) const { return field(number).contiguous() ? field(number) : group_; }
 
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
-  /// null. Returns t0: row i has ticket number t0 + i.
-  std::uint64_t append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out);
+  /// null. Returns t0: row i has ticket number t0 + i. `items`: of the ragged fields, whose columns are ignored; null if there are none.
+  std::uint64_t append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out, RaggedWrite* items = nullptr);
 
   /// Thrown by what reserves positions of a request: an earlier one is missing, or it is too old to tell. `next`: the position, or the
   /// number of the request, that can come next.
@@ -163,7 +169,8 @@ class Store {
   std::uint64_t append_at(std::uint64_t lane, std::uint64_t position, std::uint64_t n, Columns columns, std::int64_t* rows_out);
 
   /// Appends row i of the columns to lane lane_of[i]; order is kept within each lane. Otherwise as append.
-  std::uint64_t append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out);
+  std::uint64_t append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out,
+                               RaggedWrite* items = nullptr);
 
   /// Writes rows by number; of rows named twice the last entry wins. `which` names the fields that `columns` holds: all
   /// others keep their content. `grow`, which needs all fields: the lanes' extents come to cover the rows, and unwritten rows below
@@ -183,6 +190,17 @@ class Store {
   /// have the tickets `first`, `first` + 1 ... Throws Stalled: an edit is under way for too long.
   Patched patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
                 const std::int64_t* expected, std::int64_t* numbers_out, Same same = Same::write);
+
+  /// Copies the items of rows that still have the tickets `expected`, and whose columns of a group's leader are `spans`: of field f, those
+  /// of row i to outputs[f] from item places[i] on; null: not that field. Returns the positions of rows that do not have them any more;
+  /// what was copied for those is unspecified. Throws std::out_of_range.
+  std::vector<std::int64_t> gather_items(std::uint64_t group, const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
+                                         const std::byte* spans, std::span<std::byte* const> outputs, const std::int64_t* places) const;
+
+  /// As patch(), of the items of a group: rows that still are the same get other items of the same length, of the fields whose values are
+  /// not null. Throws std::invalid_argument, and nothing is written: a row has another length.
+  Patched patch_items(std::uint64_t group, const std::int64_t* rows, std::uint64_t n, const RaggedSource& source,
+                      const std::int64_t* expected, std::int64_t* numbers_out, Same same = Same::write);
 
   /// The tickets of rows that still hold the writes `expected`, -1 for others and where that is not above 0. Waits for edits, as patch().
   void tickets_of_writes(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, std::int64_t* numbers_out) const;
@@ -309,13 +327,26 @@ class Store {
   void tell_indexes(Tell&& tell) const;
   template <class Write, class Settle, class Tell>
   void write_and_tell(ClaimGuard& claim, Write&& write, Settle&& settle, Tell&& tell) const;
+  template <class Put>
+  Patched patch_with(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, const std::int64_t* expected,
+                     std::int64_t* numbers_out, Same same, Put&& put);
   void forget_if_outside(std::uint64_t row, std::uint64_t number) const;
   void forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const;
   void place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick, std::int64_t* rows_out) const;
   template <class At, class Copy>
   std::uint64_t write_chunk(std::uint64_t i, std::uint64_t most, Over over, At&& at, Copy&& copy);
-  void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
-                  const std::int64_t* pick, Over over = Over::anything, std::uint64_t* written = nullptr);
+  void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns, const std::int64_t* pick,
+                  Over over = Over::anything, std::uint64_t* written = nullptr, RaggedWrite* items = nullptr, const Claim* claim = nullptr);
+  void check_items(std::uint64_t n, const RaggedWrite* items) const;
+  void check_no_spans(std::span<const std::uint64_t> which) const;
+  std::uint64_t reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items) const;
+  void make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_t last, std::uint64_t position, const Claim& own) const;
+  bool clear_items(const std::vector<std::uint64_t>& below, std::uint64_t lane, std::uint64_t position, const Claim& own,
+                   std::vector<std::int64_t>& evicted) const;
+  bool is_under_way(std::uint64_t lane, std::uint64_t from, std::uint64_t to, const Claim& own) const;
+  bool evict(std::uint64_t row, std::uint64_t seen) const;
+  void tell_evicted(const std::vector<std::int64_t>& rows) const;
+  std::optional<Span> span_of(std::uint64_t group, std::uint64_t row, std::uint64_t word) const;
   template <class RowOf>
   bool goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const;
   void put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick, bool to_file) const;
@@ -377,6 +408,7 @@ class Store {
 
   std::unique_ptr<Tables> tables_ = std::make_unique<Tables>();
   std::uint64_t needed_ = 0;  // of the fields, from the first on: what no write leaves out
+  std::unique_ptr<Ragged> ragged_;
   std::unique_ptr<Disk> disk_;
   const Field* longest_ = nullptr;  // of those that lie in files
   Field group_;                     // the rows of all fields that lie between one another

@@ -127,7 +127,10 @@ void Store::end_placing() {
   if (placings_ > 0 && --placings_ == 0) control_.lock_page().placing.unlock();
 }
 
-void Store::forget_holds() { pauses_ = placings_ = 0; }
+void Store::forget_holds() {
+  pauses_ = placings_ = 0;
+  if (ragged_ != nullptr && others_ == nullptr) ragged_->forget_holds();
+}
 
 void Store::begin_replacing(bool keep_write_count) {
   const std::uint64_t pause = control_.lock_page().pause.load(std::memory_order_acquire);

@@ -40,6 +40,16 @@ class Spans {
     if (inside_ == control.capacity()) ends_.clear();  // all full: the k-th row is row k
   }
 
+  /// Where fields are ragged: the rows from each lane's tail on, in order. Most others inside the extents have lost their items.
+  Spans(const Control& control, const Ragged& ragged) : length_(control.lane_length()) {
+    for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) {
+      const std::uint64_t end = control.end(lane), filled = std::min(control.filled(lane), end);
+      const std::uint64_t first = std::clamp(ragged.tail(lane).load(std::memory_order_acquire), end - filled, end);
+      starts_.push_back(first % length_);
+      ends_.push_back(inside_ += end - first);
+    }
+  }
+
   std::uint64_t total() const { return inside_ - std::min(inside_, left_out()); }
   /// Whether the k-th row is row k.
   bool ranks_are_rows() const { return ends_.empty() && left_out() == 0; }
@@ -49,8 +59,8 @@ class Spans {
     if (ends_.empty()) return static_cast<std::int64_t>(k);
     const auto end = std::upper_bound(ends_.begin(), ends_.end(), k);
     const auto lane = static_cast<std::uint64_t>(end - ends_.begin());
-    const std::uint64_t before = lane == 0 ? 0 : ends_[lane - 1];
-    return static_cast<std::int64_t>(lane * length_ + (k - before));
+    const std::uint64_t step = k - (lane == 0 ? 0 : ends_[lane - 1]);
+    return static_cast<std::int64_t>(lane * length_ + (starts_.empty() ? step : (starts_[lane] + step) % length_));
   }
 
  private:
@@ -79,7 +89,7 @@ class Spans {
   }
 
   std::uint64_t length_, inside_ = 0;
-  std::vector<std::uint64_t> ends_;
+  std::vector<std::uint64_t> ends_, starts_;
   std::shared_ptr<const std::vector<std::int64_t>> voids_;
 };
 
@@ -207,7 +217,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   look_after_others();
   const std::span<const std::uint64_t> which = all().first(batch.size());
   const std::uint64_t live = control_.size(), gaps = control_.void_rows();
-  const Spans spans(control_, gaps > live * (kMostTries - 1) ? voids() : nullptr);
+  const Spans spans = ragged_ != nullptr ? Spans(control_, *ragged_) : Spans(control_, gaps > live * (kMostTries - 1) ? voids() : nullptr);
   if (spans.total() == 0) throw NothingLive(kEmptyStore);
   if (masses != nullptr) *masses = {static_cast<double>(live), 1.0, live};
   const Random random(key);

@@ -39,6 +39,10 @@ void Store::repair(Participant& dead) const {
   void_gaps();
   claim.t0.store(0, std::memory_order_seq_cst);
   count_voids();
+  if (ragged_ != nullptr) {  // it may have died between evicting rows and telling the indexes
+    const Rows gone = *voids();
+    if (!gone.empty()) tell_indexes([&](Index& index) { index.lost(gone.data(), gone.size()); });
+  }
   limits().return_prepaid_of(dead);
   count_in_flight(true);
 }

@@ -277,48 +277,57 @@ std::uint64_t Store::write_chunk(std::uint64_t i, std::uint64_t most, Over over,
 }
 
 // Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
-// columns, which is also its place among the ticket numbers. `written` counts them.
-void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
-                       const std::int64_t* pick, Over over, std::uint64_t* written) {
+// columns, which is also its place among the ticket numbers. `written` counts them. Of rows with items all are written, also those that
+// this very batch overwrites: the ring of items has a place for each.
+void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns, const std::int64_t* pick,
+                       Over over, std::uint64_t* written, RaggedWrite* items, const Claim* claim) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
   const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
   const bool to_files = goes_to_files(all(), n, [&](std::uint64_t i) { return static_cast<std::int64_t>(start + (p0 + i) % length); });
   const std::uint64_t most = to_files ? kFileBytes : kChunkBytes;
   const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes()));
-  std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
+  std::uint64_t i = n > length && items == nullptr ? n - length : 0;  // rows that this very batch would overwrite are not written
   if (over == Over::missing) {
     const std::uint64_t end = control_.end(lane), lapped = end - std::min(end, p0 + length);
     i = std::max(i, std::min(n, lapped));
   }
   while (i < n) {
     const std::uint64_t begin = i, first = start + (p0 + i) % length;
-    const std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
+    std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
+    if (items != nullptr) {
+      space = items->chunk(i, space, pick, most);
+      make_room(*items, lane, source(i + space - 1), p0 + i, *claim);  // before anything is marked
+    }
     const std::uint32_t lap = control_.lap_of(p0 + i);
     const auto at = [&](std::uint64_t k) { return Target{first + k - begin, t0 + source(k), true, {lane, p0 + k, lap}}; };
     i = write_chunk(i, space, over, at, [&](std::uint64_t marked) {
       if (written != nullptr) *written += marked;
       put_whole(first, marked, columns, begin, pick == nullptr ? nullptr : pick + begin, to_files);
+      if (items != nullptr) items->put(lane, begin, marked, pick);
     });
   }
 }
 
-std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
+std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out, RaggedWrite* items) {
   check(lane < control_.lanes(), "a lane outside the store");
   check_columns(columns.size());
+  check_items(n, items);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
   AdmittedInsert admitted(control_, n);  // behind the claim: who counts rows in flight again waits for it
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
-  const std::uint64_t p0 = control_.reserve(lane, n, participant_);
+  const std::uint64_t p0 = reserve(lane, n, nullptr, items);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
   std::vector<std::int64_t> rows;
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
   place_ring(lane, p0, n, nullptr, rows_out);
+  std::vector<const std::byte*> with_spans;
+  if (items != nullptr) columns = with_spans = items->columns(columns);
   write_and_tell(
       claim,
-      [&] { write_ring(lane, p0, n, t0, columns, nullptr); },
+      [&] { write_ring(lane, p0, n, t0, columns, nullptr, Over::anything, nullptr, items, &claim.claim()); },
       [&] {
         if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
       },
@@ -331,6 +340,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
 // indexes are told as of rows by number, since some may have passed these positions by when their first writer died.
 std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve) {
   check_columns(columns.size());
+  check_items(n, nullptr);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -379,8 +389,9 @@ std::uint64_t Store::append_at(std::uint64_t lane, std::uint64_t position, std::
 }
 
 std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns,
-                                    std::int64_t* rows_out) {
+                                    std::int64_t* rows_out, RaggedWrite* items) {
   check_columns(columns.size());
+  check_items(n, items);
   const Own own(lane_of, n);
   for (std::uint64_t i = 0; i < n; ++i) {
     check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
@@ -402,19 +413,20 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   ClaimGuard claim(writer());
   admit(claim);
   AdmittedInsert admitted(control_, n);
-  for (Run& run : runs) {
-    run.p0 = control_.reserve(run.lane, run.end - run.begin, participant_);
-  }
+  for (Run& run : runs) run.p0 = reserve(run.lane, run.end - run.begin, order.data() + run.begin, items);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
   std::vector<std::int64_t> rows;
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
   for (const Run& run : runs) place_ring(run.lane, run.p0, run.end - run.begin, order.data() + run.begin, rows_out);
+  std::vector<const std::byte*> with_spans;
+  if (items != nullptr) columns = with_spans = items->columns(columns);
   write_and_tell(
       claim,
       [&] {
         for (const Run& run : runs) {
-          write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin);
+          write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin, Over::anything, nullptr, items,
+                     &claim.claim());
         }
       },
       [&] {
@@ -489,6 +501,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   check(!grow || (needed_ <= which.size() && which.size() <= fields()), "rows by number without all fields");
+  check_no_spans(which);
   const bool whole = !which.empty() && which.size() == fields();  // of those here: others may lie elsewhere
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   const OwnRows own_rows(rows, n, control_.capacity()), own_pick(pick, n, of);
@@ -554,12 +567,10 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
 }
 
 // The look at a row's ticket and its mark are one step: a row that another one has written, or is writing, is left alone, and so
-// nothing is waited for.
-Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-                     const std::int64_t* expected, std::int64_t* numbers_out, Same same) {
-  check(columns.size() == which.size(), "another number of columns than fields named");
-  for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
-  const OwnRowsOrNone own_rows(rows, n, control_.capacity());
+// nothing is waited for. `put` writes the i-th entry to its row, which is marked.
+template <class Put>
+Patched Store::patch_with(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, const std::int64_t* expected,
+                          std::int64_t* numbers_out, Same same, Put&& put) {
   std::fill_n(numbers_out, n, -1);
   if (n == 0) return {control_.writable().counters().next_ticket.load(std::memory_order_acquire), 0};
   look_after_others();
@@ -569,7 +580,6 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
   claim.note(t0, n, -1, 0);
   std::vector<std::int64_t> written;  // rows, under the numbers t0 ...
   written.reserve(n);
-  const bool to_files = goes_to_files(which, n, [rows](std::uint64_t i) { return std::max<std::int64_t>(rows[i], 0); });
   std::uint64_t scatter = 0;
   const auto write = [&] {
     for (std::uint64_t i = 0; i < n; ++i) {
@@ -590,9 +600,7 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
       }
       control_.begin_edit(row, seen, number);
       fence(std::memory_order_release);
-      for (std::uint64_t f = 0; f < which.size(); ++f) {
-        put(which[f], row, 1, columns[f] + i * row_bytes(which[f]), nullptr, to_files);
-      }
+      put(i, row);
       fence(std::memory_order_release);
       commit(row, number, true);
       written.push_back(rows[i]);
@@ -607,6 +615,45 @@ Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const 
   control_.counters().patches.fetch_add(patched, std::memory_order_relaxed);
   control_.counters().patches_dropped.fetch_add(n - patched, std::memory_order_relaxed);
   return {t0, patched};
+}
+
+Patched Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+                     const std::int64_t* expected, std::int64_t* numbers_out, Same same) {
+  check(columns.size() == which.size(), "another number of columns than fields named");
+  for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
+  check_no_spans(which);
+  const OwnRowsOrNone own_rows(rows, n, control_.capacity());
+  const bool to_files = goes_to_files(which, n, [rows](std::uint64_t i) { return std::max<std::int64_t>(rows[i], 0); });
+  return patch_with(rows, n, which, expected, numbers_out, same, [&](std::uint64_t i, std::uint64_t row) {
+    for (std::uint64_t f = 0; f < which.size(); ++f) put(which[f], row, 1, columns[f] + i * row_bytes(which[f]), nullptr, to_files);
+  });
+}
+
+// A row that has another length is found before any is marked: while a row has its ticket, its span stays.
+Patched Store::patch_items(std::uint64_t group, const std::int64_t* rows, std::uint64_t n, const RaggedSource& source,
+                           const std::int64_t* expected, std::int64_t* numbers_out, Same same) {
+  check(ragged_ != nullptr && group < ragged_->groups().size(), "a group of ragged fields outside the store");
+  const RaggedGroup& to = ragged_->groups()[group];
+  const OwnRowsOrNone own_rows(rows, n, control_.capacity());
+  const RaggedItems items(to, n, source);
+  std::vector<std::uint64_t> which;
+  for (std::uint64_t f = 0; f < to.fields.size(); ++f) {
+    if (items.values(f) != nullptr) which.push_back(to.fields[f].field);
+  }
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows[i] < 0) continue;
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+    const std::uint64_t holds = same == Same::write ? control_.write_of(row, word) : number_of(word);
+    if (!is_committed(word) || holds != static_cast<std::uint64_t>(expected[i])) continue;
+    if (const auto span = span_of(group, row, word)) check(span->length == items.length(i), "items of another length than the row has");
+  }
+  return patch_with(rows, n, which, expected, numbers_out, same, [&](std::uint64_t i, std::uint64_t row) {
+    const std::uint64_t lane = control_.lane_of(row);
+    const Span span = Span::at(field(to.leader).row(row));
+    intact(span.length == items.length(i) && Ragged::fits(to, span), "the span of a row lies outside of its ring");
+    items.put(*ragged_, lane, span, i);
+  });
 }
 
 void Store::tickets_of_writes(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, std::int64_t* numbers_out) const {
