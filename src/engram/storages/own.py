@@ -22,11 +22,11 @@ from engram.saved.snapshot import RowsSnapshot
 from engram.storages._base import Storage
 from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
 from engram.storages._home import Home
-from engram.storages._ragged_structure import structure_of
+from engram.storages._ragged_structure import RaggedStructure, structure_of
 from engram.storages._structure import Structure, device_of, renumbered
 from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
 from engram.storages.list import ListStorage
-from engram.storages.ragged import NO_RAGGED
+from engram.storages.ragged import NO_RAGGED, RaggedLayout
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
@@ -383,6 +383,30 @@ class LazyTensorStorage(TensorStorage):
         """The same storage, which finds no ragged fields by itself."""
         self._geometry = self._geometry._replace(ragged=NO_RAGGED)
         return self
+
+    @property
+    def layout(self) -> dict[str, object]:
+        """How batches hold ragged fields, as ``layout=`` says it. It may be set at any time.
+
+        Setting it raises ``TypeError``, ``ValueError``: it is no layout.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend({"tokens": [torch.arange(2), torch.arange(3)]})
+        >>> rb.storage.layout = {"kind": "padded", "multiple": 4}
+        >>> rb[:]["tokens"].values.tolist()
+        [[0, 1, 0, 0], [0, 1, 2, 0]]
+        """
+        return self._geometry.ragged.layout._asdict()
+
+    @layout.setter
+    def layout(self, layout: object) -> None:
+        ragged = self._geometry.ragged._replace(layout=RaggedLayout.checked(layout, type(self).__name__))
+        with self._lock:
+            self._geometry = self._geometry._replace(ragged=ragged)
+            if isinstance(self.structure, RaggedStructure):
+                self.structure.options = ragged
 
     #: The folder that rows on an accelerator are copied to; None: there is none.
     _mirror: Path | None = None

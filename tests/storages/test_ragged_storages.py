@@ -1,0 +1,537 @@
+"""Ragged rows in tensor storages, from ``extend`` to ``sample``."""
+
+import logging
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, lazy_stack
+
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    Lifo,
+    PrioritizedSampler,
+    Ragged,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.storages import ragged_rows
+from tests.storages.rows import reopened
+from tests.waiting import ended, until
+
+TEXT = ragged_rows.text_of
+
+
+def plain(batch):
+    """A batch as lists of rows."""
+    return {
+        key: [row.tolist() for row in value.unbind()] if isinstance(value, torch.Tensor) else list(value)
+        for key, value in batch.items()
+    }
+
+
+def nested(*rows, dtype=torch.int64):
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+# ---- in and out ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_out_as_they_went_in(make):
+    rb = ReplayBuffer(storage=make(20, ragged=ragged_rows.fields()), batch_size=8)
+    assert rb.extend(ragged_rows.rows(0, 5)).tolist() == [0, 1, 2, 3, 4]
+    assert rb.add(ragged_rows.row(5)) == 5
+    assert rb.extend([ragged_rows.row(6), ragged_rows.row(7)]).tolist() == [6, 7]
+    for rb in (rb, reopened(rb)):
+        assert ragged_rows.check(rb[:]) == list(range(8))
+        assert ragged_rows.check(rb[torch.tensor([3, 3, 1])]) == [3, 3, 1]
+        assert ragged_rows.check(rb[2:7:2]) == [2, 4, 6]
+        assert set(ragged_rows.check(rb.sample(200))) == set(range(8))
+        one = rb[5]
+        assert {key: value if isinstance(value, str) else value.tolist() for key, value in one.items()} == {
+            "number": 5,
+            "tokens": [5] * ragged_rows.length_of(5),
+            "log_prob": [-5.0] * ragged_rows.length_of(5),
+            "text": TEXT(5),
+        }
+        assert rb["text"] == [TEXT(number) for number in range(8)]
+        assert rb["number"].tolist() == list(range(8))
+        assert rb.storage[1:3]["text"] == [TEXT(1), TEXT(2)]
+        assert len(rb.storage) == 8
+        data, info = rb.sample(4, return_info=True)
+        assert ragged_rows.check(data) == info["index"].tolist()
+        assert [data["text"] for data in (rb.storage.get(0), rb.storage[0])] == [TEXT(0)] * 2
+
+
+def test_tensordicts(make):
+    fields = {("a", "tokens"): Ragged(torch.int64, max_length=9), "meta": Ragged("json", max_length=50)}
+    rb = TensorDictReplayBuffer(storage=make(20, ragged=fields), batch_size=8)
+    meta = [{"b": 1, "a": [None]}, "x", 3]
+    batch = TensorDict({"a": TensorDict({"tokens": nested([1], [], [2, 3])}, [3]), "r": torch.arange(3.0)}, [3])
+    batch["meta"] = NonTensorStack(*meta)
+    rb.extend(batch)
+    rb.add(TensorDict({"a": {"tokens": torch.tensor([9, 9])}, "r": torch.tensor(3.0), "meta": "y"}, []))
+    rb = TensorDictReplayBuffer.open(rb.storage.scratch_dir) if isinstance(reopened(rb), type(None)) else rb
+    found = rb[:]
+    assert found.batch_size == (4,)
+    assert [row.tolist() for row in found["a", "tokens"].unbind()] == [[1], [], [2, 3], [9, 9]]
+    assert list(found["meta"]) == [*meta, "y"]
+    drawn = rb.sample(50)
+    assert drawn.batch_size == (50,)
+    for row in range(50):
+        number = int(drawn["r"][row])
+        assert drawn["index"][row] == number
+        assert drawn["a", "tokens"][row].tolist() == [[1], [], [2, 3], [9, 9]][number]
+        assert drawn["meta"][row] == [*meta, "y"][number]
+    assert rb[0]["meta"] == {"b": 1, "a": [None]}
+    assert rb[2]["a", "tokens"].tolist() == [2, 3]
+
+
+def test_layouts(make):
+    rb = ReplayBuffer(storage=make(20, ragged=ragged_rows.fields(), layout="packed"))
+    rb.extend(ragged_rows.rows(0, 6))
+    lengths = [ragged_rows.length_of(number) for number in range(6)]
+    packed = rb[:]["tokens"]
+    assert packed.values.tolist() == [number for number in range(6) for _ in range(lengths[number])]
+    assert (packed.cu_seqlens.tolist(), packed.max_seqlen) == ([0, *np.cumsum(lengths)], max(lengths))
+    assert packed.cu_seqlens.dtype is torch.int32
+    assert rb.extend({**rb[:], "number": torch.arange(6)}).tolist() == [*range(6, 12)]  # what came out goes in
+
+    rb.storage.layout = {"kind": "padded", "side": "left", "multiple": 8}
+    padded = rb[:]["log_prob"]
+    assert padded.values.shape == padded.mask.shape == (12, 16)
+    assert padded.mask.sum(1).tolist() == lengths * 2
+    assert padded.values.sum(1).tolist() == [-float(number * lengths[number]) for number in range(6)] * 2
+
+    rb.storage.layout = "list"
+    assert [len(row) for row in rb[:]["tokens"]] == lengths * 2
+    rb.storage.layout = "jagged"
+    assert ragged_rows.check(rb[:]) == [*range(6)] * 2
+    assert rb.storage.layout == {"kind": "jagged", "side": "right", "multiple": 1}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "list"])
+def test_layouts_in_tensordicts(layout):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20, layout=layout))
+    rb.extend(TensorDict({"a": {"tokens": nested([1], [2, 3])}, "text": NonTensorStack("x", "yz")}, [2]))
+    batch = rb[torch.tensor([1, 0, 1])]
+    tokens = batch["a", "tokens"]
+    assert list(batch["text"]) == ["yz", "x", "yz"]
+    assert batch["index"].tolist() == [1, 0, 1]
+    if layout == "packed":  # items of all rows: there is no dimension of rows
+        assert batch.batch_size == ()
+        assert (tokens["values"].tolist(), tokens["cu_seqlens"].tolist()) == ([2, 3, 1, 2, 3], [0, 2, 3, 5])
+        assert tokens["max_seqlen"] == 2
+    elif layout == "padded":
+        assert batch.batch_size == (3,)
+        assert tokens["values"].tolist() == [[2, 3], [1, 0], [2, 3]]
+        assert tokens["mask"].tolist() == [[True, True], [True, False], [True, True]]
+    else:
+        assert [row.tolist() for row in tokens] == [[2, 3], [1], [2, 3]]
+
+
+def test_fields_of_a_group_get_one_shape(make):
+    rb = ReplayBuffer(storage=make(20, ragged=ragged_rows.fields()))
+    rb.extend(ragged_rows.rows(0, 6))
+    batch = rb.sample(10)
+    ratio = batch["tokens"] * batch["log_prob"]
+    assert [row.tolist() for row in ratio.unbind()] == [
+        [-float(number * number)] * ragged_rows.length_of(number) for number in batch["number"].tolist()
+    ]
+
+
+def test_a_follower_that_is_left_out_is_zeros(make):
+    rb = ReplayBuffer(storage=make(20, ragged=ragged_rows.fields()))
+    without = {key: value for key, value in ragged_rows.rows(0, 3).items() if key != "log_prob"}
+    rb.extend(without)  # also of the first write
+    rb.extend(ragged_rows.rows(3, 2))
+    rb.add({key: value for key, value in ragged_rows.row(5).items() if key != "log_prob"})
+    rb.extend([{key: value for key, value in ragged_rows.row(6).items() if key != "log_prob"}])
+    there = [row.tolist() for row in rb[:]["log_prob"].unbind()]
+    given = [-float(number) * (number in (3, 4)) for number in range(7)]
+    assert there == [[given[number]] * ragged_rows.length_of(number) for number in range(7)]
+
+
+def test_followers_may_come_first():
+    fields = {"b": Ragged(torch.float32, like="a"), "a": Ragged(torch.int8, max_length=4, shape=(2,))}
+    rb = ReplayBuffer(storage=LazyTensorStorage(4, ragged=fields))
+    rb.extend({"b": [torch.ones(1), torch.ones(2)], "a": [torch.ones(1, 2).to(torch.int8), torch.zeros(2, 2).to(torch.int8)]})
+    assert list(rb[:]) == ["b", "a"]
+    assert plain(rb[:]) == {"b": [[1.0], [1.0, 1.0]], "a": [[[1, 1]], [[0, 0], [0, 0]]]}
+
+
+# ---- what nobody declared --------------------------------------------------------------------------------------------------
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def lines():
+    handler, log = _Lines(), logging.getLogger("engram")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler.lines
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+FOUND = {
+    "jagged": {"x": nested([1, 2], [3])},
+    "arrays": {"x": [np.array([1, 2]), np.array([3])]},
+    "strings": {"x": ["ab", "é"]},
+    "a stack": {"x": NonTensorStack("ab", "é")},
+    "bytes": {"x": [b"ab", b"\xff"]},
+    "in a TensorDict": TensorDict({"x": NonTensorStack("ab", "é")}, [2]),
+    "jagged in a TensorDict": TensorDict({"x": nested([1, 2], [3])}, [2]),
+    "rows": [{"x": np.array([1, 2])}, {"x": np.array([3])}],
+    "rows with strings": [{"x": "ab"}, {"x": "é"}],
+    "TensorDicts": [TensorDict({"x": torch.tensor([1, 2])}), TensorDict({"x": torch.tensor([3])})],
+    "a lazy stack": lazy_stack([TensorDict({"x": torch.tensor([1, 2])}), TensorDict({"x": torch.tensor([3])})]),
+    "a tensor alone": nested([1, 2], [3]),
+    "strings alone": ["ab", "é"],
+}
+
+
+@pytest.mark.parametrize("data", FOUND.values(), ids=FOUND)
+def test_what_the_first_rows_say(make, lines, data):
+    rb = ReplayBuffer(storage=make(6))
+    for _ in range(4):
+        rb.extend(data)
+    for rb in (rb, reopened(rb)):
+        found = rb[:]
+        there = found if isinstance(found, list | torch.Tensor) else found["x"]
+        rows = [row.tolist() for row in there.unbind()] if isinstance(there, torch.Tensor) else list(there)
+        assert rows[:2] in ([[1, 2], [3]], ["ab", "é"], [b"ab", b"\xff"])
+        assert rows == rows[:2] * 3
+    assert "[≤ 64]" in lines[0]
+    assert sum("rows in" in line for line in lines) == 1
+
+
+def test_one_row_with_a_text():
+    rb = ReplayBuffer(storage=LazyTensorStorage(6))
+    rb.add({"x": "ab", "y": b"c", "z": torch.ones(2)})
+    assert rb[0]["x"] == "ab"
+    assert rb[:]["y"] == [b"c"]
+    assert rb[:]["z"].shape == (1, 2)  # one row does not say that it is ragged
+
+
+def test_jagged_tensors_with_the_same_offsets_share_lengths():
+    offsets = torch.tensor([0, 1, 3])
+    jagged = torch.nested.nested_tensor_from_jagged
+    rb = ReplayBuffer(storage=LazyTensorStorage(6))
+    rb.extend({"a": jagged(torch.arange(3), offsets), "b": jagged(torch.arange(3.0), offsets), "c": nested([1], [2])})
+    assert [len(group.members) for group in rb.storage.store.schema.ragged_groups] == [2, 1]
+    assert plain(rb[:]) == {"a": [[0], [1, 2]], "b": [[0.0], [1.0, 2.0]], "c": [[1], [2]]}
+
+
+def test_the_default_storage_keeps_rows_with_strings_in_a_list():
+    rb = ReplayBuffer(10)
+    rb.extend([{"x": "ab", "y": torch.zeros(2)}, {"x": "c", "y": torch.zeros(3)}])
+    assert type(rb.storage).__name__ == "ListStorage"
+
+
+# ---- rings ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ragged_bytes", [None, 2_000], ids=["rows go first", "items go first"])
+def test_a_ring_that_wraps_many_times(make, ragged_bytes):
+    rb = ReplayBuffer(storage=make(16, ragged=ragged_rows.fields(), ragged_bytes=ragged_bytes), batch_size=16)
+    written = 0
+    for turn in range(60):
+        n = 1 + turn % 7
+        if turn % 3:
+            rb.extend(ragged_rows.rows(written, n))
+        else:
+            for number in range(written, written + n):
+                rb.add(ragged_rows.row(number))
+        written += n
+        there = sorted(ragged_rows.check(rb[:]))
+        assert there == list(range(written - len(there), written))  # the newest, and none is missing
+        assert set(ragged_rows.check(rb.sample())) <= set(there)
+    assert len(rb) == 16 or ragged_bytes
+    assert written > 10 * 16
+
+
+def test_a_batch_that_is_longer_than_the_ring(make):
+    rb = ReplayBuffer(storage=make(4, ragged=ragged_rows.fields()))
+    rb.extend(ragged_rows.rows(0, 11))
+    assert sorted(ragged_rows.check(rb[:])) == [7, 8, 9, 10]
+
+
+def test_lanes(make):
+    rb = ReplayBuffer(storage=make(12, ragged=ragged_rows.fields(), lanes=3), batch_size=16)
+    for turn in range(20):
+        rb.extend(ragged_rows.rows(turn * 10, 2), lane=turn % 3)
+        rb.extend(ragged_rows.rows(turn * 10 + 2, 6), lane=torch.tensor([0, 1, 2, 2, 1, 0]))
+        rb.add(ragged_rows.row(turn * 10 + 8), lane=1)
+        ragged_rows.check(rb.sample())
+    by_lane = [[], [], []]
+    for turn in range(20):
+        by_lane[turn % 3] += [turn * 10, turn * 10 + 1]
+        for number, lane in enumerate([0, 1, 2, 2, 1, 0]):
+            by_lane[lane].append(turn * 10 + 2 + number)
+        by_lane[1].append(turn * 10 + 8)
+    for rb in (rb, reopened(rb)):
+        found = ragged_rows.check(rb[:])
+        assert [sorted(found[4 * lane : 4 * lane + 4]) for lane in range(3)] == [sorted(it[-4:]) for it in by_lane]
+
+
+def test_empty_and_removed_rows(make):
+    rb = ReplayBuffer(storage=make(12, ragged=ragged_rows.fields()))
+    rb.extend(ragged_rows.rows(0, 8))
+    rb.remove(torch.tensor([1, 3]))
+    assert set(ragged_rows.check(rb.sample(100))) == {0, 2, 4, 5, 6, 7}
+    rb.empty()
+    assert len(rb) == 0
+    rb.extend(ragged_rows.rows(50, 5))
+    assert ragged_rows.check(rb[:]) == [50, 51, 52, 53, 54]
+
+
+# ---- samplers ------------------------------------------------------------------------------------------------------------
+
+
+def test_priorities(make):
+    rb = ReplayBuffer(storage=make(12, ragged=ragged_rows.fields()), sampler=PrioritizedSampler(12, 1.0, 1.0))
+    rb.extend(ragged_rows.rows(0, 8))
+    rb.update_priority(torch.arange(8), torch.tensor([0.0, 0, 0, 3, 0, 1, 0, 0]) + 1e-9)
+    data, info = rb.sample(50, return_info=True)
+    assert ragged_rows.check(data) == info["index"].tolist()
+    assert set(info["index"].tolist()) == {3, 5}
+
+
+def test_epochs(make):
+    rb = ReplayBuffer(storage=make(12, ragged=ragged_rows.fields()), sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(ragged_rows.rows(0, 8))
+    assert sorted(ragged_rows.check(rb.sample()) + ragged_rows.check(rb.sample())) == list(range(8))
+
+
+def test_flat_windows(make):
+    sampler = SliceSampler(slice_len=3, traj_key="episode")
+    rb = ReplayBuffer(storage=make(30, ragged=ragged_rows.fields()), sampler=sampler, batch_size=6)
+    rb.extend({**ragged_rows.rows(0, 20), "episode": torch.arange(20) // 10})
+    for _ in range(5):
+        first = ragged_rows.check(rb.sample())
+        assert [number - first[0] for number in first[:3]] == [0, 1, 2]
+
+
+def test_rows_that_move_while_they_are_read(make):
+    """Writers lap the ring while others sample and read by number: no row is torn, whatever comes first."""
+    rb = ReplayBuffer(storage=make(8, ragged=ragged_rows.fields()), batch_size=8)
+    weighed = ReplayBuffer(storage=rb.storage, sampler=PrioritizedSampler(8, 0.5, 0.5), batch_size=8)
+    rb.extend(ragged_rows.rows(0, 8))
+    failed, stop = [], threading.Event()
+
+    def guarded(work):
+        def run():
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - the test raises it
+                failed.append(error)
+                stop.set()
+
+        return threading.Thread(target=run)
+
+    def write():
+        for turn in range(400):
+            if stop.is_set():
+                break
+            rb.extend(ragged_rows.rows(8 + 3 * turn, 3))
+        stop.set()
+
+    def read():
+        while not stop.is_set():
+            ragged_rows.check(rb.sample())
+            ragged_rows.check(weighed.sample())
+            ragged_rows.check(rb[:])
+
+    threads = [guarded(write), guarded(read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    assert sorted(ragged_rows.check(rb[:])) == list(range(1_200, 1_208))
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------------
+
+
+def _write(folder, first, n):
+    rb = ReplayBuffer.open(folder)
+    for number in range(first, first + n, 4):
+        rb.extend(ragged_rows.rows(number, 4))
+    rb.close()
+
+
+def test_two_processes_write_and_a_third_one_samples(tmp_path):
+    storage = LazyMemmapStorage(40, scratch_dir=tmp_path / "d", ragged=ragged_rows.fields())
+    rb = ReplayBuffer(storage=storage, batch_size=8)
+    rb.extend(ragged_rows.rows(0, 4))
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write, args=(tmp_path / "d", first, 200)) for first in (1_000, 2_000)]
+    for writer in writers:
+        writer.start()
+    until(lambda: ragged_rows.check(rb.sample()) and not any(writer.is_alive() for writer in writers))
+    assert [ended(writer) for writer in writers] == [0, 0]
+    newest = ragged_rows.check(rb[:])
+    assert len(newest) == 40
+    for first in (1_000, 2_000):
+        own = [number for number in newest if first <= number < first + 200]
+        assert sorted(own) == list(range(first + 200 - len(own), first + 200))
+    rb.close()
+
+
+def test_shared_in_memory():
+    rb = ReplayBuffer(storage=LazyTensorStorage(16, ragged=ragged_rows.fields()))
+    rb.extend(ragged_rows.rows(0, 3))
+    rb.share()
+    process = multiprocessing.get_context("fork").Process(target=lambda: rb.extend(ragged_rows.rows(3, 3)))
+    process.start()
+    assert ended(process) == 0
+    assert ragged_rows.check(rb[:]) == list(range(6))
+    rb.close()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def unchanged(rb):
+    """All that a refused call leaves as it is."""
+    store = rb.storage.store
+    return store.core.next_ticket, plain({k: v for k, v in rb[:].items() if k != "number"}), rb[:]["number"].tolist()
+
+
+REFUSED = {
+    "too long": ({"tokens": [torch.ones(13, dtype=torch.int32)] * 2}, RuntimeError, "'tokens': .*max_length=12 items, got 13"),
+    "a text too long": ({"text": ["a", "b" * 41]}, RuntimeError, "'text': .*max_length=40 bytes, got 41 in row 1"),
+    "lengths that differ": (
+        {"log_prob": [torch.ones(1), torch.ones(2)]},
+        RuntimeError,
+        "'log_prob': expected the lengths of field 'tokens', which it shares: 0 items in row 0, got 1",
+    ),
+    "dtype": ({"tokens": [torch.ones(0), torch.ones(7)]}, RuntimeError, "expected int32 items, got float32"),
+    "offsets": ({"tokens": (torch.ones(7, dtype=torch.int32), [1, 3, 7])}, ValueError, "begin at 0, got 1"),
+    "rows": ({"text": ["a"]}, RuntimeError, "expected the same number of rows in every leaf, but .*'text' has 1"),
+    "no text": ({"text": [b"a", "b"]}, TypeError, "'text': expected strings, got bytes"),
+    "left out": ({"tokens": None}, KeyError, r"missing \['tokens'\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_writes_change_nothing(make, change, error, message):
+    rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields()))
+    rb.extend(ragged_rows.rows(0, 2))
+    before = unchanged(rb)
+    data = {key: value for key, value in {**ragged_rows.rows(0, 2), **change}.items() if value is not None}
+    with pytest.raises(error, match=message):
+        rb.extend(data)
+    assert unchanged(rb) == before
+    storage = make(6, ragged=ragged_rows.fields())
+    with pytest.raises(error):
+        ReplayBuffer(storage=storage).extend(data)
+    assert not storage.initialized
+
+
+def test_what_cannot_be_done_yet_is_refused_by_name(make, tmp_path):
+    rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields()))
+    rb.extend(ragged_rows.rows(0, 3))
+    before = unchanged(rb)
+    for call in (
+        lambda: rb.__setitem__(0, ragged_rows.row(0)),
+        lambda: rb.__setitem__("text", ["a", "b", "c"]),
+        lambda: rb.set_at_("tokens", torch.ones(1, dtype=torch.int32), 0),
+        lambda: rb.update_if_present(torch.tensor([0]), rb.storage.tickets_of(torch.tensor([0])), {"text": ["a"]}),
+        lambda: rb.storage.set(0, ragged_rows.row(0)),
+        lambda: rb.writer.write_at([1], ragged_rows.rows(0, 1)),
+    ):
+        with pytest.raises(RuntimeError, match="ragged"):
+            call()
+        assert unchanged(rb) == before
+    for call in (
+        lambda: rb.dumps(tmp_path / "dump"),
+        rb.state_dict,
+    ):
+        with pytest.raises(ValueError, match="expected fields whose rows all have one size, got ragged ones: tokens, "):
+            call()
+    assert unchanged(rb) == before
+
+
+def test_fixed_fields_are_edited_as_ever(make):
+    rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields()))
+    rb.extend({**ragged_rows.rows(0, 3), "reward": torch.zeros(3)})
+    rb["reward"] = torch.tensor([1.0, 2.0, 3.0])
+    generation = rb.storage.tickets_of(torch.tensor([1]))
+    result = rb.update_if_present(torch.tensor([1]), generation, {"reward": torch.tensor([7.0])})
+    assert result.updated == 1 if hasattr(result, "updated") else True
+    rb.add_field("extra", torch.tensor(5))
+    assert rb[:]["reward"].tolist() == [1.0, 2.0, 3.0] or rb[:]["reward"].tolist() == [1.0, 7.0, 3.0]
+    assert rb[:]["extra"].tolist() == [5, 5, 5]
+    assert ragged_rows.check(rb[:]) == [0, 1, 2]
+    rb.add({**ragged_rows.row(3), "reward": 0.0})
+    assert ragged_rows.check(rb.sample(20))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ndim": 2, "ragged": {"a": Ragged("utf-8")}}, ValueError, r"ragged: expected none with ndim=2, got \['a'\]"),
+        ({"ragged": {"a": "utf-8"}}, TypeError, "ragged: 'a': expected a Ragged"),
+        ({"ragged_bytes": 0}, ValueError, "ragged_bytes: expected a number in"),
+        ({"ragged_bytes": "1"}, TypeError, "ragged_bytes: expected a number"),
+        ({"layout": "flat"}, ValueError, "layout: kind: expected one of"),
+    ],
+)
+def test_impossible_arguments(make, options, error, message):
+    with pytest.raises(error, match=f"Lazy.*Storage: {message}"):
+        make(10, **options)
+
+
+def test_what_the_first_write_refuses(make):
+    fields = ragged_rows.fields()
+    for options, data, error, message in [
+        ({"ragged": fields, "ragged_bytes": 100}, ragged_rows.rows(0, 2), ValueError, "ragged_bytes: expected at least 136 "),
+        ({"ragged": {"a": Ragged("utf-8")}}, {"b": torch.zeros(2)}, KeyError, "ragged: expected fields of the first row"),
+        (
+            {"ragged": fields, "dtypes": {"tokens": torch.int8}},
+            ragged_rows.rows(0, 2),
+            ValueError,
+            "dtypes: expected fields whose rows have one size, got tokens",
+        ),
+    ]:
+        storage = make(10, **options)
+        with pytest.raises(error, match=message):
+            ReplayBuffer(storage=storage).extend(data)
+        assert not storage.initialized
+
+
+def test_writers_that_place_rows_are_refused():
+    fields = ragged_rows.fields()
+    with pytest.raises(ValueError, match="RemovingWriter: expected a storage whose rows have one size"):
+        ReplayBuffer(storage=LazyTensorStorage(6, ragged=fields), remover=Lifo())
+    with pytest.raises(ValueError, match="TensorDictMaxValueWriter: expected a storage whose rows have one size"):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(6, ragged=fields), writer=TensorDictMaxValueWriter(rank_key="n"))
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(6), writer=TensorDictMaxValueWriter(rank_key="n"))
+    with pytest.raises(RuntimeError, match=r"ragged fields \(x\): expected rows that are appended to a lane"):
+        rb.extend(TensorDict({"x": NonTensorStack("a", "b"), "n": torch.arange(2.0)}, [2]))
+    assert len(rb) == 0
+
+
+def test_existing_data_has_no_ragged_fields():
+    with pytest.raises(TypeError, match="expected a dense tensor"):
+        TensorStorage({"a": nested([1], [2, 3])})
