@@ -42,6 +42,8 @@ MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
+#: Of ragged fields.
+MAX_GROUPS = 64
 #: Of nodes.
 Kind: TypeAlias = Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
 #: Of an int of 64 bits, or somewhat more.
@@ -303,6 +305,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
+        if (leaders := sum(it.is_leader for it in self.ragged.values())) > MAX_GROUPS:
+            raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
         for number, it in self.ragged.items():
             if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
                 raise ValueError(f"field {self.fields[number].name}: {found}")
@@ -448,7 +452,7 @@ def _wrong_of_items(it: RaggedItems, lanes: int) -> Iterator[tuple[str, object]]
     yield f"items of the unknown dtype {it.dtype}", it.dtype not in DTYPES
     yield f"items of the impossible shape {list(it.shape)}", len(it.shape) > MAX_DIMS or min(it.shape, default=1) < 1
     yield f"{it.max_length} items of a row, at least 1 and below 2^31 are possible", not 1 <= it.max_length < 1 << 31
-    yield f"a ring of {it.items} items", it.items < 1
+    yield f"a ring of {it.items} items, at least 1 and below 2^48 are possible", not 1 <= it.items < 1 << 48
     yield f"{lanes} lanes of {it.items} items are too many", lanes * it.items * it.item_bytes >= 1 << 62
     yield f"like field {it.like}", it.like < -1
     is_text = (it.dtype, it.shape) == ("uint8", ())

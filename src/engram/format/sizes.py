@@ -35,7 +35,7 @@ def resident_bytes(directory: Path, capacity: int) -> int:
 def ragged_control_bytes(schema: Schema) -> int:
     """Size of the control block of ragged fields; 0: there are none."""
     groups = len(schema.ragged_groups)
-    return _core.ragged_control_bytes(schema.lanes, groups) if groups else 0
+    return _core.ragged_bytes(schema.lanes, groups) if groups else 0
 
 
 class ShownField(NamedTuple):

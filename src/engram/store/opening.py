@@ -574,6 +574,7 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
     if clean:
         _check_closed(core, directory)
     core.reset_locks(clean)
+    store.rings.connect(core, store.schema, alone=True)
     store.indexes.attach_all(alone=True)
     if not clean:
         store.repair = Repair(*core.recover())

@@ -191,7 +191,8 @@ def append(store: HoldsRagged, plan: WritePlan, columns: Sequence[Tensor | Items
         members = sharing([cast("Items", columns[number]) for number in group.members])
         kept.append(members)  # until they are written
         values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
-        sources.append((members[0].lengths.data_ptr(), members[0].starts.data_ptr(), values))
+        total = next((len(it.values) for it in members if it.values is not None), members[0].total)
+        sources.append((members[0].lengths.data_ptr(), members[0].starts.data_ptr(), total, values))
     addresses = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
     rows = native.empty_rows(n)
     if isinstance(plan.lane, int):
@@ -304,7 +305,7 @@ def _resolve(
         if gone:
             spans[sorted(gone)] = 0
         lengths = spans[:, 2].contiguous()
-        which = tuple([number for number in group.members if number in at])
+        which = [number for number in group.members if number in at]
         offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
         starts, total = offsets[:-1], int(offsets[-1])
@@ -312,14 +313,14 @@ def _resolve(
         for number in which:
             it = schema.ragged[number]
             values.append(torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu"))
+        outputs = {number: it.data_ptr() for number, it in zip(which, values, strict=True)}
         lost = store.core.gather_items(
             schema.ragged_groups.index(group),
             rows.data_ptr(),
-            tickets.data_ptr(),
-            spans.data_ptr(),
             len(rows),
-            tuple([group.members.index(number) for number in which]),
-            tuple(map(torch.Tensor.data_ptr, values)),
+            tickets.data_ptr(),
+            spans.contiguous().data_ptr(),
+            tuple([outputs.get(number, 0) for number in group.members]),
             starts.data_ptr(),
         )
         gone.update(lost)

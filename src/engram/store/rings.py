@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
 
 
+#: Where the mutex begins in a control block, and where the lanes do.
+_MUTEX, _LANES = 64, 4096
+
+
 class RaggedMemory(NamedTuple):
     """The rings of a store with ragged fields, and the control block that says what of them is in use."""
 
@@ -37,9 +41,13 @@ class RaggedMemory(NamedTuple):
     def parts(self) -> list[Tensor]:
         """The memory that a copy of the store consists of, in the order in which to copy it while rows are written.
 
-        The control block comes last: it then says of all items that were replaced during the copy that they are gone.
+        Items that are replaced during the copy are of rows that become void. What is in use comes last, and without the mutex:
+        the heads in it are behind all items of rows that were copied.
         """
-        return [*self.values.values(), *([] if self.control is None else [self.control.tensor])]
+        if self.control is None:
+            return []
+        block = self.control.tensor
+        return [*self.values.values(), block[:_MUTEX], block[_LANES:]]
 
     def copy_from(self, parts: Sequence[Tensor]) -> RaggedMemory:
         """Take over the :attr:`parts` of another store of the same schema, while no thread writes to this one. Returns itself."""
@@ -47,8 +55,8 @@ class RaggedMemory(NamedTuple):
             mine.copy_(theirs)
         return self
 
-    def connect(self, core: native.Store, schema: Schema) -> None:
-        """Let the core read and write the items.
+    def connect(self, core: native.Store, schema: Schema, *, alone: bool) -> None:
+        """Let the core read and write the items. ``alone``: no other process uses them, so no process holds the mutex.
 
         Raises:
             CorruptStore: the control block is damaged, or of another store.
@@ -57,9 +65,9 @@ class RaggedMemory(NamedTuple):
             return
         addresses = dict(zip(self.values, placed([*self.values.values()])[0], strict=True))
         members = {n: (n, addresses[n], it.item_bytes) for n, it in schema.ragged.items()}
-        groups = [(it.leader, it.items, [members[number] for number in it.members]) for it in schema.ragged_groups]
+        groups = [(it.leader, it.items, tuple([members[n] for n in it.members])) for it in schema.ragged_groups]
         try:
-            core.use_ragged(self.control.address, self.control.nbytes, groups)
+            core.use_ragged(self.control.address, self.control.nbytes, tuple(groups), alone)
         except (ValueError, CorruptStore) as error:
             raise CorruptStore(f"{self.path or 'ragged fields'}: {str(error).removesuffix('.')}.") from error
 
@@ -113,7 +121,7 @@ def make_rings(
 
 
 def _format(control: Block, schema: Schema) -> None:
-    groups = [(it.leader, it.items) for it in schema.ragged_groups]
+    groups = tuple([(it.leader, it.items) for it in schema.ragged_groups])
     native.format_ragged(control.address, control.nbytes, schema.capacity, schema.lanes, groups)
 
 

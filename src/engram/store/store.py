@@ -173,7 +173,7 @@ class Store:
         self.core = self.bare = _native.Store(
             *blocks, data, row_bytes, strides, readonly=self.readonly, abandoned=abandoned
         )
-        rings.connect(self.core, schema)
+        rings.connect(self.core, schema, alone=attachment is None and not self.readonly)
         if schema.added and self.is_native:
             for number in range(schema.first_fields, len(schema.fields)):
                 self.core.set_fill(number, schema.fill(number) or b"")
