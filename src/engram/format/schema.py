@@ -21,7 +21,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -167,6 +167,8 @@ class PartField(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     role: Role = "data"
+    ragged: RaggedItems | msgspec.UnsetType = msgspec.UNSET
+    """As of a :class:`Field`; unset: the column is all of it."""
 
     @property
     def row_bytes(self) -> int:
@@ -251,6 +253,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
         return {number: self.lanes * it.items * it.item_bytes for number, it in self.ragged.items()}
 
+    def with_rings(self, sizes: Mapping[int, tuple[int, int]]) -> Schema:
+        """The same with rings of other sizes: by the number of the leader, items of a lane and the longest row."""
+
+        def sized(number: int, field: Field) -> Field:
+            it = field.ragged
+            found = sizes.get(number if it is None or it.is_leader else it.like)
+            if it is None or found is None:
+                return field
+            return msgspec.structs.replace(
+                field, ragged=msgspec.structs.replace(it, items=found[0], max_length=found[1])
+            )
+
+        return msgspec.structs.replace(self, fields=tuple(sized(n, field) for n, field in enumerate(self.fields)))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows and items."""
@@ -305,15 +321,19 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
+        self.validate_ragged()
+        leaves: list[int] = []
+        self._collect_leaves(self.structure, (), leaves)
+        if sorted(leaves) != list(range(len(self.fields))):
+            raise ValueError("the structure does not name every field once")
+
+    def validate_ragged(self) -> None:
+        """Check the ragged fields. Raises as :meth:`validate`."""
         if (leaders := sum(it.is_leader for it in self.ragged.values())) > MAX_GROUPS:
             raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
         for number, it in self.ragged.items():
             if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
                 raise ValueError(f"field {self.fields[number].name}: {found}")
-        leaves: list[int] = []
-        self._collect_leaves(self.structure, (), leaves)
-        if sorted(leaves) != list(range(len(self.fields))):
-            raise ValueError("the structure does not name every field once")
 
     def _validate_added(self) -> None:
         if len(self.added) >= len(self.fields):
@@ -542,7 +562,7 @@ def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[s
 
 
 def _said(field: Column) -> str:
-    if isinstance(field, Field) and field.ragged is not None:
+    if field.ragged:
         return items_of(field.ragged)
     return _said_column(field.dtype, field.shape) + (f" as {field.role}" if field.role != "data" else "")
 

@@ -32,17 +32,21 @@ from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
 from engram.storages.tensor_state import (
     ENTRIES,
+    HEADS,
     OPTIONAL,
+    KeptItems,
     KeptRows,
     RowsLoad,
     RowsState,
     SnapshotPreparation,
     describe_store,
+    saved_shape,
     unwritten,
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach, torch_dtype
 from engram.store.priorities import PriorityIndex, priorities_of
+from engram.store.ragged_state import packed
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -699,6 +703,10 @@ class TensorStorage(Storage):
         """As for every storage: the entries of :meth:`state_without_rows`, and ``rows``: of each field, in the order of the
         schema, the rows up to the last live one, ``[n, *shape]``; zeros in rows that hold nothing.
 
+        Of ragged fields ``rows`` has the lengths, int32 ``[n]``, in the entry of the field that leads, and nothing in those of
+        fields with ``like=``. ``items`` has the items of each ragged field, in the order of the schema: ``[total, *shape]``, row
+        after row. A load lays them out anew, from the beginning of each lane's ring.
+
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -711,6 +719,8 @@ class TensorStorage(Storage):
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
+            if state.pop(HEADS, None) is not None:
+                state["items"] = packed(self.store, rows, numbers != 0)
         dead = numbers == 0
         if bool(dead.any()):
             for field in rows:
@@ -729,7 +739,8 @@ class TensorStorage(Storage):
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
         ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
         ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count; and ``usage``,
-        int32 ``[n]``, where :meth:`~ReplayBuffer.count_usage` was called: how often rows were sampled.
+        int32 ``[n]``, where :meth:`~ReplayBuffer.count_usage` was called: how often rows were sampled; and ``heads``, int64
+        ``[L, groups]``, where fields are ragged: the offset of each lane's next item.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -746,9 +757,9 @@ class TensorStorage(Storage):
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
-        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=OPTIONAL)
-        head = {name: value for name, value in state_dict.items() if name != "rows"}
-        rows = KeptRows([])
+        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=(*OPTIONAL, "items"))
+        head = {name: value for name, value in state_dict.items() if name not in ("rows", "items")}
+        rows = KeptRows([], [])
         load = self.prepare_rows(head, rows)
         n, fields = len(head["numbers"]), () if load.schema is None else load.schema.fields
         saved = typed(state_dict, "rows", list, where)
@@ -756,8 +767,10 @@ class TensorStorage(Storage):
             raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
         named = {field.name: value for field, value in zip(fields, saved, strict=True)}
         rows.columns.extend(
-            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields
+            tensor_in(named, field.name, torch_dtype(field), saved_shape(field, n), f"{where}: rows") for field in fields
         )
+        if load.schema is not None and load.schema.ragged:
+            rows.items.append(KeptItems.checked(state_dict, named, load.schema, where))
         return load
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
