@@ -5,6 +5,8 @@ import torch
 from engram import Ragged
 
 LONGEST = 12
+#: Enough for all rows of a small storage.
+ROOMY = 1 << 16
 
 
 def length_of(number):

@@ -7,15 +7,19 @@ import os
 import pickle
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from tensordict import TensorDict
 
 from engram import CorruptStore
 from engram._support import native
+from engram.cli import main
 from engram.format import files
 from engram.format.schema import Field, Node, RaggedItems, Schema
 from engram.format.sizes import resident_bytes
+from engram.inspect.sizing import StoragePlan
 from engram.saved.inspection import describe, verify
 from engram.storages.announcing import creation_line
 from engram.store import open_store
@@ -25,8 +29,8 @@ from engram.store.elsewhere import ForeignStore
 from engram.store.lifetime import Process, erase, remove_store
 from engram.store.opening import create_store, moved, open_readonly, reattach
 from engram.store.store import Store
-from tests.store.native_rings import native_rings
 from tests.store.stores import DAMAGE, damage, snapshot
+from tests.test_docs import BLOCK, ROOT
 
 LANES, CAPACITY = 3, 12
 FIELDS = (
@@ -84,11 +88,9 @@ def everything(folder):
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A store that was closed in order, and what it holds."""
-    with pytest.MonkeyPatch.context() as patch:
-        native_rings.__wrapped__(patch)
-        store = create_store(schema(), tmp_path_factory.mktemp("template") / "store")
-        held = fill(store)
-        store.close()
+    store = create_store(schema(), tmp_path_factory.mktemp("template") / "store")
+    held = fill(store)
+    store.close()
     return store.directory, held
 
 
@@ -127,8 +129,8 @@ def test_a_row_of_one_group_takes_32_bytes_beside_its_payload(tmp_path):
 
 
 def test_rings_too_large_for_memory_are_refused_by_name():
-    huge = Field(("a",), "int32", (3,), RaggedItems("int32", 5, 1 << 58))
-    with pytest.raises(OSError, match=r"items of field a in RAM: expected 1") as caught:
+    huge = Field(("a",), "int32", (3,), RaggedItems("int32", 5, 1 << 47))
+    with pytest.raises(OSError, match=r"items of field a in RAM: expected 563 TB") as caught:
         Store.private(Schema(1, 1, (), (huge,), Node("dict", children={"a": Node("leaf", 0)})))
     assert caught.value.errno == errno.ENOMEM
 
@@ -144,7 +146,6 @@ def test_copies_hold_the_same_items(way, tmp_path):
         other = reattach(through(store.detached()))
     check_items(other)
     assert contents(other) == held
-    assert bytes_of(other.rings.control.tensor) == bytes_of(store.rings.control.tensor)
     for items in store.items.values():
         items.zero_()
     assert contents(other) == held  # its memory is its own
@@ -160,12 +161,77 @@ def test_a_store_without_ragged_fields_has_no_rings(tmp_path):
     assert not (tmp_path / "store" / ".engram" / "ragged").exists()
 
 
+def write(store, lane, lengths, first):
+    """Append rows of such lengths, whose content follows from their number; the rows they went to."""
+    n, numbers = len(lengths), torch.arange(first, first + len(lengths))
+    columns = [torch.zeros(n, *tensor.shape[1:], dtype=tensor.dtype) for tensor in store.tensors]
+    columns[1][:] = numbers[:, None].float()
+    of_text = [length % 10 for length in lengths]
+    sources, kept = [], []
+    for counts, fields in ((lengths, (0, 2)), (of_text, (3,))):
+        counted = torch.tensor(counts, dtype=torch.uint32)
+        starts = torch.tensor([sum(counts[:i]) for i in range(n)])
+        values = [torch.cat([content(store, f, first + i, counts[i]) for i in range(n)]) for f in fields]
+        kept.append((counted, starts, values))
+        sources.append((counted.data_ptr(), starts.data_ptr(), sum(counts), tuple([it.data_ptr() for it in values])))
+    rows = torch.empty(n, dtype=torch.int64)
+    addresses = tuple([column.data_ptr() for column in columns])
+    store.core.append_ragged(lane, n, addresses, rows.data_ptr(), tuple(sources))
+    return rows.tolist()
+
+
+def content(store, field, number, length):
+    items = store.items[field]
+    found = (torch.arange(length * items[:1].numel()) * 7 + number) % 100
+    return found.to(items.dtype).view(-1, *items.shape[1:])
+
+
+def lengths_of(store):
+    """The lengths of rows that are committed, by number, after their items were compared."""
+    found = {}
+    for row in torch.nonzero(store.tickets_of(torch.arange(CAPACITY)) >= 0)[:, 0].tolist():
+        number, lane = int(store.tensors[1][row, 0]), row // (CAPACITY // LANES)
+        for leader, fields in ((0, (0, 2)), (3, (3,))):
+            raw = store.tensors[leader][row].numpy().tobytes()
+            offset, length = int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
+            for field in fields:
+                ring = store.schema.fields[leader].ragged.items
+                begin = lane * ring + offset % ring
+                assert torch.equal(store.items[field][begin : begin + length], content(store, field, number, length))
+            found.setdefault(number, length)
+    return found
+
+
+def test_rows_are_written_to_rings_and_copied_with_them(tmp_path):
+    store = Store.private(schema())
+    write(store, 0, [100, 0, 7], 10)
+    write(store, 2, [50, 60, 70, 80, 90, 100], 20)
+    known = {10: 100, 11: 0, 12: 7, 22: 70, 23: 80, 24: 90, 25: 100}
+    assert lengths_of(store) == known
+    copies = [reattach(pickle.loads(pickle.dumps(store.detached()))), moved(store, tmp_path / "store", "", None)]
+    for other in copies:
+        assert lengths_of(other) == known
+        assert [other.core.ragged_lane(lane) for lane in range(LANES)] == [
+            store.core.ragged_lane(lane) for lane in range(LANES)
+        ]
+        write(other, 2, [99, 98], 30)
+        write(other, 0, [1], 40)
+        grown = {10: 100, 11: 0, 12: 7, 40: 1, 25: 100, 30: 99, 31: 98}  # 24 made way for items
+        assert lengths_of(other) == grown
+    assert lengths_of(store) == known
+    copies[1].close()
+    for open_it in (open_readonly, open_store):
+        again = open_it(tmp_path / "store")
+        assert lengths_of(again) == grown
+        again.close()
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_files_are_there_with_their_space(template):
     found = everything(template[0])
-    expected = {**FILES, ".engram/ragged/control": native.ragged_control_bytes(LANES, 2)}
+    expected = {**FILES, ".engram/ragged/control": native.ragged_bytes(LANES, 2)}
     assert {name: found[name].st_size for name in expected} == expected
     known = {"store.json", "control", "tickets", "alive", "maker", "buffer.json"}
     assert found.keys() - expected.keys() == {*(f".engram/{name}" for name in known), "meta.json", "next/meta.json"}
@@ -298,6 +364,45 @@ def test_what_a_process_left_that_died_in_the_middle_is_removed(tmp_path, monkey
     assert not [name for name in everything(tmp_path) if name.startswith(".engram-")]
 
 
+def documented():
+    """What the document of the format defines to read ragged fields with."""
+    text = (ROOT / "docs" / "store-format.md").read_text()
+    names = {}
+    for block in BLOCK.findall(text[text.index("\n## Ragged fields") :]):
+        exec(block, names)
+    return names
+
+
+def test_the_document_says_how_to_read_them(folder):
+    store = open_store(folder)
+    fill(store)
+    lengths = [5, 0, 100, 33, 1, 2, 3, 4, 100, 0, 0, 7]
+    turns = [0, 1, 2, 10**9] * 3  # how often the ring had come round before
+    begins = [0, 5, 300, 367, 0, 1, 3, 6, 300, 0, 0, 393]
+    spans = store.tensors[0].numpy()
+    for row, (length, turn, begin) in enumerate(zip(lengths, turns, begins, strict=True)):
+        spans[row] = np.frombuffer((turn * 400 + begin).to_bytes(8, "little") + length.to_bytes(4, "little"), "<i4")
+    store.tensors[3].zero_()
+    store.tensors[3][4, 2] = 6  # row 4 is the first one of lane 1
+    store.items[3][51:57] = torch.frombuffer(bytearray("héllo".encode()), dtype=torch.uint8)
+    store.core.fill()
+    expected = [
+        [store.items[n][400 * (row // 4) + begins[row] :][: lengths[row]].tolist() for row in range(12)] for n in (0, 2)
+    ]
+    store.close()
+
+    doc = documented()
+    for key, wanted in zip([("tokens",), ("log_prob",)], expected, strict=True):
+        values, starts, counts = doc["ragged_rows"](folder, key)
+        assert [values[a : a + n].tolist() for a, n in zip(starts, counts, strict=True)] == wanted
+    values, starts, counts = doc["ragged_rows"](folder, ("next", "text"))
+    assert values[starts[4] : starts[4] + counts[4]].tobytes().decode() == "héllo"
+    assert doc["live_rows"](folder).tolist() == list(range(12))
+    arrow = doc["as_arrow"](folder, ("tokens",))
+    arrow.validate(full=True)
+    assert arrow.to_pylist() == expected[0]
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +496,32 @@ def test_the_line_of_its_creation():
         "12 rows in RAM, 14.9 kB: tokens [≤ 100] int32 (4.94 kB), reward [2] float32 (96 B), "
         "log_prob [≤ 100, 2] float32 (9.6 kB), ('next', 'text') [≤ 50] utf-8 (297 B), ('next', 'done') [] bool (12 B)"
     )
+
+
+def ran(*words):
+    result = CliRunner().invoke(main, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_commands_show_them(folder):
+    rows = [line.split(maxsplit=1) for line in ran("inspect", str(folder)).splitlines() if line.strip()]
+    shown = {row[0]: row[1].split() for row in rows if len(row) == 2}
+    assert shown["tokens"] == ["int32", "[≤", "100]", "≤", "412", "B"]
+    assert shown["log_prob"] == ["float32", "[≤", "100,", "2]", "≤", "800", "B"]
+    assert shown["next.text"] == ["utf-8", "[≤", "50]", "≤", "62", "B"]
+    plan = json.loads(ran("plan", str(folder), "--capacity", str(CAPACITY), "--json"))
+    assert plan["bytes"] == sum(FILES.values())
+    assert "[≤ 100, 2]" in ran("plan", str(folder), "--capacity", str(CAPACITY))
+
+
+def test_a_plan_says_their_rings():
+    rows = str(StoragePlan(CAPACITY, FIELDS, 33, 1000, 0)).splitlines()
+    assert rows[:2] == [
+        "tokens: .engram/ragged or RAM, 1.74 kB, rows [≤ 100] int32",
+        "reward: reward.memmap or RAM, 96 B, shape [12, 2] float32",
+    ]
+    assert rows[3] == "('next', 'text'): .engram/ragged or RAM, 195 B, rows [≤ 50] utf-8"
 
 
 def test_its_description(folder):

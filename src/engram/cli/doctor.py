@@ -308,7 +308,7 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
     """
     schema = read_store(directory)[0] if layout.is_store(directory) else None
     lanes = cast("dict[str, int]", describe(directory)["lanes"]) if schema is not None else {}
-    nbytes = 0 if schema is None else schema.capacity * schema.row_bytes
+    nbytes = 0 if schema is None else schema.nbytes
     needed = 0 if schema is None else resident_bytes(directory, schema.capacity)
     with contextlib.ExitStack() as stack:
         if schema is not None and (most := lanes["most_rows"]):

@@ -202,11 +202,14 @@ def _of_ours(path: Path) -> Iterator[Field]:
         fields = next((_dict(part)["fields"] for part in parts if "fields" in _dict(part)), None)
     if not fields:
         raise Misuse(f"{path}: expected a store, a dump or a checkpoint with rows, got a {found['kind']} without.")
+    lanes = msgspec.convert(_dict(found.get("lanes")).get("count", 1), int)
     for it in _list(fields):
         entry = _dict(it)
-        yield msgspec.convert(
-            {name: entry[name] for name in ("key", "dtype", "shape", "ragged") if name in entry}, Field
-        )
+        known = {name: entry[name] for name in ("key", "dtype", "shape", "ragged") if name in entry}
+        field = msgspec.convert(known, Field)
+        if (items := field.ragged) is not None:  # the plan is of one lane
+            field = msgspec.structs.replace(field, ragged=msgspec.structs.replace(items, items=items.items * lanes))
+        yield field
 
 
 def _of_json(path: Path) -> Iterator[Field]:

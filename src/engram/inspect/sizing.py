@@ -103,14 +103,7 @@ class StoragePlan(NamedTuple):
         return max(0, self.ready_bytes * self.capacity - self.nbytes - self.finals_bytes) if self.ready_bytes else 0
 
     def __str__(self) -> str:
-        lines = [
-            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {format_size(field.row_bytes * self.capacity)}, "
-            f"shape {[self.capacity, *field.shape]} {field.dtype}"
-            for field in self.fields
-            if field.ragged is None
-        ]
-        ragged = (ShownField.of(field, self.capacity) for field in self.fields if field.ragged is not None)
-        lines += [f"{it.name}: {_RAGGED} or RAM, {format_size(it.nbytes)}, rows {it.shape} {it.dtype}" for it in ragged]
+        lines = [*map(self._line, self.fields)]
         row, total, beside = map(format_size, (self.row_bytes, self.nbytes, self.overhead))
         lines.append(f"{count(self.capacity, 'row')} of {row}: {total}, and {beside} beside them")
         if self.spared:
@@ -124,6 +117,12 @@ class StoragePlan(NamedTuple):
         if self.on_device is not None:
             lines.append(str(self.on_device))
         return "\n".join([*lines, *advice(self.fields, self.dtypes)])
+
+    def _line(self, field: Field) -> str:
+        it = ShownField.of(field, self.capacity)
+        where = _RAGGED if it.is_ragged else f"{'/'.join(field.key)}.memmap"
+        shape = f"rows {it.shape}" if it.is_ragged else f"shape {[self.capacity, *field.shape]}"
+        return f"{it.name}: {where} or RAM, {format_size(it.nbytes)}, {shape} {it.dtype}"
 
     def _in_memory(self) -> str:
         have = f"In {format_size(self.memory)} of memory: "

@@ -186,21 +186,21 @@ def append(store: HoldsRagged, plan: WritePlan, columns: Sequence[Tensor | Items
             "rows that are appended to a lane, got ones that a writer or remover places",
             "Use a RoundRobinWriter",
         )
-    sources, kept = [], []
-    for group in schema.ragged_groups:
-        members = sharing([cast("Items", columns[number]) for number in group.members])
-        kept.append(members)  # until they are written
-        values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
-        total = next((len(it.values) for it in members if it.values is not None), members[0].total)
-        sources.append((members[0].lengths.data_ptr(), members[0].starts.data_ptr(), total, values))
+    groups = [sharing([cast("Items", columns[number]) for number in it.members]) for it in schema.ragged_groups]
+    sources = tuple(map(_source, groups))
     addresses = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
     rows = native.empty_rows(n)
     if isinstance(plan.lane, int):
-        return Write(rows, store.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), tuple(sources)))
+        return Write(rows, store.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), sources))
     lanes = as_rows(plan.lane, "extend")
-    return Write(
-        rows, store.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), tuple(sources))
-    )
+    return Write(rows, store.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
+
+
+def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
+    """Rows of a group as the core takes them. They share starts and lengths, and must stay until the call is over."""
+    total = min(len(it.values) for it in members if it.values is not None)
+    values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
+    return members[0].lengths.data_ptr(), members[0].starts.data_ptr(), total, values
 
 
 def refuse(schema: Schema, call: str, expected: str, advice: str) -> NoReturn:
@@ -309,21 +309,20 @@ def _resolve(
         offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
         starts, total = offsets[:-1], int(offsets[-1])
-        values = []
+        values = {}
         for number in which:
             it = schema.ragged[number]
-            values.append(torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu"))
-        outputs = {number: it.data_ptr() for number, it in zip(which, values, strict=True)}
+            values[number] = torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu")
         lost = store.core.gather_items(
             schema.ragged_groups.index(group),
             rows.data_ptr(),
             len(rows),
             tickets.data_ptr(),
-            spans.contiguous().data_ptr(),
-            tuple([outputs.get(number, 0) for number in group.members]),
+            spans.data_ptr(),
+            tuple([values[number].data_ptr() if number in values else 0 for number in group.members]),
             starts.data_ptr(),
         )
         gone.update(lost)
-        for number, items in zip(which, values, strict=True):
+        for number, items in values.items():
             columns[at[number]] = cast("Tensor", Items(items, starts, lengths, rows))
     return sorted(gone)
