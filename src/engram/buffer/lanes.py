@@ -220,8 +220,10 @@ class Lanes:
         # A look at rows on an accelerator would wait for it.
         if storage.traits.is_remote or any(len(rows) != n or not rows.is_cpu for rows in newest):
             return
-        paths = [field.key for field in storage.memory.schema.fields]
-        if _look_like_environments(dict(zip(paths, storage.read(torch.cat(newest))[0], strict=False)), n):
+        schema = storage.memory.schema
+        paths = {number: field.key for number, field in enumerate(schema.fields) if field.ragged is None}
+        columns = storage.memory.read(torch.cat(newest), which=tuple(paths))[0]
+        if _look_like_environments(dict(zip(paths.values(), columns, strict=False)), n):
             reads = wiring.of_sampler.draws_windows or wiring.unit_reader or "inside" in dir(wiring.source)
             line = (
                 f"extend: {n} rows each time look like steps of {n} environments, which one lane has one after the other: windows and "
