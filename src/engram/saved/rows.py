@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from engram._support.field_paths import public
 from engram.errors import CorruptStore
@@ -20,6 +21,7 @@ from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
 from engram.saved.parts import read_state
+from engram.saved.ragged import PartItems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -109,9 +111,15 @@ def roles_of(fields: Sequence[Field], given: Roles | None = None) -> tuple[str, 
         path = (key,) if isinstance(key, str) else tuple(key)
         if path not in stored:
             raise KeyError(f"roles: expected stored fields, {[public(field.key) for field in fields]}, got {key!r}.")
+        if fields[stored[path]].ragged and role != "data":
+            raise ValueError(f"roles: {key!r}: expected a field whose rows have one size, got a ragged one.")
         roles[stored.pop(path)] = role
     told = {*(given or {}).values()}
-    usual = {key: _USUAL[key[-1]] for key in stored if key[-1] in _USUAL and _USUAL[key[-1]] not in told}
+    usual = {
+        key: _USUAL[key[-1]]
+        for key, number in stored.items()
+        if key[-1] in _USUAL and _USUAL[key[-1]] not in told and not fields[number].ragged
+    }
     flags = [key for key, role in usual.items() if role in _FLAGS]
     flags = [key for key in flags if "next" in key[:-1]] or flags
     least = min(map(len, flags), default=0)
@@ -327,7 +335,7 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[description.Geometr
     """A store as a part describes it."""
     geometry = description.Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)
     fields = [
-        PartField(number, field.key, field.dtype, field.shape, role)
+        PartField(number, field.key, field.dtype, field.shape, role, field.ragged or UNSET)
         for number, (field, role) in enumerate(zip(schema.fields, roles, strict=False))
     ]
     return geometry, fields
@@ -448,16 +456,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
         if name.rpartition("/")[2] in ("trajectories.bin", "meta.json"):
             for at in range(0, nbytes, PIECE):
                 reader.read(name, at, bytearray(min(PIECE, nbytes - at)))
-    if reader.segment_rows is None:
-        numbers = stored
-    else:
-        segments = reader.segments()
-        # Not of all the capacity.
-        numbers = np.zeros(max((it.first_row + it.rows for it in segments), default=0), np.int64)
-        at = 0
-        for segment in segments:
-            numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
-            at += segment.rows
+    numbers = _by_row(reader, stored)
     if close_open:
         in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
         left_out = _closed(lanes, (goes_on & in_order).nonzero()[0], geometry)
@@ -467,6 +466,24 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
         if isinstance(writes, torch.Tensor) and writes.ndim == 1:  # others are refused later
             writes[left_out[left_out < len(writes)]] = 0
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
+
+
+def read_numbers(reader: PartReader) -> NDArray[np.int64]:
+    """Ticket numbers of the rows of a part up to the last one, 0 for those that hold nothing. Raises ``CorruptCheckpoint``."""
+    return _by_row(reader, _read_numbers(reader))
+
+
+def _by_row(reader: PartReader, stored: NDArray[np.int64]) -> NDArray[np.int64]:
+    if reader.segment_rows is None:
+        return stored
+    segments = reader.segments()
+    # Not of all the capacity.
+    numbers = np.zeros(max((it.first_row + it.rows for it in segments), default=0), np.int64)
+    at = 0
+    for segment in segments:
+        numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
+        at += segment.rows
+    return numbers
 
 
 def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
@@ -531,6 +548,11 @@ class SavedRowsSource:
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
         self._free: list[PartReader] = []  # a reader is for one thread at a time
+        self._items: PartItems | None = None
+
+    def take_items(self, state: Mapping[str, Any], here: Schema, where: str) -> None:
+        """Read and check where the items of ragged fields are. Call it once before :meth:`fill`. Raises as :class:`PartItems`."""
+        self._items = PartItems(self._reader, state, here, where)
 
     def fill(self, tensors: RowsTarget) -> None:
         """Read into tensors ``[capacity, *shape]``."""
@@ -539,6 +561,7 @@ class SavedRowsSource:
         pieces = [
             it._replace(offset=it.offset + (begin - it.begin) * size, begin=begin, end=min(begin + step, it.end))
             for it in stretches(self._reader)
+            if not (self._reader.schema or ())[it.field].ragged
             if (size := tensors[it.field][:1].nbytes)
             for step in [max(1, most // size)]
             for begin in range(it.begin, it.end, step)
@@ -547,6 +570,8 @@ class SavedRowsSource:
             more = min(READERS if here else 1, len(pieces)) - 1
             self._free = [self._reader, *(stack.enter_context(self._reader.again()) for _ in range(more))]
             parallel_read([[partial(self._read_piece, it, tensors)] for it in pieces], tensors)
+        if self._items is not None:
+            tensors.rings.fill(tensors, self._items)
 
     def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
         reader, into, put = self._free.pop(), tensors[it.field][it.begin : it.end], tensors.put

@@ -782,7 +782,10 @@ class TensorStorage(Storage):
             return RowsLoad(self, source)
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
-        return RowsLoad(self, source, schema, RowsState.checked(state, schema, store, where))
+        checked = RowsState.checked(state, schema, store, where)
+        if schema.ragged and isinstance(source, SavedRowsSource):
+            source.take_items(state, schema, where)
+        return RowsLoad(self, source, schema, checked)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 

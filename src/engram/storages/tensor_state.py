@@ -15,7 +15,7 @@ from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_w
 from engram.store import StoreState, add_field, check_index_name, fill_rows
 from engram.store.memory import torch_dtype
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
-from engram.store.ragged_state import Piece, Spans, compacted, heads_of, oldest_first, saved_heads
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, heads_of, oldest_first, saved_heads
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
 from engram.types import RowsTarget
@@ -432,19 +432,6 @@ def check_lengths(lengths: Tensor, live: Tensor, most: int, where: str) -> None:
         row = int(wrong.int().argmax())
         of = f"expected 0 to {most} items" if bool(live[row]) else "expected no items, as it holds nothing"
         raise ValueError(f"{where}: row {row}: {of}, got {int(lengths[row])}.")
-
-
-def check_room(needed: Tensor, here: Schema, where: str) -> None:
-    """Raise ``IncompatibleCheckpoint`` unless each lane has room for so many items, int64 ``[lanes, groups]``."""
-    for number, group in enumerate(here.ragged_groups):
-        most = int(needed[:, number].max())
-        if most > group.items:
-            size = sum(here.ragged[member].item_bytes for member in group.members)
-            raise IncompatibleCheckpoint(
-                f"{where}: {here.fields[group.leader].name}: expected rows whose items fit the ring of a lane, {group.items} items "
-                f"or {group.items * size} bytes, got {most} items: {most * size} bytes are needed. Make the storage with a larger "
-                "ragged_bytes."
-            )
 
 
 class FirstFields(NamedTuple):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from engram.errors import IncompatibleCheckpoint
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -143,6 +145,19 @@ def members_of(store: HoldsItems, group: RaggedGroup) -> list[Tensor]:
     """The rings of the members of a group."""
     items: Mapping[int, Tensor] = store.items  # type: ignore[attr-defined]
     return [items[number] for number in group.members]
+
+
+def check_room(needed: Tensor, here: Schema, where: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` unless each lane has room for so many items, int64 ``[lanes, groups]``."""
+    for number, group in enumerate(here.ragged_groups):
+        most = int(needed[:, number].max())
+        if most > group.items:
+            size = sum(here.ragged[member].item_bytes for member in group.members)
+            raise IncompatibleCheckpoint(
+                f"{where}: {here.fields[group.leader].name}: expected rows whose items fit the ring of a lane, {group.items} items "
+                f"or {group.items * size} bytes, got {most} items: {most * size} bytes are needed. Make the storage with a larger "
+                "ragged_bytes."
+            )
 
 
 # ---- back in ---------------------------------------------------------------------------------------------------------------

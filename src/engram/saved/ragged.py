@@ -1,0 +1,358 @@
+"""The items of ragged fields in a part: written in pieces, of which those that did not change are linked, and read back.
+
+A piece is a range of offsets of one lane, for all fields that share lengths. It is cut between rows. As offsets only grow, new rows
+never change a piece that was saved; an edit renews the ticket of its row, so tickets say which pieces are as they were.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from engram._support.state import tensor_in
+from engram.errors import IncompatibleCheckpoint
+from engram.saved import description
+from engram.saved.documents import corrupt
+from engram.saved.part_writer import PieceItems
+from engram.store.memory import DTYPE_OF
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.format.schema import PartField, RaggedGroup, Schema
+    from engram.saved.part_reader import PartReader
+    from engram.saved.part_writer import PartWriter
+    from engram.store import Store
+
+#: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.
+_BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 4096
+#: Pieces of a block, before it is written again as one.
+_PIECES_OF_A_BLOCK = 16
+
+
+class Parent(NamedTuple):
+    """The same part of an older checkpoint."""
+
+    reader: PartReader
+    numbers: NDArray[np.int64]
+    """Its ticket numbers, by row."""
+
+
+class _LaneRows(NamedTuple):
+    """Rows of a lane that have items, oldest first, so that their offsets grow."""
+
+    rows: NDArray[np.int64]
+    first: NDArray[np.int64]
+    """Their offsets, as they are saved."""
+    end: NDArray[np.int64]
+    same: NDArray[np.bool_]
+    """Whether the parent has them as they are."""
+
+
+class ItemsWriter:
+    """Writes the items of a store's rows.
+
+    Args:
+        part: that they are of.
+        store: whose rows these are.
+        fields: as the part describes them.
+        lanes: int64 ``[L, 4]``, as they were at the snapshot.
+        base: by how much tickets are larger than saved ones.
+        parent: the same part of an older checkpoint of this very store.
+        progress: called with how many bytes were done.
+    """
+
+    def __init__(
+        self,
+        part: PartWriter,
+        store: Store,
+        fields: Sequence[PartField],
+        lanes: Tensor,
+        base: int,
+        parent: Parent | None = None,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._part, self._store, self._fields, self._base = part, store, fields, base
+        self._order = [rows.numpy() for rows in oldest_first(lanes, store.lane_length)]
+        self._parent, self._progress = parent, progress
+        groups = store.schema.ragged_groups
+        none = torch.zeros((store.lanes, len(groups)), dtype=torch.int64, device="cpu")
+        self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
+        self._spans: dict[int, Tensor] = {}
+        self.pieces: list[PieceItems] = []
+        """What was written and linked."""
+
+    def write(self, numbers: NDArray[np.int64]) -> dict[int, Tensor]:
+        """Write the items of rows that have these ticket numbers, which become 0 for those that have others by now.
+
+        Returns:
+            Of each leader its column as it is saved, int32 ``[n, 3]``.
+        """
+        groups = self._store.schema.ragged_groups
+        self._read_spans(numbers, [group.leader for group in groups])
+        for number, group in enumerate(groups):
+            for lane, order in enumerate(self._order):
+                self._write_lane(number, group, lane, order, numbers)
+        columns = {}
+        for number, group in enumerate(groups):
+            spans = Spans.of(self._spans[group.leader])
+            spans = Spans(spans.offsets, torch.where(torch.from_numpy(numbers != 0), spans.lengths, 0))
+            lane_of = torch.arange(len(numbers), device="cpu") // self._store.lane_length
+            columns[group.leader] = spans.moved(-torch.from_numpy(self._shifts)[lane_of, number]).column
+        return columns
+
+    def _read_spans(self, numbers: NDArray[np.int64], leaders: Sequence[int]) -> None:
+        rows = numbers.nonzero()[0]
+        expected = torch.from_numpy(numbers[rows])
+        columns, moved = self._store.read_columns(torch.from_numpy(rows), expected, leaders)
+        numbers[rows[moved]] = 0
+        for leader, column in zip(leaders, columns, strict=True):
+            spans = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
+            spans[torch.from_numpy(rows)] = column
+            self._spans[leader] = spans
+
+    def _write_lane(
+        self, number: int, group: RaggedGroup, lane: int, order: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> None:
+        """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
+        spans = self._spans[group.leader].numpy()
+        there = order[order < len(numbers)]
+        there = there[(numbers[there] != 0) & (spans[there, 2] > 0)]
+        of = Spans.of(torch.from_numpy(spans[there]))
+        first = of.offsets.numpy() - self._shifts[lane, number]
+        rows = _LaneRows(there, first, first + of.lengths.numpy(), self._same(there, numbers))
+        block = self._items_of_a_block(group)
+        linked = self._linkable(rows, lane, group.leader, block)
+        at = 0
+        for begin, end, piece in [*linked, (len(there), len(there), None)]:
+            for some in _cut(rows.first, at, begin, block):
+                self._write_piece(group, lane, rows, some, numbers)
+            if piece is not None and not self._link(piece):
+                self._write_piece(group, lane, rows, slice(begin, end), numbers)
+            at = end
+
+    def _same(self, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if self._parent is None:
+            return np.zeros(len(rows), bool)
+        theirs, known = self._parent.numbers, np.zeros(len(rows), np.int64)
+        inside = rows < len(theirs)
+        known[inside] = theirs[rows[inside]]
+        return known == numbers[rows] - self._base
+
+    def _items_of_a_block(self, group: RaggedGroup) -> int:
+        item_bytes = sum(self._store.schema.ragged[member].item_bytes for member in group.members)
+        return max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1)
+
+    def _linkable(
+        self, rows: _LaneRows, lane: int, leader: int, block: int
+    ) -> list[tuple[int, int, description.ItemsPiece]]:
+        """Pieces of the parent all of whose rows here are as they were: from which row to which, and the piece."""
+        if self._parent is None:
+            return []
+        found = []
+        for piece in self._parent.reader.pieces():
+            if (piece.lane, piece.leader) == (lane, leader):
+                begin, end = np.searchsorted(rows.first, [piece.first, piece.end]).tolist()
+                if begin < end and rows.end[end - 1] <= piece.end and rows.same[begin:end].all():
+                    found.append((begin, end, piece))
+        blocks = np.array([piece.first // block for *_, piece in found], np.int64)
+        _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+        return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
+
+    def _link(self, piece: description.ItemsPiece) -> bool:
+        assert self._parent is not None  # whose piece it is
+        name = description.piece_name(piece.lane, piece.leader, piece.first)
+        if not self._part.link(name, self._parent.reader, name):
+            return False
+        self.pieces.append(PieceItems(*piece[:4]))
+        self._progress(piece.nbytes)
+        return True
+
+    def _write_piece(
+        self, group: RaggedGroup, lane: int, rows: _LaneRows, which: slice, numbers: NDArray[np.int64]
+    ) -> None:
+        first, items = int(rows.first[which][0]), int(rows.end[which][-1] - rows.first[which][0])
+        fields = description.piece_fields(self._fields, group.leader)
+        offsets, size = description.segment_layout(fields, items)
+        room = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        columns = [
+            room[offset : offset + items * field.row_bytes].view(items, field.row_bytes)
+            for field, offset in zip(fields, offsets, strict=True)
+        ]
+        own = torch.from_numpy(rows.rows[which])
+        places = torch.from_numpy(rows.first[which] - first)
+        tickets, spans = torch.from_numpy(numbers[rows.rows[which]]), self._spans[group.leader][own]
+        moved = gather(self._store.core, self._store.schema, group, own, tickets, spans, columns, places)
+        for row in moved:
+            for column in columns:
+                column[int(places[row]) : int(places[row]) + int(spans[row, 2])] = 0
+        numbers[rows.rows[which][moved]] = 0
+        with self._part.file(description.piece_name(lane, group.leader, first), size) as file:
+            file.write(room.numpy().data)
+        self.pieces.append(PieceItems(lane, group.leader, first, items))
+        self._progress(size)
+
+
+def _cut(first: NDArray[np.int64], begin: int, end: int, block: int) -> Iterator[slice]:
+    """Rows ``[begin, end)`` in groups of those that begin in the same block."""
+    borders = (np.diff(first[begin:end] // block) != 0).nonzero()[0] + begin + 1
+    edges = [begin, *borders.tolist(), end] if begin < end else []
+    for at, after in zip(edges[:-1], edges[1:], strict=True):
+        yield slice(at, after)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------------
+
+
+class PartItems:
+    """The ragged rows of a part. Every block is checked when it is read.
+
+    The constructor reads where items are, and checks it.
+
+    Args:
+        reader: of the part.
+        state: its rows without fields, as they are to be.
+        here: the schema of the store that will hold them.
+        where: for messages.
+
+    Raises:
+        CorruptCheckpoint: rows whose items are not where a store has them, or are in no piece.
+        IncompatibleCheckpoint: the rings here are too small.
+    """
+
+    def __init__(self, reader: PartReader, state: Mapping[str, Any], here: Schema, where: str) -> None:
+        geometry, fields = reader.geometry, reader.schema
+        assert geometry is not None  # it has rows
+        assert fields is not None
+        self._reader, self._fields, self._here = reader, fields, here
+        saved = description.as_schema(fields, geometry)
+        self._groups, length = saved.ragged_groups, geometry.lane_length
+        lanes, self._live = state["lanes"], state["numbers"] != 0
+        try:
+            self.heads = tensor_in(state, "heads", torch.int64, (geometry.lanes, len(self._groups)), "state")
+        except (KeyError, TypeError, ValueError) as error:
+            raise corrupt(reader.folder, f"expected the heads of rings ({str(error).removesuffix('.')})") from error
+        self.lane_of = torch.arange(len(self._live), device="cpu") // length
+        self._order = [rows[rows < len(self._live)] for rows in oldest_first(lanes, length)]
+        self._spans = [self._checked(saved, number) for number in range(len(self._groups))]
+        self._relaid: list[Spans] | None = None
+        if [group.items for group in self._groups] != [group.items for group in here.ragged_groups]:
+            laid = [compacted(spans.lengths, self._order) for spans in self._spans]
+            self._relaid, self.heads = [spans for spans, _ in laid], torch.stack([heads for _, heads in laid], 1)
+            check_room(self.heads, here, where)
+        for spans, group in zip(self._spans, here.ragged_groups, strict=True):
+            longest, most = int(spans.lengths.max()) if len(spans.lengths) else 0, here.ragged[group.leader].max_length
+            if longest > most:
+                raise IncompatibleCheckpoint(
+                    f"{where}: {here.fields[group.leader].name}: expected at most {most} items in a row, got {longest}."
+                )
+
+    def spans(self, group: int) -> Spans:
+        return self._spans[group] if self._relaid is None else self._relaid[group]
+
+    def pieces(self, group: int) -> Iterator[Piece]:
+        leader = self._groups[group].leader
+        for it in self._reader.pieces():
+            if it.leader == leader:
+                values = self._read(it)
+                if self._relaid is None:
+                    yield Piece(it.lane, it.first, values)
+                else:
+                    yield from self._picked(group, it, values)
+
+    def _picked(self, group: int, it: description.ItemsPiece, values: list[Tensor]) -> Iterator[Piece]:
+        """The rows of a piece, one after the other."""
+        assert self._relaid is not None
+        spans, order = self._spans[group], self._order[it.lane]
+        inside = (spans.lengths[order] > 0) & (spans.offsets[order] >= it.first) & (spans.offsets[order] < it.end)
+        rows = order[inside]
+        if len(rows):
+            lengths = spans.lengths[rows]
+            total, begin = int(lengths.sum()), lengths.cumsum(0) - lengths
+            starts = (spans.offsets[rows] - it.first - begin).repeat_interleave(lengths, output_size=total)
+            which = (torch.arange(total, device="cpu") + starts).numpy()
+            raw = [of.reshape(len(of), -1).view(torch.uint8).numpy()[which] for of in values]
+            picked = [
+                torch.from_numpy(some).view(of.dtype).view(total, *of.shape[1:])
+                for some, of in zip(raw, values, strict=True)
+            ]
+            yield Piece(it.lane, int(self._relaid[group].offsets[rows[0]]), picked)
+
+    def _read(self, it: description.ItemsPiece) -> list[Tensor]:
+        fields = description.piece_fields(self._fields, it.leader)
+        offsets, _ = description.segment_layout(fields, it.items)
+        name, values = description.piece_name(it.lane, it.leader, it.first), []
+        for field, offset in zip(fields, offsets, strict=True):
+            made = torch.empty((it.items, *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
+            self._reader.read(name, offset, made.reshape(-1).view(torch.uint8).numpy().data)
+            values.append(made)
+        return values
+
+    def _checked(self, saved: Schema, number: int) -> Spans:
+        """Where the items of a group are."""
+        group = self._groups[number]
+        column = read_column(self._reader, self._fields[group.leader], len(self._live))
+        spans = Spans.of(column)
+        spans = Spans(torch.where(self._live, spans.offsets, 0), torch.where(self._live, spans.lengths, 0))
+        most = min(saved.ragged[group.leader].max_length, group.items)
+        by_lane: dict[int, list[description.ItemsPiece]] = {}
+        for piece in self._reader.pieces():
+            if piece.leader == group.leader:
+                by_lane.setdefault(piece.lane, []).append(piece)
+        for lane, order in enumerate(self._order):
+            wrong = _wrong_row(spans, order, most, group.items, int(self.heads[lane, number]), by_lane.get(lane, []))
+            if wrong is not None:
+                found = [int(of[wrong]) for of in spans]
+                raise corrupt(
+                    self._reader.folder,
+                    f"expected items of {saved.fields[group.leader].name} where a store has them, in order and in a file that is "
+                    f"listed, got {found[1]} at {found[0]} in row {wrong}",
+                )
+        return spans
+
+
+def _wrong_row(
+    spans: Spans, order: Tensor, most: int, ring: int, head: int, pieces: Sequence[description.ItemsPiece]
+) -> int | None:
+    """The first row of a lane whose items are not where a store has them; None: all are."""
+    lengths = spans.lengths[order]
+    bad = (lengths < 0) | (lengths > most)
+    if bool(bad.any()):
+        return int(order[bad][0])
+    rows = order[lengths > 0]
+    first, lengths = spans.offsets[rows], spans.lengths[rows]
+    end = first + lengths
+    bad = (first < max(0, head - ring)) | (end > head) | (first % ring + lengths > ring)
+    bad[1:] |= first[1:] < end[:-1]
+    begins = torch.tensor([-1, *(piece.first for piece in pieces)], device="cpu")
+    ends = torch.tensor([-1, *(piece.end for piece in pieces)], device="cpu")
+    bad |= end > ends[torch.searchsorted(begins, first, right=True) - 1]
+    return int(rows[bad][0]) if bool(bad.any()) else None
+
+
+def read_column(reader: PartReader, field: PartField, rows: int) -> Tensor:
+    """The column of a leader, of so many rows of the part, int32 ``[rows, 3]``. Raises ``CorruptCheckpoint``."""
+    column = torch.zeros((rows, *field.shape), dtype=torch.int32, device="cpu")
+    for name, offset, begin, end in column_stretches(reader, field.id):
+        some = torch.empty((end - begin, *field.shape), dtype=torch.int32, device="cpu")
+        reader.read(name, offset, some.reshape(-1).view(torch.uint8).numpy().data)
+        column[begin:end] = some[: max(0, rows - begin)]
+    return column
+
+
+def column_stretches(reader: PartReader, number: int) -> Iterator[tuple[str, int, int, int]]:
+    """Where the rows of a field lie: file, offset, and which rows of the part."""
+    fields = reader.schema or ()
+    if reader.segment_rows is None:
+        yield description.field_name(fields[number]), 0, 0, reader.records["tickets"]
+        return
+    for it in reader.segments():
+        offset = description.segment_layout(fields, it.rows)[0][number]
+        yield description.segment_name(it.lane, it.k), offset, it.first_row, it.first_row + it.rows
