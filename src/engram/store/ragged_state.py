@@ -27,14 +27,14 @@ class Spans(NamedTuple):
     @classmethod
     def of(cls, column: Tensor) -> Spans:
         """As the column of a leader has them, int32 ``[n, 3]``."""
-        words = column[:, :2].contiguous().view(torch.int64)
-        return cls(words.reshape(-1), column[:, 2].to(torch.int64))
+        words = column[:, :2].reshape(-1).view(torch.int64)
+        return cls(words, column[:, 2].to(torch.int64))
 
     @property
     def column(self) -> Tensor:
         """The column of a leader, int32 ``[n, 3]``."""
         column = torch.empty((len(self.offsets), 3), dtype=torch.int32, device="cpu")
-        column[:, :2] = self.offsets.contiguous().view(torch.int32).view(-1, 2)
+        column[:, :2] = self.offsets.contiguous().view(torch.int32).view(len(column), 2)
         column[:, 2] = self.lengths
         return column
 
