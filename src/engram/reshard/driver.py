@@ -163,8 +163,14 @@ def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target],
     Raises:
         CorruptCheckpoint: a block is damaged.
         IncompatibleCheckpoint: no field can say that a trajectory was cut short, as the policy asks for; rows are ranked, and a
-            shard lacks the field that decides, or a target has several lanes.
+            shard lacks the field that decides, or a target has several lanes; or fields are ragged.
     """
+    named = [schemas.name_of(field.key) for field in plans.fields_of(shards) if field.ragged]
+    if named:
+        raise IncompatibleCheckpoint(
+            f"{shards[0].reader.folder}: expected fields whose rows all have one size, got ragged ones: {', '.join(named)}. They are not "
+            "moved to other ranks, lanes or capacities yet: load them with as many ranks as saved them, into storages of their sizes."
+        )
     planned = _in_blocks_or_trajectories if policy.ranking is None else _in_single_rows
     made = planned(shards, targets, policy)
     made.check_counts()
