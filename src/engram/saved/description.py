@@ -537,6 +537,8 @@ def check(part: Part) -> None:
             raise ValueError(f"array {number}: {info.bytes} bytes are not {shape}, or these are too many")
     _check_state(part.state, len(part.arrays))
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
+    if part.version[0] == 2 and not any(field.ragged for field in part.schema or ()):
+        raise ValueError("expected ragged fields in a part of version 2.x, found none")
     if part.part != "storage":
         if extras.count(msgspec.UNSET) < len(extras):
             raise ValueError(f"a {part.part} with entries that only a storage has")
@@ -609,7 +611,7 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
         raise ValueError("expected either storage or segment")
     is_ragged = any(field.ragged for field in schema)
     if is_ragged != ("items" in part.tables) or is_ragged != (part.version[0] == 2):
-        raise ValueError("ragged fields without their items, items without such fields, or in a part of another version")
+        raise ValueError("expected items where fields are ragged, and in a part of version 2.x")
     as_schema(schema, part.geometry).validate_ragged()
     if part.segment and part.segment.rows > part.geometry.lane_length:
         raise ValueError(f"segments of {part.segment.rows} rows in lanes of {part.geometry.lane_length}")
