@@ -12,9 +12,9 @@ from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
-from engram.saved.description import BLOCK, table_name
+from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
-from engram.saved.rows import Boundaries, Stretch, boundary_fields, checked_numbers, parallel_read, stretches
+from engram.saved.rows import Boundaries, Stretch, boundary_fields, checked_numbers, parallel_read, stretches, ticket_stretches
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
@@ -451,18 +451,10 @@ def _place_numbers(shard: SavedShard, extents: Extents, later: int, numbers: Ten
         put(torch.where(held != 0, held + later, 0), 0, extents, numbers)
         return
     reader = shard.reader
-    file = table_name("tickets")
-    at = 0
-    pieces = [Stretch(file, 0, 0, 0, reader.records["tickets"])]
-    if reader.segment_rows is not None:
-        pieces = []
-        for it in reader.segments():
-            pieces.append(Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
-            at += it.rows
-    for stretch in pieces:
+    for stretch in ticket_stretches(reader):
         for low, raw in windows(reader, stretch, extents, 8, memory):
-            words = raw.view(torch.int64)
-            there = checked_numbers(words.numpy(), reader.folder / file, stretch.offset + 8 * (low - stretch.begin))
+            words, offset = raw.view(torch.int64), stretch.offset + 8 * (low - stretch.begin)
+            there = checked_numbers(words.numpy(), reader.folder / stretch.file, offset)
             np.add(there, later, out=there, where=there != 0)
             put(words, low, extents, numbers)
 

@@ -447,9 +447,18 @@ def _sum_of(fields: tuple[PartField, ...]) -> str:
 NO_SCHEMA = schema_sum(())
 
 
+def with_tickets(fields: Sequence[PartField]) -> bool:
+    """Whether segments begin with the tickets of their rows, so that the table of tickets is empty."""
+    return any(field.ragged for field in fields)
+
+
 def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], int]:
-    """Where each field begins in a segment of that many rows, and how long the file is, in bytes."""
-    offsets, end = [], 0
+    """Where each field begins in a segment of that many rows, and how long the file is, in bytes.
+
+    Where fields are ragged, the tickets of the rows come first: such rows are short, and a table of all tickets would be most of what a
+    later checkpoint writes.
+    """
+    offsets, end = [], RECORD_BYTES["tickets"] * rows if with_tickets(fields) else 0
     for field in fields:
         begin = -(-end // ALIGN) * ALIGN
         offsets.append(begin)

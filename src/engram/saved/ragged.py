@@ -20,7 +20,7 @@ from engram.store.memory import DTYPE_OF
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -82,6 +82,7 @@ class ItemsWriter:
         self._part, self._store, self._fields, self._base = part, store, fields, base
         self._order = [rows.numpy() for rows in oldest_first(lanes, store.lane_length)]
         self._parent, self._progress = parent, progress
+        self._theirs = _by_lane(() if parent is None else parent.reader.pieces())
         groups = store.schema.ragged_groups
         none = torch.zeros((store.lanes, len(groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
@@ -154,14 +155,11 @@ class ItemsWriter:
         self, rows: _LaneRows, lane: int, leader: int, block: int
     ) -> list[tuple[int, int, description.ItemsPiece]]:
         """Pieces of the parent all of whose rows here are as they were: from which row to which, and the piece."""
-        if self._parent is None:
-            return []
         found = []
-        for piece in self._parent.reader.pieces():
-            if (piece.lane, piece.leader) == (lane, leader):
-                begin, end = np.searchsorted(rows.first, [piece.first, piece.end]).tolist()
-                if begin < end and rows.end[end - 1] <= piece.end and rows.same[begin:end].all():
-                    found.append((begin, end, piece))
+        for piece in self._theirs.get((lane, leader), ()):
+            begin, end = np.searchsorted(rows.first, [piece.first, piece.end]).tolist()
+            if begin < end and rows.end[end - 1] <= piece.end and rows.same[begin:end].all():
+                found.append((begin, end, piece))
         blocks = np.array([piece.first // block for *_, piece in found], np.int64)
         _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
@@ -198,6 +196,14 @@ class ItemsWriter:
             file.write(room.numpy().data)
         self.pieces.append(PieceItems(lane, group.leader, first, items))
         self._progress(size)
+
+
+def _by_lane(pieces: Iterable[description.ItemsPiece]) -> dict[tuple[int, int], list[description.ItemsPiece]]:
+    """By lane and leader."""
+    found: dict[tuple[int, int], list[description.ItemsPiece]] = {}
+    for piece in pieces:
+        found.setdefault((piece.lane, piece.leader), []).append(piece)
+    return found
 
 
 def _cut(first: NDArray[np.int64], begin: int, end: int, block: int) -> Iterator[slice]:
@@ -302,12 +308,10 @@ class PartItems:
         spans = Spans.of(column)
         spans = Spans(torch.where(self._live, spans.offsets, 0), torch.where(self._live, spans.lengths, 0))
         most = min(saved.ragged[group.leader].max_length, group.items)
-        by_lane: dict[int, list[description.ItemsPiece]] = {}
-        for piece in self._reader.pieces():
-            if piece.leader == group.leader:
-                by_lane.setdefault(piece.lane, []).append(piece)
+        pieces = _by_lane(self._reader.pieces())
         for lane, order in enumerate(self._order):
-            wrong = _wrong_row(spans, order, most, group.items, int(self.heads[lane, number]), by_lane.get(lane, []))
+            head, some = int(self.heads[lane, number]), pieces.get((lane, group.leader), [])
+            wrong = _wrong_row(spans, order, most, group.items, head, some)
             if wrong is not None:
                 found = [int(of[wrong]) for of in spans]
                 raise corrupt(

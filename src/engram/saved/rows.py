@@ -488,10 +488,18 @@ def _by_row(reader: PartReader, stored: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
     """Ticket numbers of the rows that are stored, 0 for void ones: in one array, however many they are."""
-    name = f"{layout.FOLDER}/tickets.bin"
-    numbers = np.frombuffer(reader.read_all(name), "<i8").astype(np.int64, copy=False)
-    for begin in range(0, len(numbers), _LOOK):
-        checked_numbers(numbers[begin : begin + _LOOK], reader.folder / name, 8 * begin)
+    name = description.table_name("tickets")
+    if reader.segment_rows is None or not description.with_tickets(reader.schema or ()):
+        files = [(name, 0, reader.records["tickets"])]
+    else:
+        files = [(it.file, it.begin, it.end) for it in ticket_stretches(reader)]
+    numbers, at = np.empty(sum(end - begin for _, begin, end in files), "<i8"), 0
+    for name, begin, end in files:
+        some = numbers[at : at + end - begin]
+        reader.read(name, 0, some.data.cast("B"))
+        for first in range(0, len(some), _LOOK):
+            checked_numbers(some[first : first + _LOOK], reader.folder / name, 8 * first)
+        at += len(some)
     return numbers
 
 
@@ -528,6 +536,19 @@ class Stretch(NamedTuple):
     begin: int
     end: int
     """Which rows of the part."""
+
+
+def ticket_stretches(reader: PartReader) -> Iterator[Stretch]:
+    """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
+    file = description.table_name("tickets")
+    if reader.segment_rows is None:
+        yield Stretch(file, 0, 0, 0, reader.records["tickets"])
+        return
+    within, at = description.with_tickets(reader.schema or ()), 0
+    for it in reader.segments():
+        name = description.segment_name(it.lane, it.k)
+        yield Stretch(*((name, 0) if within else (file, 8 * at)), 0, it.first_row, it.first_row + it.rows)
+        at += it.rows
 
 
 def stretches(reader: PartReader) -> Iterator[Stretch]:

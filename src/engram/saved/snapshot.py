@@ -22,7 +22,7 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format.files import Descriptor
 from engram.saved import disk, ragged
-from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name, spans_name
+from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name, spans_name, with_tickets
 from engram.saved.documents import Count, Cut, ShardRows, Totals
 from engram.saved.part_writer import PartWriter, SegmentRows
 from engram.saved.parts import Preparation, described_state, write_part
@@ -128,7 +128,8 @@ class RowsWriter:
         """
         snapshot = self._snapshot
         state = snapshot.state
-        totals = self._write_tables(numbers, stored, marks)
+        apart = segment_rows is None or not with_tickets(self.fields)
+        totals = self._write_tables(numbers, stored if apart else stored[:0], marks)
         rest = {name: value for name, value in state.items() if name not in TABLES}
         rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
         lost = snapshot.live - int(np.count_nonzero(stored))
@@ -272,14 +273,16 @@ _log = logging.getLogger("engram")
 
 #: Bytes of a segment at most, and at least where a lane can have that many segments.
 _MAX_SEGMENT, _MIN_SEGMENT, _SEGMENTS_OF_A_LANE = 16 << 20, 1 << 20, 16
-#: The least bytes of a segment where fields are ragged: it has little of a row, as items lie apart.
-_MIN_RAGGED_SEGMENT = 1 << 16
+#: The same where fields are ragged: a segment has little of a row, as items lie apart.
+_MIN_RAGGED_SEGMENT, _RAGGED_SEGMENTS = 1 << 15, 1024
 
 
-def rows_of_a_segment(lane_length: int, row_bytes: int, least: int = _MIN_SEGMENT) -> int:
-    """As many as fit in 16 MiB; but a lane has 16 of them, unless they would be below so many bytes."""
+def rows_of_a_segment(
+    lane_length: int, row_bytes: int, of_lane: int = _SEGMENTS_OF_A_LANE, least: int = _MIN_SEGMENT
+) -> int:
+    """As many as fit in 16 MiB; but a lane has so many of them, unless they would be below so many bytes."""
     size = max(1, row_bytes)
-    rows = min(_MAX_SEGMENT // size, max(-(-lane_length // _SEGMENTS_OF_A_LANE), least // size))
+    rows = min(_MAX_SEGMENT // size, max(-(-lane_length // of_lane), least // size))
     return max(1, min(rows, lane_length))
 
 
@@ -305,15 +308,28 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:
     """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
-    words = ticket_words(np.where(numbers != 0, numbers - base, 0))
-    return int(xxhash.xxh3_64_intdigest(words.data))
+    return int(xxhash.xxh3_64_intdigest(_saved_tickets(numbers, base).data))
+
+
+def _saved_tickets(numbers: NDArray[np.int64], base: int) -> NDArray[np.int64]:
+    return ticket_words(np.where(numbers != 0, numbers - base, 0))
 
 
 class _SegmentRoom:
-    """Copies rows of a store as a segment has them. ``spans``: columns of ragged fields as they are saved."""
+    """Copies rows of a store as a segment has them.
 
-    def __init__(self, store: Store, fields: Sequence[PartField], rows: int, spans: Mapping[int, Tensor]) -> None:
-        self._store, self._fields, self._spans = store, fields, spans
+    Args:
+        store: whose rows.
+        fields: as the part describes them.
+        rows: of a whole segment.
+        spans: columns of ragged fields as they are saved.
+        base: by how much tickets are larger than saved ones.
+    """
+
+    def __init__(
+        self, store: Store, fields: Sequence[PartField], rows: int, spans: Mapping[int, Tensor], base: int
+    ) -> None:
+        self._store, self._fields, self._spans, self._base = store, fields, spans, base
         self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
 
     def copied(self, it: _Range, numbers: NDArray[np.int64]) -> memoryview:
@@ -321,7 +337,8 @@ class _SegmentRoom:
         n = it.end - it.begin
         offsets, size = segment_layout(self._fields, n)
         room = self._room[:size]
-        columns, end = [], 0
+        columns, end = [], 8 * n if with_tickets(self._fields) else 0
+        tickets = room[:end]
         for field, offset in zip(self._fields, offsets, strict=True):
             room[end:offset] = 0
             end = offset + n * field.row_bytes
@@ -338,6 +355,8 @@ class _SegmentRoom:
         for column in columns:
             column[moved] = 0
         numbers[moved] = 0
+        if len(tickets):
+            tickets.numpy()[:] = _saved_tickets(numbers, self._base).view(np.uint8)
         return room.numpy().data
 
 
@@ -469,8 +488,8 @@ class RowsSnapshot(NamedTuple):
         part, fields, base = writer.part, writer.fields, self.base
         store, lanes = self.store, self.state["lanes"].numpy()
         marks = writer.boundaries.marks_now(store, numbers)
-        least = _MIN_RAGGED_SEGMENT if store.items else _MIN_SEGMENT
-        size = rows_of_a_segment(store.lane_length, store.schema.row_bytes, least)
+        of_lane, least = (_RAGGED_SEGMENTS, _MIN_RAGGED_SEGMENT) if store.items else (_SEGMENTS_OF_A_LANE, _MIN_SEGMENT)
+        size = rows_of_a_segment(store.lane_length, store.schema.row_bytes, of_lane, least)
         known: dict[tuple[int, int, int, int, int], str] = {}
         if parent is not None and (parent.schema_sum != schema_sum(fields) or parent.segment_rows is None):
             parent = None
@@ -480,7 +499,7 @@ class RowsSnapshot(NamedTuple):
                 (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
                 for it in parent.segments()
             }
-        rows = _SegmentRoom(store, fields, size, writer.write_items(numbers, parent, progress))
+        rows = _SegmentRoom(store, fields, size, writer.write_items(numbers, parent, progress), base)
         segments = []
         for it in _ranges(lanes, store.lane_length, size):
             name = segment_name(it.lane, it.k)
