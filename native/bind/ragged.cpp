@@ -3,8 +3,11 @@
 #include "ragged.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
+
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -12,6 +15,8 @@
 #include <vector>
 
 #include "../core/check.h"
+#include "../core/open_rows.h"
+#include "../core/participants.h"
 #include "../core/ragged.h"
 #include "../core/store.h"
 #include "interpreter.h"
@@ -90,6 +95,73 @@ void bind_writes(nb::class_<Store>& type) {
           "As patch, of the items of a group's fields whose address is not 0: as many as each row has, else ValueError.");
 }
 
+std::uint64_t own_owner() {
+  const auto pid = static_cast<std::uint32_t>(getpid());
+  return OpenRows::owner_of(pid, start_time_of(pid));
+}
+
+const OpenRows& open_rows_of(const Store& store) {
+  check(store.open_rows() != nullptr, "a store with open rows");
+  return *store.open_rows();
+}
+
+// Slots of rows that still grow. An owner is a process, as one number; 0: the slot is free.
+void bind_open_rows(nb::module_& m, nb::class_<Store>& type) {
+  m.def("open_rows_bytes", &OpenRows::bytes, "slots"_a, "slot_bytes"_a);
+  m.def("own_owner", &own_owner, "What names this process as the owner of open rows.");
+  m.def("is_owner_alive", &OpenRows::is_alive, "owner"_a);
+  m.def(
+      "format_open_rows",
+      [](Address memory, std::uint64_t bytes, std::uint64_t slots, std::uint64_t slot_bytes) {
+        OpenRows::format(block(memory, bytes), slots, slot_bytes);
+      },
+      "memory"_a, "bytes"_a, "slots"_a, "slot_bytes"_a, "Of zeroed memory.");
+  type.def(
+          "use_open_rows",
+          [](Store& self, Address memory, std::uint64_t bytes, std::uint64_t slots, std::uint64_t slot_bytes) {
+            self.use(std::make_unique<OpenRows>(block(memory, bytes), slots, slot_bytes));
+          },
+          "memory"_a, "bytes"_a, "slots"_a, "slot_bytes"_a)
+      .def("take_open_row", [](const Store& self) { return open_rows_of(self).take(own_owner()); }, "A free slot, for this process; or None.")
+      .def(
+          "open_row_owner", [](const Store& self, std::uint64_t slot) { return open_rows_of(self).slot(slot).owner.load(); }, "slot"_a)
+      .def(
+          "open_row_address", [](const Store& self, std::uint64_t slot) { return reinterpret_cast<Address>(open_rows_of(self).data(slot)); },
+          "slot"_a, "Where the caller's part of a slot begins.")
+      .def(
+          "take_open_row_over",
+          [](const Store& self, std::uint64_t slot, std::uint64_t from) { return open_rows_of(self).hand_over(slot, from, own_owner()); },
+          "slot"_a, "from_"_a, "Whether it was that owner's, and is this process's now.")
+      .def(
+          "free_open_row",
+          [](const Store& self, std::uint64_t slot) {
+            check(open_rows_of(self).slot(slot).owner.load() == own_owner(), "an open row of another process");
+            open_rows_of(self).free(slot);
+          },
+          "slot"_a)
+      .def(
+          "settle_open_rows",
+          [](const Store& self) {
+            nb::gil_scoped_release release;
+            self.settle_open_rows();
+          },
+          "Frees the slots of rows that were sealed by processes which died since.")
+      .def(
+          "seal_open_row",
+          [](Store& self, std::uint64_t slot, std::uint64_t lane, const nb::tuple& columns, const nb::tuple& items) {
+            const auto inputs = addresses_in<const std::byte>(columns);
+            RaggedWrite write = write_in(self, 1, items);
+            std::int64_t row = -1;
+            std::uint64_t number = 0;
+            {
+              nb::gil_scoped_release release;
+              number = self.seal(slot, own_owner(), lane, inputs, &row, write);
+            }
+            return std::pair(row, number);
+          },
+          "slot"_a, "lane"_a, "columns"_a, "items"_a, "Appends a row, and frees the slot it grew in, in one step: (row, ticket number).");
+}
+
 }  // namespace
 
 void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
@@ -151,6 +223,7 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
           },
           "lane"_a, "heads"_a, "The offset of the next item of each group, of a paused store whose rows were replaced.");
   bind_writes(type);
+  bind_open_rows(m, type);
 }
 
 }  // namespace engram

@@ -165,6 +165,9 @@ class RaggedWrite {
   /// How many of `most` rows from the i-th on are written together: some bytes, and no more items than half a ring.
   std::uint64_t chunk(std::uint64_t i, std::uint64_t most, const std::int64_t* pick, std::uint64_t bytes) const;
 
+  /// Where the first row's ticket number is noted before the row is written; null: nowhere.
+  Word* noted = nullptr;
+
   /// Copies the items of n rows from the i-th on. Their rows are marked.
   void put(std::uint64_t lane, std::uint64_t i, std::uint64_t n, const std::int64_t* pick) const;
 

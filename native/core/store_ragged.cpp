@@ -184,6 +184,32 @@ void Store::make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_
   }
 }
 
+// While the claim is there, whoever repairs it settles the slot; once it is gone, the row was written.
+std::uint64_t Store::seal(std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row, RaggedWrite& items) {
+  check(open_ != nullptr && open_->slot(slot).owner.load(std::memory_order_acquire) == owner, "an open row of another process");
+  Word& noted = open_->slot(slot).sealed_as;
+  items.noted = &noted;
+  try {
+    const std::uint64_t number = append(lane, 1, columns, row, &items);
+    open_->free(slot);
+    return number;
+  } catch (...) {
+    const std::uint64_t number = noted.exchange(0, std::memory_order_acq_rel);
+    if (number != 0 && *row >= 0 && control_.word(static_cast<std::uint64_t>(*row)).load(std::memory_order_acquire) == ticket(number, State::committed)) open_->free(slot);
+    throw;
+  }
+}
+
+void Store::settle_open_rows() const {
+  if (open_ == nullptr) return;
+  for (std::uint64_t i = 0; i < open_->slots(); ++i) {
+    const OpenSlot& slot = open_->slot(i);
+    const std::uint64_t owner = slot.owner.load(std::memory_order_acquire), number = slot.sealed_as.load(std::memory_order_acquire);
+    if (owner == 0 || number == 0 || OpenRows::is_alive(owner) || first_unfinished() <= number) continue;
+    open_->settle(number, 1, [](std::uint64_t) { return true; });
+  }
+}
+
 std::vector<std::int64_t> Store::gather_items(std::uint64_t group, const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
                                               const std::byte* given, std::span<std::byte* const> outputs, const std::int64_t* places) const {
   check(ragged_ != nullptr && group < ragged_->groups().size(), "a group of ragged fields outside the store");

@@ -2,6 +2,7 @@
 
 #include "store.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "fence.h"
@@ -127,6 +128,13 @@ std::uint64_t Store::repair(Claim& claim) const {
     if (number_of(now) == numbers[i] && !is_committed(now)) lost.push_back(rows[i]);
   }
   fence(std::memory_order_seq_cst);
+  if (open_ != nullptr && ring) {
+    open_->settle(t0, n, [&](std::uint64_t number) {
+      const auto at = std::find(numbers.begin(), numbers.end(), number);
+      return at != numbers.end() && control_.word(static_cast<std::uint64_t>(rows[static_cast<std::size_t>(at - numbers.begin())])).load(std::memory_order_acquire) ==
+                                        ticket(number, State::committed);
+    });
+  }
   // Rows of one claim are numbered one after another, and an index looks at their tickets: what was not written is passed
   // over. Those of a scattered write come one by one; tables of other processes must look at all rows again, as after any such write.
   const bool scattered = !ring && !rows.empty();

@@ -324,7 +324,10 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
   place_ring(lane, p0, n, nullptr, rows_out);
   std::vector<const std::byte*> with_spans;
-  if (items != nullptr) columns = with_spans = items->columns(columns);
+  if (items != nullptr) {
+    columns = with_spans = items->columns(columns);
+    if (items->noted != nullptr) items->noted->store(t0, std::memory_order_release);
+  }
   write_and_tell(
       claim,
       [&] { write_ring(lane, p0, n, t0, columns, nullptr, Over::anything, nullptr, items, &claim.claim()); },

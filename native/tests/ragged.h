@@ -39,23 +39,27 @@ struct Memory : Layout {
     page = take(Ragged::bytes(g.lanes, 2));
     tokens = take(g.lanes * rings.tokens * kTokenBytes), others = take(g.lanes * rings.tokens * kOtherBytes);
     text = take(g.lanes * rings.text * kTextBytes);
+    open_rows = take(OpenRows::bytes(kSlots, 8));
     all = {base, at};
   }
   void format() const {
     format_without_curve(*this);
     const RaggedPage::Group groups[] = {{1, rings.tokens}, {3, rings.text}};
     Ragged::format(page, geometry, groups);
+    OpenRows::format(open_rows, kSlots, 8);
   }
   std::unique_ptr<Store> open(std::uint64_t participant = 0, bool alone = false) const {
     auto store = std::make_unique<Store>(view(), fields, participant);
     std::vector<RaggedGroup> groups{{1, rings.tokens, {{1, tokens.data(), kTokenBytes}, {2, others.data(), kOtherBytes}}},
                                     {3, rings.text, {{3, text.data(), kTextBytes}}}};
     store->use(std::make_unique<Ragged>(page, geometry, std::move(groups), alone));
+    store->use(std::make_unique<OpenRows>(open_rows, kSlots, 8));
     return store;
   }
 
   Rings rings;
-  std::span<std::byte> page, tokens, others, text;
+  static constexpr std::uint64_t kSlots = 2;
+  std::span<std::byte> page, tokens, others, text, open_rows;
 };
 
 /// How many items a row of an id has, of each group: fewer than `most`.
@@ -88,6 +92,10 @@ class Written {
   std::uint64_t append(Store& store, std::uint64_t lane, std::int64_t* rows = nullptr) const {
     RaggedWrite write(*store.ragged(), n_, sources());
     return store.append(lane, n_, columns(), rows, &write);
+  }
+  std::uint64_t seal(Store& store, std::uint64_t slot, std::uint64_t owner, std::int64_t* row) const {
+    RaggedWrite write(*store.ragged(), n_, sources());
+    return store.seal(slot, owner, 0, columns(), row, write);
   }
   std::uint64_t append_by_lane(Store& store, const std::int64_t* lanes, std::int64_t* rows = nullptr) const {
     RaggedWrite write(*store.ragged(), n_, sources());

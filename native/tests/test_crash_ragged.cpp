@@ -106,6 +106,57 @@ TEST(a_death_at_any_instruction_leaves_whole_rows) {
   die_everywhere(of_rows, states);
 }
 
+// Died: the row is there, or it grows on in its slot. Never both, never neither.
+TEST(a_row_is_sealed_once_or_grows_on) {
+  World world(6, {40, 24});
+  const Written row({101}, kMost);
+  const auto seal = [&] {
+    const auto store = world.memory.open(1);
+    const std::uint64_t owner = OpenRows::owner_of(static_cast<std::uint32_t>(getpid()), start_time_of(static_cast<std::uint32_t>(getpid())));
+    const std::uint64_t slot = *store->open_rows()->take(owner);
+    raise(SIGSTOP);  // where the steps begin
+    std::int64_t at = -1;
+    row.seal(*store, slot, owner, &at);
+  };
+  std::vector<std::uint64_t> begins;
+  const auto begin = [&](Stepped& child) {
+    child.resume();
+    return child.finish();
+  };
+  {
+    Stepped child(seal);
+    if (child.end() == Stepped::End::refused || !begin(child)) return;
+    std::uint64_t last = 0;
+    for (std::uint64_t step = 0; child.end() == Stepped::End::running; ++step) {
+      const std::uint64_t hash = hash_of({world.pages.data(), world.memory.all.size()});
+      if (hash != std::exchange(last, hash)) begins.push_back(step);
+      child.step();
+    }
+  }
+  EXPECT(begins.size() > 20);
+  std::uint64_t sealed = 0;
+  for (const std::uint64_t steps : begins) {
+    world.restore();
+    {
+      Stepped child(seal);
+      EXPECT(begin(child));
+      for (std::uint64_t step = 0; step < steps && child.end() == Stepped::End::running; ++step) child.step();
+      child.kill();
+    }
+    const auto store = world.memory.open(0, true);
+    store->recover();
+    store->settle_open_rows();
+    bool torn = false, there = false;
+    for (const auto& [id, at] : live_rows(*store, kMost, &torn)) there |= id == 101;
+    const bool is_open = store->open_rows()->slot(0).owner.load() != 0;
+    EXPECT(!torn);
+    EXPECT(there != is_open);
+    sealed += there;
+    if (expect::failures > 0) break;
+  }
+  EXPECT(sealed > 0 && sealed < begins.size());
+}
+
 // It is stopped, not dead: others may not write over what it has, so they wait in vain for it, or pass it by.
 TEST(an_append_that_is_stopped_anywhere_tears_nothing) {
   std::uint64_t stalled = 0, times = 0;

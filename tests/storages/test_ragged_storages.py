@@ -16,6 +16,7 @@ from engram import (
     PrioritizedSampler,
     Ragged,
     ReplayBuffer,
+    RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
@@ -473,36 +474,112 @@ def test_what_cannot_be_done_yet_is_refused_by_name(make, tmp_path):
     rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY))
     rb.extend(ragged_rows.rows(0, 3))
     before = unchanged(rb)
-    for call in (
-        lambda: rb.__setitem__(0, ragged_rows.row(0)),
-        lambda: rb.__setitem__("text", ["a", "b", "c"]),
-        lambda: rb.set_at_("tokens", torch.ones(1, dtype=torch.int32), 0),
-        lambda: rb.update_if_present(torch.tensor([0]), rb.storage.tickets_of(torch.tensor([0])), {"text": ["a"]}),
-        lambda: rb.storage.set(0, ragged_rows.row(0)),
-        lambda: rb.writer.write_at([1], ragged_rows.rows(0, 1)),
+    for error, call in (
+        (RuntimeError, lambda: rb.writer.write_at([1], ragged_rows.rows(0, 1))),
+        (ValueError, lambda: rb.dumps(tmp_path / "dump")),
+        (ValueError, rb.state_dict),
     ):
-        with pytest.raises(RuntimeError, match="ragged"):
+        with pytest.raises(error, match="ragged"):
             call()
         assert unchanged(rb) == before
-    for call in (lambda: rb.dumps(tmp_path / "dump"), rb.state_dict):
-        with pytest.raises(ValueError, match="expected fields whose rows all have one size, got ragged ones: tokens, "):
+
+
+# ---- edits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_replaced_by_rows_of_the_same_length(make):
+    rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY))
+    rb.extend(ragged_rows.rows(0, 6))
+    edited = ragged_rows.row(4)
+    rb[4] = {**edited, "tokens": -edited["tokens"], "text": edited["text"][::-1], "number": 99}
+    rb["log_prob"] = [torch.full((ragged_rows.length_of(number),), 0.5) for number in range(6)]
+    rb.set_at_("text", ["ROW 2" + TEXT(2)[5:]], [2])
+    for again in (False, True):
+        rb = reopened(rb) if again else rb
+        found = plain(rb[:])
+        assert found["number"] == [0, 1, 2, 3, 99, 5]
+        assert found["tokens"][4] == [-4] * ragged_rows.length_of(4)
+        assert found["text"] == [TEXT(0), TEXT(1), "ROW 2" + TEXT(2)[5:], TEXT(3), TEXT(4)[::-1], TEXT(5)]
+        assert found["log_prob"] == [[0.5] * ragged_rows.length_of(number) for number in range(6)]
+        assert [found["tokens"][number] for number in (0, 1, 2, 3, 5)] == [
+            [number] * ragged_rows.length_of(number) for number in (0, 1, 2, 3, 5)
+        ]
+
+
+def test_fields_come_later_to_the_rows_that_were_drawn(make):
+    storage = make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY)
+    rb = ReplayBuffer(storage=storage, writer=RoundRobinWriter(track_generations=True))
+    rb.extend({**{k: v for k, v in ragged_rows.rows(0, 6).items() if k != "log_prob"}, "reward": torch.zeros(6)})
+    rows = torch.tensor([4, 2, 0])
+    generation = rb.storage.tickets_of(rows)
+    rb.add({**ragged_rows.row(6), "reward": 0.0})  # over row 0
+    late = [torch.full((ragged_rows.length_of(number),), -float(number)) for number in (4, 2, 0)]
+    for _ in range(2):  # the same handles go on
+        patch = {"log_prob": late, "reward": torch.tensor([4.0, 2.0, 0.0])}
+        result = rb.update_if_present(index=rows, generation=generation, patch=patch)
+        assert result.updated.tolist() == [True, True, False]
+        assert result.generation.tolist() == [*generation[:2].tolist(), -1]
+    found = plain(rb[:])
+    assert found["reward"] == [0.0, 0.0, 2.0, 0.0, 4.0, 0.0]
+    given = {2: -2.0, 4: -4.0}
+    assert found["log_prob"][1:] == [[given.get(n, 0.0)] * ragged_rows.length_of(n) for n in range(1, 6)]
+    assert found["log_prob"][0] == [-6.0] * ragged_rows.length_of(6)
+    assert found["number"] == [6, 1, 2, 3, 4, 5]
+
+
+def test_edits_of_another_length_change_nothing(make):
+    storage = make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY)
+    rb = ReplayBuffer(storage=storage, writer=RoundRobinWriter(track_generations=True))
+    rb.extend(ragged_rows.rows(0, 3))
+    before, rows = unchanged(rb), torch.tensor([0, 2])
+    one = torch.ones(1, dtype=torch.int32)
+    right = torch.ones(ragged_rows.length_of(2), dtype=torch.int32)
+    same = [torch.ones(0, dtype=torch.int32), right]
+    generation = rb.storage.tickets_of(rows)
+    for error, message, call in (
+        (
+            ValueError,
+            "edit: field tokens: expected 0 items, as row 0 has, got 7",
+            lambda: rb.__setitem__(0, ragged_rows.row(1)),
+        ),
+        (ValueError, "field tokens: expected 0 items, as row 0 has, got 1", lambda: rb.set_at_("tokens", [one], [0])),
+        (RuntimeError, "'tokens': expected 3 rows, got 2", lambda: rb.__setitem__("tokens", [one, one])),
+        (RuntimeError, "'tokens': .*got float32", lambda: rb.set_at_("tokens", [one.float()], [0])),
+        (
+            ValueError,
+            "field text: expected 6 items, as row 0 has, got 1",
+            lambda: rb.update_if_present(
+                index=rows, generation=generation, patch={"tokens": same, "text": ["a", "b"], "number": rows + 7}
+            ),
+        ),
+        (
+            ValueError,
+            "'log_prob': expected the lengths of field 'tokens'",
+            lambda: rb.update_if_present(
+                index=rows, generation=generation, patch={"tokens": same, "log_prob": [torch.ones(1), right.float()]}
+            ),
+        ),
+    ):
+        with pytest.raises(error, match=message):
             call()
-    assert unchanged(rb) == before
+        assert unchanged(rb) == before
 
 
-def test_fixed_fields_are_edited_as_ever(make):
+def test_fixed_fields_are_edited_and_added_as_ever(make):
     rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY))
     rb.extend({**ragged_rows.rows(0, 3), "reward": torch.zeros(3)})
     rb["reward"] = torch.tensor([1.0, 2.0, 3.0])
-    generation = rb.storage.tickets_of(torch.tensor([1]))
-    result = rb.update_if_present(torch.tensor([1]), generation, {"reward": torch.tensor([7.0])})
-    assert result.updated == 1 if hasattr(result, "updated") else True
-    rb.add_field("extra", torch.tensor(5))
-    assert rb[:]["reward"].tolist() == [1.0, 2.0, 3.0] or rb[:]["reward"].tolist() == [1.0, 7.0, 3.0]
+    rb.add_field("extra", torch.tensor(5), fill=5)
+    assert rb[:]["reward"].tolist() == [1.0, 2.0, 3.0]
     assert rb[:]["extra"].tolist() == [5, 5, 5]
     assert ragged_rows.check(rb[:]) == [0, 1, 2]
     rb.add({**ragged_rows.row(3), "reward": 0.0})
-    assert ragged_rows.check(rb.sample(20))
+    for again in (False, True):
+        rb = reopened(rb) if again else rb
+        assert set(ragged_rows.check(rb.sample(100))) == {0, 1, 2, 3}
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -224,6 +226,29 @@ def test_rows_are_written_to_rings_and_copied_with_them(tmp_path):
         again = open_it(tmp_path / "store")
         assert lengths_of(again) == grown
         again.close()
+
+
+def test_a_copy_that_is_made_while_rows_are_written_holds_whole_rows():
+    store, done = Store.private(schema()), threading.Event()
+
+    def keep_writing():
+        first = 0
+        while not done.is_set():
+            write(store, first % LANES, [90, 80, 70][: 1 + first % 3], first)
+            first += 3
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(keep_writing)
+        try:
+            for again in range(30):
+                other = reattach(store.detached())
+                lengths_of(other)
+                write(other, again % LANES, [100, 99], 10**6)
+                assert {10**6: 100, 10**6 + 1: 99}.items() <= lengths_of(other).items()
+        finally:
+            done.set()
+        writer.result()
+    lengths_of(store)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

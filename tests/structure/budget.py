@@ -24,7 +24,7 @@ ROOMS = {
     "saved": 4_777,
     "serving": 1_307,
     "storages": 4_050,
-    "store": 6_235,
+    "store": 6_238,
     "testing": 601,
     "torchrl": 2_296,
     "transforms": 798,

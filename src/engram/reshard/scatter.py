@@ -14,7 +14,15 @@ from engram.format import schema as schemas
 from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
-from engram.saved.rows import Boundaries, Stretch, boundary_fields, checked_numbers, parallel_read, stretches, ticket_stretches
+from engram.saved.rows import (
+    Boundaries,
+    Stretch,
+    boundary_fields,
+    checked_numbers,
+    parallel_read,
+    stretches,
+    ticket_stretches,
+)
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:

@@ -380,7 +380,13 @@ class PartWriter:
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
         listing = Listing(
-            msgspec.json.decode(raw, type=Part), sha256, sizes, placed, description.unpack_sums(raw_sums), records, of_items
+            msgspec.json.decode(raw, type=Part),
+            sha256,
+            sizes,
+            placed,
+            description.unpack_sums(raw_sums),
+            records,
+            of_items,
         )
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 

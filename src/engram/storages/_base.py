@@ -20,6 +20,7 @@ from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageChe
 from engram.saved.checkpoints import standing
 from engram.saved.part_reader import PartReader
 from engram.saved.parts import Dumpable, check_kind, read_state
+from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.row_indexes import ConsumptionIndex, StoredGroups
 from engram.store.sampled import SampledStorage
@@ -255,6 +256,9 @@ class Storage(Declared, Dumpable, Port):
     #: The one of these along which time runs in what is written and read by index; None: the last one.
     time_dim: int | None = None
 
+    #: The ragged fields that it was asked for.
+    ragged: RaggedOptions = NO_RAGGED
+
     #: Makes a batch of items, in place of a dense stack; None: nothing does.
     stacked: Callable[[list[object]], object] | None = None
 
@@ -430,7 +434,7 @@ class Storage(Declared, Dumpable, Port):
     @property
     def is_ragged(self) -> bool:
         """Whether rows of a field have different lengths, as far as that is known before the first write."""
-        return False
+        return bool(self.ragged.fields)
 
     @property
     def supports_conditional_update(self) -> bool:

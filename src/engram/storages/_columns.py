@@ -20,7 +20,6 @@ from engram.storages._base import check_count
 from engram.storages._ragged_structure import RowCounts, is_uneven, structure_of
 from engram.storages._structure import leading_size, stacked
 from engram.storages._types import as_tensor, at
-from engram.storages.ragged import NO_RAGGED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from engram.storages._base import Count, Storage
     from engram.storages._structure import Structure
     from engram.storages._types import Dtypes
-    from engram.storages.ragged import RaggedOptions
 
 
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:
@@ -58,7 +56,6 @@ def rows_of_written(
     count: Count | None,
     known: Structure | None = None,
     ignored: Iterable[str] = (),
-    ragged: RaggedOptions = NO_RAGGED,
 ) -> tuple[object, int | None, tuple[int, ...]]:
     """What is written to a storage as rows, how many, or None of one without a dimension, and the columns.
 
@@ -66,12 +63,8 @@ def rows_of_written(
     :func:`check_count`.
     """
     columns: tuple[int, ...] = ()
-    if (
-        batched
-        and (ragged.finds or (known is not None and known.ragged))
-        and is_lazy_stack(data)
-        and is_uneven(data, known)
-    ):
+    ragged = storage.ragged
+    if batched and is_uneven(data, known, ragged):
         data = list(data.unbind(0))  # type: ignore[attr-defined] # as was looked
     if batched and (isinstance(data, list) or (isinstance(data, tuple) and not data)):
         alone = ragged.of_rows(data)

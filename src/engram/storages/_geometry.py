@@ -100,7 +100,7 @@ class Geometry(NamedTuple):
         """
         possible = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
         ragged = RaggedOptions.taken(where, arguments, impossible=possible)
-        return self._replace(ragged=ragged._replace(capacity=self.capacity, lanes=self.lanes))
+        return self._replace(ragged=ragged._replace(capacity=self.max_size, lanes=self.lanes))
 
     def in_files(self, schema: Schema) -> Schema:
         """A schema for a store in a folder."""
@@ -152,7 +152,11 @@ class Geometry(NamedTuple):
         longest = {}
         for number, it in schema.ragged.items():
             declared = self.ragged.fields.get(schema.fields[number].key)
-            if declared is not None and (declared.dtype, declared.shape, declared.kind) != (it.dtype, it.shape, it.kind):
+            if declared is not None and (declared.dtype, declared.shape, declared.kind) != (
+                it.dtype,
+                it.shape,
+                it.kind,
+            ):
                 raise IncompatibleCheckpoint(
                     f"{where}: {schema.fields[number].name}: expected {declared}, as this storage was asked for, got "
                     f"{schemas.items_of(it)}."

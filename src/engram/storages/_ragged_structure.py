@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -21,6 +22,8 @@ from engram.store.ragged_rows import Items, starts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from tensordict import TensorDict
 
     from engram.format.schema import Schema
     from engram.storages._types import Dtypes
@@ -101,13 +104,24 @@ class RaggedStructure(Structure):
     def _fill(self, number: int, batch: tuple[int, ...]) -> Any:
         return None if number in self.ragged else super()._fill(number, batch)
 
-    def column(self, i: int, value: object, batch: tuple[int, ...], *, call: str, loose: bool = False) -> Tensor:
-        if i in self.ragged:
-            raise RuntimeError(
-                f"{call}: {self.ragged[i].where}: expected a field whose rows have one size, got a ragged one: its items cannot be "
-                "replaced yet. Write the row anew."
-            )
-        return super().column(i, value, batch, call=call, loose=loose)
+    def columns(
+        self, entries: Mapping[Path, object], batch: tuple[int, ...], *, call: str, loose: bool = False
+    ) -> tuple[list[int], list[Tensor]]:
+        ragged, others, n = {}, {}, math.prod(batch)
+        for key, value in entries.items():
+            number = self.field_of(key, call)
+            if number not in self.ragged:
+                others[key] = value
+                continue
+            field = self.ragged[number]
+            ragged[number] = items = rows_in(field, value, call) if batch else row_in(field, value, call)
+            if len(items) != n:
+                raise RuntimeError(f"{call}: {field.where}: expected {count(n, 'row')}, got {len(items)}.")
+        for number, items in ragged.items():
+            if (leader := self.leaders[number]) in ragged:
+                same_lengths(self.ragged[leader], ragged[leader].lengths, self.ragged[number], items, call)
+        which, columns = super().columns(others, batch, call=call, loose=loose)
+        return [*which, *ragged], [*columns, *cast("dict[int, Tensor]", ragged).values()]
 
     def number(self, value: object, path: Path) -> Tensor:
         if any(field.key == (path or (SINGLE,)) for field in self.ragged.values()):
@@ -175,15 +189,16 @@ class RowCounts(NamedTuple):
         return count_rows(value) if found else None
 
 
-def is_uneven(data: Any, known: Structure | None) -> bool:
-    """Whether a lazy stack may hold rows of different lengths, so that it is read row by row."""
-    if isinstance(known, RaggedStructure):
-        return bool(data.stack_dim == 0)
+def is_uneven(data: object, known: Structure | None, options: RaggedOptions) -> bool:
+    """Whether data is a lazy stack that may hold rows of different lengths, so that it is read row by row."""
+    if not tensordicts.is_lazy_stack(data) or not (known.ragged if known is not None else options.finds):
+        return False
+    if known is not None:
+        return True
     try:
-        dict(data.items())
-    except RuntimeError:
-        return known is None and bool(data.stack_dim == 0)
-    return False
+        return not tensordicts.children(cast("TensorDict", data))
+    except RuntimeError:  # it cannot stack them
+        return True
 
 
 # ---- how it is found out -------------------------------------------------------------------------------------------------
@@ -256,7 +271,7 @@ class RaggedBuilder(_Builder):
         field = ItemField.of(key, declared)
         items = rows_in(field, value, self.call) if self.batched else row_in(field, value, self.call)
         nested_in = isinstance(value, Tensor) and value.layout is torch.jagged
-        offsets = value.offsets().data_ptr() if nested_in else 0  # type: ignore[attr-defined] # nested tensors have some
+        offsets = id(value.offsets()) if nested_in else 0  # type: ignore[attr-defined] # nested tensors have some
         return self._note(key, _Found(declared, int(items.lengths.max()) if len(items) else 0, offsets))
 
     def _note(self, key: Path, found: _Found) -> Node:

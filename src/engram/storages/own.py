@@ -22,7 +22,7 @@ from engram.saved.snapshot import RowsSnapshot
 from engram.storages._base import Storage
 from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
 from engram.storages._home import Home
-from engram.storages._ragged_structure import RaggedStructure, structure_of
+from engram.storages._ragged_structure import RaggedStructure, structure_in, structure_of
 from engram.storages._structure import Structure, device_of, renumbered
 from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
 from engram.storages.list import ListStorage
@@ -31,6 +31,7 @@ from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
 from engram.store.limits import Rules
+from engram.store.ragged import private_store
 from engram.types import Extent, RowStorage, Traits
 
 if TYPE_CHECKING:
@@ -381,7 +382,7 @@ class LazyTensorStorage(TensorStorage):
 
     def without_ragged(self) -> LazyTensorStorage:
         """The same storage, which finds no ragged fields by itself."""
-        self._geometry = self._geometry._replace(ragged=NO_RAGGED)
+        self.ragged = NO_RAGGED
         return self
 
     @property
@@ -398,15 +399,14 @@ class LazyTensorStorage(TensorStorage):
         >>> rb[:]["tokens"].values.tolist()
         [[0, 1, 0, 0], [0, 1, 2, 0]]
         """
-        return self._geometry.ragged.layout._asdict()
+        return self.ragged.layout._asdict()
 
     @layout.setter
     def layout(self, layout: object) -> None:
-        ragged = self._geometry.ragged._replace(layout=RaggedLayout.checked(layout, type(self).__name__))
         with self._lock:
-            self._geometry = self._geometry._replace(ragged=ragged)
+            self.ragged = self.ragged._replace(layout=RaggedLayout.checked(layout, type(self).__name__))
             if isinstance(self.structure, RaggedStructure):
-                self.structure.options = ragged
+                self.structure.options = self.ragged
 
     #: The folder that rows on an accelerator are copied to; None: there is none.
     _mirror: Path | None = None
@@ -477,7 +477,7 @@ class LazyTensorStorage(TensorStorage):
                 "that shape. If it is a batch of rows, use extend()."
             )
         dtypes = self._geometry.dtypes
-        structure = structure_of(data, batched=n is not None, call=call, dtypes=dtypes, ragged=self._geometry.ragged)
+        structure = structure_of(data, batched=n is not None, call=call, dtypes=dtypes, ragged=self.ragged)
         if dtypes or structure.ragged:
             structure.flatten(data, n, call)  # before there is memory: values may not fit
         if self._device_argument in OF_DATA and self._home is None:
@@ -489,7 +489,7 @@ class LazyTensorStorage(TensorStorage):
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:
             if self.memory is None:
-                self._adopt(self._allocate(schema), self._structure_in(schema))
+                self._adopt(self._allocate(schema), structure_in(schema, self._geometry.dtypes, self.ragged))
 
     def _allocate(self, schema: Schema) -> Store:
         if self._home is not None:
@@ -505,7 +505,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _allocate_here(self, schema: Schema) -> Store:
         """In memory of this process alone."""
-        return Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        return private_store(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
 
     def _begin_mirror(self, folder: Path) -> None:
         """Note where rows are copied to; if there are some, begin with them."""
@@ -527,7 +527,7 @@ class LazyTensorStorage(TensorStorage):
         except BaseException:
             target.close()
             raise
-        self._adopt(store, self._structure_in(found))
+        self._adopt(store, structure_in(found, self._geometry.dtypes, self.ragged))
 
     def _check_accelerated(self) -> None:
         if self._device.type == "cpu":

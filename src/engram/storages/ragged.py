@@ -365,6 +365,8 @@ class RaggedOptions(NamedTuple):
         Raises:
             TypeError, ValueError: they are no declarations, size or layout; or there are some, and it can have none.
         """
+        if not {"ragged", "ragged_bytes", "layout"} & arguments.keys():
+            return cls(finds=not impossible, where=where)
         fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
         nbytes = arguments.pop("ragged_bytes", None)
         layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._support.devices import existing_device
 from engram._support.nested import NoRows, is_number
-from engram._support.state import check_keys, copied, tensor_in, typed
+from engram._support.state import check_keys, copied, typed
 from engram._support.words import count
 from engram.errors import EngramError, RowError
 from engram.saved.parts import check_blocks
@@ -39,12 +39,13 @@ from engram.storages.tensor_state import (
     RowsLoad,
     RowsState,
     SnapshotPreparation,
+    checked_rows,
     describe_store,
-    saved_shape,
+    fill_with_zeros,
     unwritten,
     with_numbers,
 )
-from engram.store import DeviceStore, Store, reattach, torch_dtype
+from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import PriorityIndex, priorities_of
 from engram.store.ragged_state import packed
 from engram.types import Extent, Form, Traits, Write, WritePlan
@@ -154,7 +155,7 @@ class TensorStorage(Storage):
         where = f"{type(self).__name__}: device"
         self._device_argument = str(device)
         self._device = torch.device("cpu") if device in ("auto", "cpu", None) else existing_device(device, where)
-        self._geometry = geometry
+        self._geometry, self.ragged = geometry, geometry.ragged
         self.ndim = geometry.ndim
         self._capacity = geometry.capacity
         self.structure: Structure | None = None  # how rows are put together; None before the first write
@@ -205,7 +206,7 @@ class TensorStorage(Storage):
                 try:
                     store = self._home.find()
                     if store is not None:
-                        self._adopt(store, self._structure_in(store.schema))
+                        self._adopt(store, structure_in(store.schema, self._geometry.dtypes, self.ragged))
                 finally:
                     self._looking = False
             return store
@@ -278,9 +279,6 @@ class TensorStorage(Storage):
         assert self.structure is not None
         return self.structure
 
-    def _structure_in(self, schema: Schema) -> Structure:
-        return structure_in(schema, self._geometry.dtypes, self._geometry.ragged)
-
     @property
     def initialized(self) -> bool:
         return self.memory is not None
@@ -319,7 +317,7 @@ class TensorStorage(Storage):
 
     @property
     def is_ragged(self) -> bool:
-        return bool(self._geometry.ragged.fields if self.structure is None else self.structure.ragged)
+        return bool(self.ragged.fields if self.structure is None else self.structure.ragged)
 
     @property
     def lanes(self) -> int:
@@ -381,19 +379,11 @@ class TensorStorage(Storage):
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        given, geometry = data, self._geometry
+        given, dtypes = data, self._geometry.dtypes
         known = self.structure if self.memory is not None and self.ndim == 1 else None
         try:
             data, n, columns = rows_of_written(
-                data,
-                self,
-                call,
-                geometry.dtypes,
-                batched=batched,
-                count=count,
-                known=known,
-                ignored=ignored,
-                ragged=geometry.ragged,
+                data, self, call, dtypes, batched=batched, count=count, known=known, ignored=ignored
             )
             if self.memory is None:
                 with self._lock:
@@ -721,12 +711,7 @@ class TensorStorage(Storage):
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
             if state.pop(HEADS, None) is not None:
                 state["items"] = packed(self.store, rows, numbers != 0)
-        dead = numbers == 0
-        if bool(dead.any()):
-            for field in rows:
-                # torch fills not every dtype.
-                raw = field.reshape(len(field), math.prod(field.shape[1:])).view(torch.uint8)
-                raw[dead.to(field.device)] = 0
+        fill_with_zeros(rows, numbers == 0)
         return {**state, "rows": rows}
 
     def _first_rows(self, n: int) -> list[Tensor]:
@@ -761,16 +746,10 @@ class TensorStorage(Storage):
         head = {name: value for name, value in state_dict.items() if name not in ("rows", "items")}
         rows = KeptRows([], [])
         load = self.prepare_rows(head, rows)
-        n, fields = len(head["numbers"]), () if load.schema is None else load.schema.fields
-        saved = typed(state_dict, "rows", list, where)
-        if len(saved) != len(fields):
-            raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
-        named = {field.name: value for field, value in zip(fields, saved, strict=True)}
-        rows.columns.extend(
-            tensor_in(named, field.name, torch_dtype(field), saved_shape(field, n), f"{where}: rows") for field in fields
-        )
+        fields = () if load.schema is None else load.schema.fields
+        rows.columns.extend(checked_rows(typed(state_dict, "rows", list, where), fields, len(head["numbers"]), where))
         if load.schema is not None and load.schema.ragged:
-            rows.items.append(KeptItems.checked(state_dict, named, load.schema, where))
+            rows.items.append(KeptItems.checked(state_dict, rows.columns, load.schema, where))
         return load
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
@@ -833,7 +812,7 @@ class TensorStorage(Storage):
         if saved is not None:
             store = reattach(saved)
             if "structure" not in state:
-                self.structure = self._structure_in(store.schema)
+                self.structure = structure_in(store.schema, self._geometry.dtypes, self.ragged)
             elif self.structure is not None and len(self.structure.fields) < len(store.schema.fields):
                 self.structure = self.structure.grown(store.schema)  # a field was added since
             store.owners.add(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -76,6 +77,25 @@ def check_names(state: object, where: str) -> list[str]:
     for name in state:
         check_index_name(name, where)
     return list(state)
+
+
+def fill_with_zeros(columns: Sequence[Tensor], rows: Tensor) -> None:
+    """Let some rows of fields be zeros. ``rows``: bool ``[n]``."""
+    if bool(rows.any()):
+        for column in columns:
+            # torch fills not every dtype.
+            raw = column.reshape(len(column), math.prod(column.shape[1:])).view(torch.uint8)
+            raw[rows.to(column.device)] = 0
+
+
+def checked_rows(saved: Sequence[object], fields: Sequence[Field], n: int, where: str) -> list[Tensor]:
+    """Rows of a saved state: of each field a tensor ``[n, *shape]``. Raises ``TypeError``, ``ValueError``: they are none."""
+    if len(saved) != len(fields):
+        raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
+    named = {field.name: value for field, value in zip(fields, saved, strict=True)}
+    return [
+        tensor_in(named, field.name, torch_dtype(field), saved_shape(field, n), f"{where}: rows") for field in fields
+    ]
 
 
 #: Entries of a state, but for the rows.
@@ -378,12 +398,12 @@ class KeptItems:
         self.lane_of = torch.arange(len(lengths[0]), device="cpu") // (schema.capacity // schema.lanes)
 
     @classmethod
-    def checked(cls, state: dict[str, Any], named: dict[str, Any], schema: Schema, where: str) -> KeptItems:
+    def checked(cls, state: dict[str, Any], columns: Sequence[Tensor], schema: Schema, where: str) -> KeptItems:
         """Check the items of a state.
 
         Args:
             state: whose ``numbers`` and ``lanes`` were checked.
-            named: its ``rows``, by the names of the fields.
+            columns: its ``rows``, which were checked.
             schema: of the store that will hold the rows.
             where: for messages.
 
@@ -393,7 +413,7 @@ class KeptItems:
         live, lengths = state["numbers"] != 0, {}
         for group in schema.ragged_groups:
             field, most = schema.fields[group.leader], schema.ragged[group.leader].max_length
-            of_rows = tensor_in(named, field.name, torch.int32, (len(live),), f"{where}: rows").to(torch.int64)
+            of_rows = columns[group.leader].to(torch.int64)
             check_lengths(of_rows, live, most, f"{where}: rows: {field.name}")
             lengths[group.leader] = of_rows
         given = typed(state, "items", list, where)

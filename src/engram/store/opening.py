@@ -51,6 +51,7 @@ from engram.store.memory import (
     segment_fields,
     segments_in,
 )
+from engram.store.ragged import RaggedStore
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
 
@@ -168,6 +169,14 @@ class ReaderStore(Store):
         """In a child: the maps are its own, and it has nothing to recover."""
 
 
+class RaggedReaderStore(RaggedStore, ReaderStore):
+    """As :class:`ReaderStore`, of rows with ragged fields."""
+
+
+def _kind_of(schema: Schema) -> type[Store]:
+    return RaggedStore if schema.ragged else Store
+
+
 def anyone_has_open(directory: Path, control: Block, tickets: Block) -> bool:
     """Whether a process other than this one has the store in a folder open for writing. This one must not."""
     with files.open_regular(directory / layout.FOLDER / layout.ALIVE, os.O_RDONLY) as fd:
@@ -282,7 +291,8 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
         control, tickets = _read_control(folder, schema, earlier=earlier)
         with _naming(folder):
             in_use = opened(directory) is not None or anyone_has_open(directory, control, tickets)
-            store = ReaderStore(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
+            kind = RaggedReaderStore if schema.ragged else ReaderStore
+            store = kind(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
     try:
         _check_description(store, folder, fingerprints)
         if store.has_files:
@@ -359,7 +369,7 @@ def reattach(saved: Saved) -> Store:
         for field, column in zip(fields, columns, strict=True):
             field.copy_(column)
         rings = private_rings(schema).copy_from([part.tensor for part in saved.rings])
-        store = Store(schema, fields, *new_control_memory(schema), rings=rings)
+        store = _kind_of(schema)(schema, fields, *new_control_memory(schema), rings=rings)
     else:
         store = DeviceStore.on(schema, columns[0].device, columns)
     store.take_over(control, tickets)
@@ -523,7 +533,8 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
             tensors = segment_fields(folder, schema, segments, control)
         attachment = Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
-            store = Store(schema, tensors, control, tickets, attachment, rings=rings_in(directory, schema, file_block))
+            rings = rings_in(directory, schema, file_block)
+            store = _kind_of(schema)(schema, tensors, control, tickets, attachment, rings=rings)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
         if segments is None:

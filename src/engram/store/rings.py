@@ -53,6 +53,10 @@ class RaggedMemory(NamedTuple):
         """Take over the :attr:`parts` of another store of the same schema, while no thread writes to this one. Returns itself."""
         for mine, theirs in zip(self.parts, parts, strict=True):
             mine.copy_(theirs)
+        if self.control is not None:
+            # The words of a lane were perhaps not copied at one moment. A floor of 0 is right beside any head.
+            lanes, groups = self.control.tensor[16:32].view(torch.int64).tolist()
+            self.control.tensor[_LANES:].view(torch.int64).view(lanes, -1)[:, 2 : 2 + 2 * groups : 2] = 0
         return self
 
     def connect(self, core: native.Store, schema: Schema, *, alone: bool) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from engram._support import fork
 from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
-from engram.store import memory, ragged_rows
+from engram.store import memory
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
@@ -122,8 +122,8 @@ class Store:
     larger = False
     #: Whether the core moves all fields, and can make tensors.
     is_native = True
-    #: Whether every write is refused.
-    readonly = False
+    #: Whether every write is refused; whether what drawn rows hold is read by calls of its own.
+    readonly, reads_apart = False, False
     #: Its name, once it was asked for.
     origin = ""
 
@@ -208,11 +208,6 @@ class Store:
     def participant(self) -> int:
         """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
         return 0 if self.attachment is None else self.attachment.participant
-
-    @property
-    def reads_apart(self) -> bool:
-        """Whether what drawn rows hold is read by calls of its own: rows on an accelerator, and ragged fields."""
-        return not self.is_native or bool(self.items)
 
     @property
     def has_files(self) -> bool:
@@ -625,8 +620,6 @@ class Store:
             WriterStalled: another writer held a row for 5 s; the rows before it are written.
             RowError: a planned row is outside the store. Nothing is written.
         """
-        if self.items:
-            return ragged_rows.append(self, plan, columns, n)
         return self._write(plan, n, self._which[: len(columns)], tuple(map(torch.Tensor.data_ptr, columns)))
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
@@ -667,7 +660,6 @@ class Store:
         Raises:
             RowError: a row is not live. Nothing is written.
         """
-        ragged_rows.check_columns(self.schema, which, "edit")
         rows = memory.as_rows(rows, "edit")
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
@@ -691,7 +683,6 @@ class Store:
             RowError: a row is outside ``[-1, capacity)``. Nothing is written.
             WriterStalled: a row has been edited by another writer for 5 s; the entries before it are written.
         """
-        ragged_rows.check_columns(self.schema, which, "patch")
         rows, expected = memory.as_rows(rows, "patch"), memory.as_rows(expected, "patch")
         numbers = torch.empty_like(rows)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
@@ -730,14 +721,6 @@ class Store:
         Raises:
             RowError: a row is outside ``[0, capacity)``.
         """
-        if self.items:
-            return ragged_rows.read(self, rows, expected, which)
-        return self.read_columns(rows, expected, which)
-
-    def read_columns(
-        self, rows: Tensor, expected: Tensor | None, which: Sequence[int] | None
-    ) -> tuple[list[Tensor], list[int]]:
-        """As :meth:`read`; of ragged fields where their items lie, not the items."""
         rows = memory.as_rows(rows, "read")
         n = rows.numel()
         if expected is not None and expected.shape != rows.shape:
@@ -784,14 +767,10 @@ class Store:
         Raises:
             NoSampleable: no row is live.
         """
-        if self.items:
-            return cast("list[Tensor]", ragged_rows.draw(self, key, n, with_rows, with_numbers, False))
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, False)
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
         """As :meth:`sample_uniform`; None: nothing was drawn, as the store has limits, which are to admit the rows first."""
-        if self.items:
-            return ragged_rows.draw(self, key, n, with_rows, with_numbers, True)
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, True)
 
     def count_sampled(self, rows: Tensor) -> None:

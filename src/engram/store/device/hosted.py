@@ -30,6 +30,7 @@ class HostedStore(Store):
     """
 
     is_native = False
+    reads_apart = True
 
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self._lock = fork.rlock()

@@ -1,0 +1,251 @@
+"""Stores with ragged fields: rows with any number of items, which the core moves beside their columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import torch
+
+from engram._support import native
+from engram._support.retries import Retries
+from engram.errors import RowError
+from engram.store.blocks import Key
+from engram.store.memory import as_rows, torch_dtype
+from engram.store.ragged_rows import Items, offsets_of, sharing
+from engram.store.store import Store
+from engram.types import Write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.format.schema import RaggedGroup, Schema
+    from engram.types import WritePlan
+
+
+def private_store(schema: Schema) -> Store:
+    """A store in private memory. Pages are taken when rows are first written."""
+    return (RaggedStore if schema.ragged else Store).private(schema)
+
+
+class RaggedStore(Store):
+    """As :class:`Store`. Where columns are written and read, ragged fields have :class:`Items` in the place of tensors."""
+
+    reads_apart = True
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, plan: WritePlan, columns: Sequence[Tensor | Items], n: int) -> Write:
+        """As for every store. Raises, too: ``RuntimeError``: the plan names rows. Nothing is written."""
+        if plan.lane is None:
+            self._refuse(
+                "write", "rows that are appended to a lane, got ones that are placed", "Use a RoundRobinWriter"
+            )
+        groups = [
+            sharing([cast("Items", columns[number]) for number in it.members]) for it in self.schema.ragged_groups
+        ]
+        sources = tuple(map(_source, groups))
+        addresses = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
+        rows = native.empty_rows(n)
+        if isinstance(plan.lane, int):
+            return Write(rows, self.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), sources))
+        lanes = as_rows(plan.lane, "extend")
+        return Write(rows, self.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
+
+    def _refuse(self, call: str, expected: str, advice: str) -> NoReturn:
+        names = ", ".join(self.schema.fields[number].name for number in self.schema.ragged)
+        raise RuntimeError(f"{call}: ragged fields ({names}): expected {expected}. {advice}.")
+
+    def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor | Items]) -> Write:
+        """As for every store. Rows whose items are replaced and that are overwritten meanwhile are left alone.
+
+        Raises, too: ``ValueError``: a row has another number of items. Nothing is written.
+        """
+        if self.items.keys().isdisjoint(which):
+            return super().edit(rows, which, cast("Sequence[Tensor]", columns))
+        rows = as_rows(rows, "edit")
+        tickets = self.tickets_of(rows)
+        if bool((tickets < 0).any()):
+            row = int(rows[tickets < 0][0])
+            raise RowError(f"edit: row {row} is not live. Only rows that were written can be edited.")
+        return self._patch(rows, which, columns, self.writes_of(rows, tickets), "edit", unedited=False)[0]
+
+    def patch(
+        self,
+        rows: Tensor,
+        which: Sequence[int],
+        columns: Sequence[Tensor | Items],
+        expected: Tensor,
+        *,
+        unedited: bool = False,
+    ) -> tuple[Write, Tensor]:
+        """As for every store. The items of each group, and the other fields together, are replaced one after the other: a
+        reader may see a row between two steps.
+
+        Raises, too: ``ValueError``: a row has another number of items. Nothing is written.
+        """
+        if self.items.keys().isdisjoint(which):
+            return super().patch(rows, which, cast("Sequence[Tensor]", columns), expected, unedited=unedited)
+        rows, expected = as_rows(rows, "patch"), as_rows(expected, "patch")
+        return self._patch(rows, which, columns, expected, "patch", unedited=unedited)
+
+    def _patch(
+        self,
+        rows: Tensor,
+        which: Sequence[int],
+        columns: Sequence[Tensor | Items],
+        expected: Tensor,
+        call: str,
+        *,
+        unedited: bool,
+    ) -> tuple[Write, Tensor]:
+        parts = dict(zip(which, columns, strict=True))
+        tickets = expected if unedited else self.tickets_of_writes(rows, expected)
+        groups = [it for it in enumerate(self.schema.ragged_groups) if not parts.keys().isdisjoint(it[1].members)]
+        for _, group in groups:
+            self._check_lengths(group, rows, tickets, parts, call)
+        write, numbers = Write(rows, 0), expected
+        fixed = {number: cast("Tensor", column) for number, column in parts.items() if number not in self.items}
+        if fixed:
+            write, numbers = super().patch(rows, [*fixed], [*fixed.values()], expected, unedited=unedited)
+            unedited = False  # a row has another ticket now, and the same number
+        for at, group in groups:
+            given = [cast("Items", parts[number]) for number in group.members if number in parts]
+            kept = Items(None, given[0].starts, given[0].lengths)
+            source = _source(members := sharing([cast("Items", parts.get(number, kept)) for number in group.members]))
+            known, numbers = numbers, torch.empty_like(rows)
+            first, written = self.core.patch_items(
+                at, rows.data_ptr(), len(rows), source, known.data_ptr(), numbers.data_ptr(), unedited
+            )
+            del members  # which were written
+            write = Write(rows if written == len(rows) else rows[numbers >= 0], first)
+            unedited = False
+        return write, numbers
+
+    def _check_lengths(
+        self, group: RaggedGroup, rows: Tensor, tickets: Tensor, parts: dict[int, Tensor | Items], call: str
+    ) -> None:
+        """Raise ``ValueError`` where a row that has its ticket has another number of items than it is to be given."""
+        (spans,), moved = super().read(rows.clamp(min=0), expected=tickets, which=(group.leader,))
+        there = spans[:, 2].clone()
+        for number in group.members:
+            if number not in parts:
+                continue
+            given = cast("Items", parts[number]).lengths
+            there[moved] = given[moved]
+            if not torch.equal(there, given):
+                at = int((there != given).int().argmax())
+                raise ValueError(
+                    f"{call}: field {self.schema.fields[number].name}: expected {int(there[at])} items, as row {int(rows[at])} has, got "
+                    f"{int(given[at])}: an edit keeps the length. Write another row."
+                )
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def read(
+        self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[int]]:
+        wanted = tuple(range(len(self.schema.fields))) if which is None else which
+        groups = [it for it in enumerate(self.schema.ragged_groups) if not {*it[1].members}.isdisjoint(wanted)]
+        if not groups:
+            return super().read(rows, expected=expected, which=which)
+        rows = as_rows(rows, "read")
+        tickets = self.tickets_of(rows) if expected is None else as_rows(expected, "read")
+        together = [*wanted, *(it.leader for _, it in groups if it.leader not in wanted)]
+        columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
+        at = {number: place for place, number in enumerate(together)}
+        moved = self._resolve(groups, at, columns, rows, tickets, moved)
+        return columns[: len(wanted)], moved
+
+    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+        drawn = self._drawn(key, self.core.draw_uniform(self.layout, key.address, n, True, True, False))
+        return _without(drawn, with_rows, with_numbers)
+
+    def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
+        columns = self.core.draw_uniform(self.layout, key.address, n, True, True, True)
+        return None if columns is None else _without(self._drawn(key, columns), with_rows, with_numbers)
+
+    def _drawn(self, key: Key, columns: list[Tensor]) -> list[Tensor]:
+        """What was drawn, with its items: rows whose items are gone already make place for others.
+
+        ``columns``: as :meth:`Store.sample_uniform` returns them, with the rows and the numbers of their writes.
+
+        Raises ``WriterStalled``: rows moved at every try.
+        """
+        moved, retries, again = self._resolved(columns), Retries(), Key()
+        while moved:
+            retries.again(columns[-2], moved)
+            again.set(retries.key_of(key.value))
+            fresh = self.core.draw_uniform(self.layout, again.address, len(moved), True, True, False)
+            still, places = self._resolved(fresh), torch.tensor(moved, device="cpu")
+            for column, values in zip(columns, fresh, strict=False):  # a field may have been added between both reads
+                column[places] = values
+            moved = [moved[place] for place in still]
+        return columns
+
+    def _resolved(self, drawn: list[Tensor]) -> list[int]:
+        """Put items in the place of spans. The positions of rows that have them no more."""
+        rows, writes = drawn[-2:]
+        at = {number: number for number in self.items}
+        groups = [*enumerate(self.schema.ragged_groups)]
+        return self._resolve(groups, at, drawn, rows, self.tickets_of_writes(rows, writes), [])
+
+    def _resolve(
+        self,
+        groups: Sequence[tuple[int, RaggedGroup]],
+        at: dict[int, int],
+        columns: list[Tensor],
+        rows: Tensor,
+        tickets: Tensor,
+        moved: list[int],
+    ) -> list[int]:
+        """Put the items of rows in the place of their spans.
+
+        Args:
+            groups: of the ragged fields that are read, by number.
+            at: where in the columns each field is.
+            columns: as they were read. Those of ragged fields are replaced.
+            rows, tickets: int64 ``[n]``. Of rows whose ticket is another now nothing is read.
+            moved: positions of rows that were not whole when their columns were read.
+
+        Returns:
+            The positions whose row was not whole, has another ticket, or has lost its items.
+        """
+        gone = set(moved)
+        for number, group in groups:
+            spans = columns[at[group.leader]]
+            if gone:
+                spans[sorted(gone)] = 0
+            lengths = spans[:, 2].contiguous()
+            offsets = offsets_of(lengths)
+            starts, values = offsets[:-1], self._room(int(offsets[-1]), [it for it in group.members if it in at])
+            outputs = tuple([values[it].data_ptr() if it in values else 0 for it in group.members])
+            lost = self.core.gather_items(
+                number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
+            )
+            gone.update(lost)
+            for it, items in values.items():
+                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows))
+        return sorted(gone)
+
+    def _room(self, total: int, which: Sequence[int]) -> dict[int, Tensor]:
+        """Memory for so many items of some fields."""
+        room = {}
+        for number in which:
+            it = self.schema.ragged[number]
+            room[number] = torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu")
+        return room
+
+
+def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
+    """Rows of a group as the core takes them. They share starts and lengths, and must stay until the call is over."""
+    first, total = members[0], min(len(it.values) for it in members if it.values is not None)
+    values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
+    return first.lengths.data_ptr(), first.starts.data_ptr(), total, values
+
+
+def _without(drawn: list[Tensor], with_rows: bool, with_numbers: bool) -> list[Tensor]:
+    """Columns, and what is asked for of the rows and numbers behind them."""
+    *columns, rows, numbers = drawn
+    return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]
