@@ -92,15 +92,7 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
     listing = Listing(part, digest, {}, dict(_described(part)), description.unpack_sums(raw_sums), [], [])
-    if part.segment is not UNSET:
-        listing.segments.extend(_segments(folder, folder_fd, listing))
-        for it in listing.segments:
-            listing.files[description.segment_name(it.lane, it.k)] = SummedFile(it.nbytes, it.sums_at)
-    if part.tables is not UNSET and "items" in part.tables:
-        listing.pieces.extend(_pieces(folder, folder_fd, listing))
-        for piece in listing.pieces:
-            name_of_piece = description.piece_name(piece.lane, piece.leader, piece.first)
-            listing.files[name_of_piece] = SummedFile(piece.nbytes, piece.sums_at)
+    _list_tables(folder, folder_fd, listing)
     at = 0
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
@@ -111,6 +103,20 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     if at != len(listing.sums):
         raise corrupt(folder / name, f"expected {at} sums, got {len(listing.sums)}")
     return listing
+
+
+def _list_tables(folder: Path, folder_fd: int, listing: Listing) -> None:
+    """Add the files that tables name."""
+    part = listing.document
+    if part.segment is not UNSET:
+        listing.segments.extend(_segments(folder, folder_fd, listing))
+        for it in listing.segments:
+            listing.files[description.segment_name(it.lane, it.k)] = SummedFile(it.nbytes, it.sums_at)
+    if part.tables is not UNSET and "items" in part.tables:
+        listing.pieces.extend(_pieces(folder, folder_fd, listing))
+        for piece in listing.pieces:
+            name = description.piece_name(piece.lane, piece.leader, piece.first)
+            listing.files[name] = SummedFile(piece.nbytes, piece.sums_at)
 
 
 def _holds(folder_fd: int, name: str) -> bool:

@@ -346,7 +346,7 @@ class PartWriter:
             OSError: no space, or an I/O error.
         """
         segments, its_pieces = sorted(segments), sorted(pieces or ())
-        later = {} if segment_rows is None else {"segments": len(segments)}
+        later: dict[TableName, int] = {} if segment_rows is None else {"segments": len(segments)}
         later |= {} if pieces is None else {"items": len(its_pieces)}
         placed = self._placed(schema or (), segments, its_pieces, later)
         records = [] if segment_rows is None else self._write_segments(segments, placed)

@@ -6,6 +6,7 @@ never change a piece that was saved; an edit renews the ticket of its row, so ti
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from engram.saved import description
 from engram.saved.documents import corrupt
 from engram.saved.part_writer import PieceItems
 from engram.store.memory import DTYPE_OF
-from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first, read_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,7 +98,7 @@ class ItemsWriter:
             Of each leader its column as it is saved, int32 ``[n, 3]``.
         """
         groups = self._store.schema.ragged_groups
-        self._read_spans(numbers, [group.leader for group in groups])
+        self._read_spans(numbers)
         for number, group in enumerate(groups):
             for lane, order in enumerate(self._order):
                 self._write_lane(number, group, lane, order, numbers)
@@ -109,15 +110,14 @@ class ItemsWriter:
             columns[group.leader] = spans.moved(-torch.from_numpy(self._shifts)[lane_of, number]).column
         return columns
 
-    def _read_spans(self, numbers: NDArray[np.int64], leaders: Sequence[int]) -> None:
-        rows = numbers.nonzero()[0]
-        expected = torch.from_numpy(numbers[rows])
-        columns, moved = self._store.read_columns(torch.from_numpy(rows), expected, leaders)
+    def _read_spans(self, numbers: NDArray[np.int64]) -> None:
+        store, rows = self._store, numbers.nonzero()[0]
+        own = torch.from_numpy(rows)
+        columns, moved = read_spans(store.core, store.schema, own, torch.from_numpy(numbers[rows]))
         numbers[rows[moved]] = 0
-        for leader, column in zip(leaders, columns, strict=True):
-            spans = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
-            spans[torch.from_numpy(rows)] = column
-            self._spans[leader] = spans
+        for group, column in zip(store.schema.ragged_groups, columns, strict=True):
+            self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
+            self._spans[group.leader][own] = column
 
     def _write_lane(
         self, number: int, group: RaggedGroup, lane: int, order: NDArray[np.int64], numbers: NDArray[np.int64]
@@ -145,7 +145,8 @@ class ItemsWriter:
         theirs, known = self._parent.numbers, np.zeros(len(rows), np.int64)
         inside = rows < len(theirs)
         known[inside] = theirs[rows[inside]]
-        return known == numbers[rows] - self._base
+        same: NDArray[np.bool_] = known == numbers[rows] - self._base
+        return same
 
     def _items_of_a_block(self, group: RaggedGroup) -> int:
         item_bytes = sum(self._store.schema.ragged[member].item_bytes for member in group.members)
@@ -210,7 +211,7 @@ def _cut(first: NDArray[np.int64], begin: int, end: int, block: int) -> Iterator
     """Rows ``[begin, end)`` in groups of those that begin in the same block."""
     borders = (np.diff(first[begin:end] // block) != 0).nonzero()[0] + begin + 1
     edges = [begin, *borders.tolist(), end] if begin < end else []
-    for at, after in zip(edges[:-1], edges[1:], strict=True):
+    for at, after in itertools.pairwise(edges):
         yield slice(at, after)
 
 

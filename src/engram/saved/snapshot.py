@@ -76,7 +76,7 @@ class RowsWriter:
         self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None, progress: Callable[[int], None] | None = None
     ) -> None:
         schema = snapshot.store.schema
-        self._pieces: ItemsWriter | None = None
+        self._pieces: ragged.ItemsWriter | None = None
         self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger, progress=progress)
         self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
         self.geometry, self.fields = described(schema, own)

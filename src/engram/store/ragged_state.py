@@ -120,12 +120,21 @@ def gather(
     return core.gather_items(number, *found)
 
 
+def read_spans(core: native.Store, schema: Schema, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
+    """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
+    leaders = tuple([group.leader for group in schema.ragged_groups])
+    columns = [torch.empty((len(rows), 3), dtype=torch.int32, device="cpu") for _ in leaders]
+    addresses = tuple([column.data_ptr() for column in columns])
+    return columns, core.gather(rows.data_ptr(), len(rows), leaders, addresses, expected.data_ptr(), 0)
+
+
 def packed(store: HoldsItems, columns: list[Tensor], live: Tensor) -> list[Tensor]:
     """The items of the first rows of a store that is paused: of each ragged field in order, ``[items, *shape]``, row after row.
 
     ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
     """
-    schema, found = store.schema, {}
+    schema = store.schema
+    found: dict[int, Tensor] = {}
     rows = live.nonzero()[:, 0]
     tickets = store.tickets_of(rows)
     for group in schema.ragged_groups:
