@@ -67,6 +67,7 @@ class ItemsWriter:
         lanes: int64 ``[L, 4]``, as they were at the snapshot.
         base: by how much tickets are larger than saved ones.
         parent: the same part of an older checkpoint of this very store.
+        paranoid: compare pieces that are linked with the items of the rows.
         progress: called with how many bytes were done.
     """
 
@@ -77,9 +78,12 @@ class ItemsWriter:
         fields: Sequence[PartField],
         lanes: Tensor,
         base: int,
-        parent: Parent | None = None,
-        progress: Callable[[int], None] = lambda _: None,
+        parent: Parent | None,
+        *,
+        paranoid: bool,
+        progress: Callable[[int], None],
     ) -> None:
+        self._paranoid = paranoid
         self._part, self._store, self._fields, self._base = part, store, fields, base
         self._order = [rows.numpy() for rows in oldest_first(lanes, store.lane_length)]
         self._parent, self._progress = parent, progress
@@ -96,6 +100,9 @@ class ItemsWriter:
 
         Returns:
             Of each leader its column as it is saved, int32 ``[n, 3]``.
+
+        Raises:
+            RuntimeError: ``paranoid``, and items were changed through a view, which no ticket says.
         """
         groups = self._store.schema.ragged_groups
         self._read_spans(numbers)
@@ -137,6 +144,8 @@ class ItemsWriter:
                 self._write_piece(group, lane, rows, some, numbers)
             if piece is not None and not self._link(piece):
                 self._write_piece(group, lane, rows, slice(begin, end), numbers)
+            elif piece is not None and self._paranoid:
+                self._compare(group, rows, slice(begin, end), numbers, piece)
             at = end
 
     def _same(self, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -178,6 +187,40 @@ class ItemsWriter:
         self, group: RaggedGroup, lane: int, rows: _LaneRows, which: slice, numbers: NDArray[np.int64]
     ) -> None:
         first, items = int(rows.first[which][0]), int(rows.end[which][-1] - rows.first[which][0])
+        room = self._gathered(group, rows, which, numbers, first, items)
+        with self._part.file(description.piece_name(lane, group.leader, first), len(room)) as file:
+            file.write(room.numpy().data)
+        self.pieces.append(PieceItems(lane, group.leader, first, items))
+        self._progress(len(room))
+
+    def _compare(
+        self,
+        group: RaggedGroup,
+        rows: _LaneRows,
+        which: slice,
+        numbers: NDArray[np.int64],
+        piece: description.ItemsPiece,
+    ) -> None:
+        assert self._parent is not None  # whose piece it is
+        still = numbers.copy()
+        ours = self._gathered(group, rows, which, still, piece.first, piece.items).numpy()
+        name = description.piece_name(piece.lane, piece.leader, piece.first)
+        theirs = np.frombuffer(self._parent.reader.read_all(name), np.uint8)
+        fields = description.piece_fields(self._fields, group.leader)
+        for field, offset in zip(fields, description.segment_layout(fields, piece.items)[0], strict=True):
+            span = slice(offset, offset + piece.items * field.row_bytes)
+            differs = (ours[span] != theirs[span]).reshape(piece.items, -1).any(1)
+            for row, first, end in zip(rows.rows[which], rows.first[which], rows.end[which], strict=True):
+                if still[row] and differs[first - piece.first : end - piece.first].any():
+                    raise RuntimeError(
+                        f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
+                        "Write with rb[index] = value or set_at_."
+                    )
+
+    def _gathered(
+        self, group: RaggedGroup, rows: _LaneRows, which: slice, numbers: NDArray[np.int64], first: int, items: int
+    ) -> Tensor:
+        """The bytes of a piece; of rows that moved meanwhile zeros, and 0 in ``numbers``."""
         fields = description.piece_fields(self._fields, group.leader)
         offsets, size = description.segment_layout(fields, items)
         room = torch.zeros(size, dtype=torch.uint8, device="cpu")
@@ -193,10 +236,7 @@ class ItemsWriter:
             for column in columns:
                 column[int(places[row]) : int(places[row]) + int(spans[row, 2])] = 0
         numbers[rows.rows[which][moved]] = 0
-        with self._part.file(description.piece_name(lane, group.leader, first), size) as file:
-            file.write(room.numpy().data)
-        self.pieces.append(PieceItems(lane, group.leader, first, items))
-        self._progress(size)
+        return room
 
 
 def _by_lane(pieces: Iterable[description.ItemsPiece]) -> dict[tuple[int, int], list[description.ItemsPiece]]:

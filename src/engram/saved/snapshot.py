@@ -86,6 +86,8 @@ class RowsWriter:
         self,
         numbers: NDArray[np.int64],
         parent: PartReader | None = None,
+        *,
+        paranoid: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> dict[int, Tensor]:
         """Write the items of ragged fields.
@@ -93,17 +95,23 @@ class RowsWriter:
         Args:
             numbers: of all rows; 0 afterwards for those that moved meanwhile.
             parent: the same part of an older checkpoint of this very store.
+            paranoid: compare items that are linked with the rows.
             progress: called with how many bytes were done.
 
         Returns:
             The columns that say where they are, by field.
+
+        Raises:
+            RuntimeError: ``paranoid``, and items were changed through a view.
         """
         snapshot = self._snapshot
         if not snapshot.store.items:
             return {}
         before = None if parent is None else ragged.Parent(parent, read_numbers(parent))
         lanes, base = snapshot.state["lanes"], snapshot.base
-        self._pieces = ragged.ItemsWriter(self.part, snapshot.store, self.fields, lanes, base, before, progress)
+        self._pieces = ragged.ItemsWriter(
+            self.part, snapshot.store, self.fields, lanes, base, before, paranoid=paranoid, progress=progress
+        )
         return self._pieces.write(numbers)
 
     def finish(
@@ -499,7 +507,8 @@ class RowsSnapshot(NamedTuple):
                 (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
                 for it in parent.segments()
             }
-        rows = _SegmentRoom(store, fields, size, writer.write_items(numbers, parent, progress), base)
+        spans = writer.write_items(numbers, parent, paranoid=paranoid, progress=progress)
+        rows = _SegmentRoom(store, fields, size, spans, base)
         segments = []
         for it in _ranges(lanes, store.lane_length, size):
             name = segment_name(it.lane, it.k)
