@@ -4,12 +4,15 @@ import hashlib
 import io
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from engram import LazyMemmapStorage, LazyTensorStorage, Ragged, ReplayBuffer
+from engram import LazyMemmapStorage, LazyTensorStorage, Ragged, Ranks, ReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.cli import main
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.saved import description, documents
 from engram.saved.inspection import verify
@@ -32,10 +35,11 @@ def make(lanes=1, ring=RING, capacity=CAPACITY, folder=None, **more):
     return ReplayBuffer(storage=storage, batch_size=4)
 
 
-def fill(rb, first, n):
+def fill(rb, first, n, **more):
     """Rows ``[first, first + n)``, five to a lane in turns."""
     for number in range(first, first + n, 5):
-        rb.extend(said.rows(number, 5), **({"lane": number // 5 % rb.storage.lanes} if rb.storage.lanes > 1 else {}))
+        lane = {"lane": number // 5 % rb.storage.lanes} if rb.storage.lanes > 1 else {}
+        rb.extend({**said.rows(number, 5), **more}, **lane)
     return rb
 
 
@@ -186,12 +190,64 @@ def test_declared_fields_that_differ_are_refused(ram):
     assert not len(rb)
 
 
-def test_other_sizes_are_refused_by_name(ram):
-    fill(make(), 0, 30).dumps(ram / "d")
-    rb = make(capacity=60)
-    with pytest.raises(IncompatibleCheckpoint, match=r"ragged ones: tokens, text, log_prob\. They are not moved"):
-        rb.loads(ram / "d", convert=True)
-    assert not len(rb)
+@pytest.mark.parametrize(("lanes", "capacity"), [(1, 60), (4, 200), (2, 16)])
+@pytest.mark.filterwarnings("ignore:loads. .*left out")
+def test_dumps_are_converted(lanes, capacity, ram):
+    """To other capacities, lanes and rings: all rows where there is room, else some of them, each whole and once."""
+    rb = fill(make(3), 0, 100)
+    rb.dumps(ram / "d")
+    other = make(lanes, 2 * RING, capacity)
+    other.loads(ram / "d", convert=True)
+    rows = contents(other)
+    assert len({one[0] for one in rows}) == len(rows) >= min(capacity // 2, len(rb))
+    assert {str(one) for one in rows} <= {str(one) for one in contents(rb)}
+    if capacity > CAPACITY:
+        assert len(rows) == len(rb)
+    contents(fill(other, 500, 3 * capacity))
+
+
+def test_a_ring_that_is_too_small_is_named_before_a_conversion(ram):
+    rb = fill(make(ring=said.ROOMY), 0, 39)
+    rb.dumps(ram / "d")
+    other = fill(make(capacity=60), 700, 5)
+    before = contents(other)
+    with pytest.raises(IncompatibleCheckpoint, match=r"tokens: .*bytes are needed"):
+        other.loads(ram / "d", convert=True)
+    assert contents(other) == before
+
+
+def on_all(ranks, work):
+    """Call ``work(rank, ranks)`` in a thread for each rank. What the calls return, in their order."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(work, range(ranks), Ranks.threads(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_are_dealt_out_anew(ranks, ram):
+    """Five rows to a trajectory: by a restore, and by ``engram reshard``."""
+    done = torch.arange(5) == 4
+
+    def save(rank, its):
+        rb = fill(make(), 1000 * rank, 25, done=done)
+        Checkpointer(ram / "s", rb, ranks=its).save(1)
+        assert len(rb) == 25
+        return contents(rb)
+
+    def load(rank, its, root):
+        rb = make(ring=3 * RING, capacity=-(-3 * CAPACITY // ranks))
+        Checkpointer(root, rb, ranks=its).restore(incomplete={"open": "keep", "headless": "keep"})
+        rows = contents(rb)
+        contents(fill(rb, 5000, 200, done=done))
+        return rows
+
+    saved = sorted(one for rows in on_all(2, save) for one in rows)
+    options = ["--ranks", ranks, "--lanes", 2, "--open", "keep", "--headless", "keep"]
+    result = CliRunner().invoke(main, [*map(str, ["reshard", ram / "s", ram / "t", *options])])
+    assert not result.exit_code, result.output
+    assert verify(ram / "t").good
+    for root in (ram / "s", ram / "t"):
+        found = on_all(ranks, lambda rank, its: load(rank, its, root))
+        assert sorted(one for rows in found for one in rows) == saved
 
 
 # ---- ticks -----------------------------------------------------------------------------------------------------------------

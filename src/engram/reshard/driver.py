@@ -88,12 +88,8 @@ class Reshard:
         if first.reader.geometry is None:
             return PlacedRows(read_rows_state(first.reader), _NoRows())
         target = self.targets[rank]
-        schema = msgspec.structs.replace(
-            schemas.decode(str(first.reader.state["schema"]).encode(), str(first.reader.folder)),
-            capacity=target.capacity,
-            lanes=target.lanes,
-            columns=(),
-        )
+        saved = schemas.decode(str(first.reader.state["schema"]).encode(), str(first.reader.folder))
+        schema = msgspec.structs.replace(saved.resized(target.capacity, target.lanes), columns=())
         scatter = Scatter(self.shards, self.plan, rank, schema, env_offset)
         state = scatter.state()
         scatter.check_ranges()
@@ -163,14 +159,8 @@ def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target],
     Raises:
         CorruptCheckpoint: a block is damaged.
         IncompatibleCheckpoint: no field can say that a trajectory was cut short, as the policy asks for; rows are ranked, and a
-            shard lacks the field that decides, or a target has several lanes; or fields are ragged.
+            shard lacks the field that decides, or a target has several lanes.
     """
-    named = [schemas.name_of(field.key) for field in plans.fields_of(shards) if field.ragged]
-    if named:
-        raise IncompatibleCheckpoint(
-            f"{shards[0].reader.folder}: expected fields whose rows all have one size, got ragged ones: {', '.join(named)}. They are not "
-            "moved to other ranks, lanes or capacities yet: load them with as many ranks as saved them, into storages of their sizes."
-        )
     planned = _in_blocks_or_trajectories if policy.ranking is None else _in_single_rows
     made = planned(shards, targets, policy)
     made.check_counts()
@@ -232,9 +222,10 @@ def convert(
         IncompatibleCheckpoint: a storage with columns, or more than half of the steps cannot be moved.
     """
     saved_parts.check_kind(shard.reader, saved_parts.STORAGE, *plans.MOVABLE)
-    if schemas.encode(schema).decode() == shard.head["schema"]:
-        return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     where = str(shard.reader.folder)
+    saved = schemas.decode(str(shard.head["schema"]).encode(), where)
+    if schemas.encode(schema) == schemas.encode(saved.with_rings(schema.rings)):
+        return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     if ndim > 1:
         raise IncompatibleCheckpoint(
             f"{where}: expected the geometry of a storage with ndim={ndim}: it cannot be converted."

@@ -11,22 +11,25 @@ import torch
 from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.reshard.moved_items import MovedItems, MovedRows
 from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
+from engram.saved.ragged import PartItems
 from engram.saved.rows import (
     Boundaries,
     Stretch,
     boundary_fields,
     checked_numbers,
     parallel_read,
+    read_rows_state,
     stretches,
     ticket_stretches,
 )
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -303,6 +306,7 @@ class Scatter:
         self._fields = fields_of(shards)
         self._length = schema.capacity // schema.lanes
         self._mine = (plan.rank == rank).nonzero()[0]
+        self._items: MovedItems | None = None
 
     # ---- the state without rows ------------------------------------------------------------------------------------------
 
@@ -388,6 +392,18 @@ class Scatter:
             self._fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane"
         )
 
+    def take_items(self, state: Mapping[str, Any], here: schemas.Schema, where: str) -> None:
+        """As for every :class:`~engram.saved.ragged.RaggedRowsSource`."""
+        moved = []
+        for which, one in enumerate(self._shards):
+            if ((self._plan.rank == self._rank) & (self._plan.source == which)).any():
+                saved = read_rows_state(one.reader) if one.held is None else one.held
+                extents, rows = self._extents(which), np.full(len(saved["numbers"]), -1, np.int64)
+                at, to = _pairs(extents, 0, len(rows))
+                rows[at] = to
+                moved.append(MovedRows(PartItems(one.reader, saved), torch.from_numpy(rows)))
+        self._items = MovedItems(moved, state["lanes"], here, where)
+
     def fill(self, tensors: RowsTarget) -> None:
         """Read the rows into the fields of the store: each file once and in pieces, several shards at once, every block checked.
 
@@ -397,6 +413,8 @@ class Scatter:
         parallel_read(
             [self._placed(which, tensors) for which, one in enumerate(self._shards) if len(one.source.runs)], tensors
         )
+        if self._items is not None:
+            tensors.rings.fill(tensors, self._items)
         self._rewrite(tensors)
 
     def _placed(self, which: int, tensors: RowsTarget) -> Iterator[Callable[[], None]]:
@@ -404,6 +422,8 @@ class Scatter:
         memory = zeroed_window(max((field.row_bytes for field in fields), default=0))
         for stretch in stretches(reader):
             field, tensor = fields[stretch.field], tensors[stretch.field]
+            if field.ragged:
+                continue
             for low, raw in windows(reader, stretch, extents, field.row_bytes, memory):
                 rows = raw.reshape(-1, field.row_bytes)
                 if tensors.put is None:

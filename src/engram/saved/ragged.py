@@ -7,7 +7,7 @@ never change a piece that was saved; an edit renews the ticket of its row, so ti
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from engram.saved import description
 from engram.saved.documents import corrupt
 from engram.saved.part_writer import PieceItems
 from engram.store.memory import DTYPE_OF
+from engram.store.ragged_rows import places_of, starts_of
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first, read_spans
 
 if TYPE_CHECKING:
@@ -258,6 +259,24 @@ def _cut(first: NDArray[np.int64], begin: int, end: int, block: int) -> Iterator
 # ---- reading ---------------------------------------------------------------------------------------------------------------
 
 
+@runtime_checkable
+class RaggedRowsSource(Protocol):
+    """Rows that were saved, some of whose fields are ragged."""
+
+    def take_items(self, state: Mapping[str, Any], here: Schema, where: str) -> None:
+        """Read and check where the items of those fields are. Called once, before the rows are read.
+
+        Args:
+            state: of the rows, as it will be.
+            here: of the store that will hold them.
+            where: for messages.
+
+        Raises:
+            CorruptCheckpoint: they are not where a store has them.
+            IncompatibleCheckpoint: there is no room for them.
+        """
+
+
 class PartItems:
     """The ragged rows of a part. Every block is checked when it is read.
 
@@ -266,71 +285,58 @@ class PartItems:
     Args:
         reader: of the part.
         state: its rows without fields, as they are to be.
-        here: the schema of the store that will hold them.
-        where: for messages.
 
     Raises:
         CorruptCheckpoint: rows whose items are not where a store has them, or are in no piece.
-        IncompatibleCheckpoint: the rings here are too small.
     """
 
-    def __init__(self, reader: PartReader, state: Mapping[str, Any], here: Schema, where: str) -> None:
+    def __init__(self, reader: PartReader, state: Mapping[str, Any]) -> None:
         geometry, fields = reader.geometry, reader.schema
         assert geometry is not None  # it has rows
         assert fields is not None
-        self._reader, self._fields, self._here = reader, fields, here
+        self._reader, self._fields = reader, fields
         saved = description.as_schema(fields, geometry)
-        self._groups, length = saved.ragged_groups, geometry.lane_length
-        lanes, self._live = state["lanes"], state["numbers"] != 0
+        self.groups, length = saved.ragged_groups, geometry.lane_length
+        self._live = state["numbers"] != 0
         try:
-            self.heads = tensor_in(state, "heads", torch.int64, (geometry.lanes, len(self._groups)), "state")
+            self.heads = tensor_in(state, "heads", torch.int64, (geometry.lanes, len(self.groups)), "state")
         except (KeyError, TypeError, ValueError) as error:
             raise corrupt(reader.folder, f"expected the heads of rings ({str(error).removesuffix('.')})") from error
         self.lane_of = torch.arange(len(self._live), device="cpu") // length
-        self._order = [rows[rows < len(self._live)] for rows in oldest_first(lanes, length)]
-        self._spans = [self._checked(saved, number) for number in range(len(self._groups))]
-        self._relaid: list[Spans] | None = None
-        if [group.items for group in self._groups] != [group.items for group in here.ragged_groups]:
-            laid = [compacted(spans.lengths, self._order) for spans in self._spans]
-            self._relaid, self.heads = [spans for spans, _ in laid], torch.stack([heads for _, heads in laid], 1)
-            check_room(self.heads, here, where)
-        for spans, group in zip(self._spans, here.ragged_groups, strict=True):
-            longest, most = int(spans.lengths.max()) if len(spans.lengths) else 0, here.ragged[group.leader].max_length
-            if longest > most:
-                raise IncompatibleCheckpoint(
-                    f"{where}: {here.fields[group.leader].name}: expected at most {most} items in a row, got {longest}."
-                )
-
-    def spans(self, group: int) -> Spans:
-        return self._spans[group] if self._relaid is None else self._relaid[group]
+        self.order = [rows[rows < len(self._live)] for rows in oldest_first(state["lanes"], length)]
+        """The rows of each lane, the oldest first."""
+        self.spans = [self._checked(saved, number) for number in range(len(self.groups))]
+        """Where the items of each group are, of all rows."""
 
     def pieces(self, group: int) -> Iterator[Piece]:
-        leader = self._groups[group].leader
+        """The items of a group, as they were saved."""
         for it in self._reader.pieces():
-            if it.leader == leader:
-                values = self._read(it)
-                if self._relaid is None:
-                    yield Piece(it.lane, it.first, values)
-                else:
-                    yield from self._picked(group, it, values)
+            if it.leader == self.groups[group].leader:
+                yield Piece(it.lane, it.first, self._read(it))
 
-    def _picked(self, group: int, it: description.ItemsPiece, values: list[Tensor]) -> Iterator[Piece]:
-        """The rows of a piece, one after the other."""
-        assert self._relaid is not None
-        spans, order = self._spans[group], self._order[it.lane]
-        inside = (spans.lengths[order] > 0) & (spans.offsets[order] >= it.first) & (spans.offsets[order] < it.end)
-        rows = order[inside]
-        if len(rows):
-            lengths = spans.lengths[rows]
-            total, begin = int(lengths.sum()), lengths.cumsum(0) - lengths
-            starts = (spans.offsets[rows] - it.first - begin).repeat_interleave(lengths, output_size=total)
-            which = (torch.arange(total, device="cpu") + starts).numpy()
-            raw = [of.reshape(len(of), -1).view(torch.uint8).numpy()[which] for of in values]
-            picked = [
-                torch.from_numpy(some).view(of.dtype).view(total, *of.shape[1:])
-                for some, of in zip(raw, values, strict=True)
-            ]
-            yield Piece(it.lane, int(self._relaid[group].offsets[rows[0]]), picked)
+    def picked(self, group: int, lane_of: Tensor, offsets: Tensor) -> Iterator[Piece]:
+        """The items of a group elsewhere.
+
+        Args:
+            group: which.
+            lane_of: int64 ``[n]``: the lane that each row has there; -1: it is left out.
+            offsets: int64 ``[n]``: where its items are in that lane's ring.
+        """
+        for it in self._reader.pieces():
+            if it.leader != self.groups[group].leader:
+                continue
+            spans, order = self.spans[group], self.order[it.lane]
+            inside = (spans.lengths[order] > 0) & (spans.offsets[order] >= it.first) & (spans.offsets[order] < it.end)
+            rows = order[inside & (lane_of[order] >= 0)]
+            if not len(rows):
+                continue
+            values, lengths, lanes, to = self._read(it), spans.lengths[rows], lane_of[rows], offsets[rows]
+            follows = (lanes[1:] == lanes[:-1]) & (to[1:] == to[:-1] + lengths[:-1])
+            borders = [0, *((~follows).nonzero()[:, 0] + 1).tolist(), len(rows)]
+            for begin, end in itertools.pairwise(borders):
+                some = slice(begin, end)
+                which = places_of(spans.offsets[rows[some]] - it.first, starts_of(lengths[some]), lengths[some])
+                yield Piece(int(lanes[begin]), int(to[begin]), [_taken(of, which) for of in values])
 
     def _read(self, it: description.ItemsPiece) -> list[Tensor]:
         fields = description.piece_fields(self._fields, it.leader)
@@ -344,13 +350,13 @@ class PartItems:
 
     def _checked(self, saved: Schema, number: int) -> Spans:
         """Where the items of a group are."""
-        group = self._groups[number]
+        group = self.groups[number]
         column = read_column(self._reader, self._fields[group.leader], len(self._live))
         spans = Spans.of(column)
         spans = Spans(torch.where(self._live, spans.offsets, 0), torch.where(self._live, spans.lengths, 0))
         most = min(saved.ragged[group.leader].max_length, group.items)
         pieces = _by_lane(self._reader.pieces())
-        for lane, order in enumerate(self._order):
+        for lane, order in enumerate(self.order):
             head, some = int(self.heads[lane, number]), pieces.get((lane, group.leader), [])
             wrong = _wrong_row(spans, order, most, group.items, head, some)
             if wrong is not None:
@@ -361,6 +367,53 @@ class PartItems:
                     f"listed, got {found[1]} at {found[0]} in row {wrong}",
                 )
         return spans
+
+
+class WholeItems:
+    """All ragged rows of a part, for a store of the same capacity and lanes, whose rings may have other sizes.
+
+    Args:
+        items: of the part.
+        here: the schema of the store.
+        where: for messages.
+
+    Raises:
+        IncompatibleCheckpoint: the rings here are too small.
+    """
+
+    def __init__(self, items: PartItems, here: Schema, where: str) -> None:
+        self._items, self.heads, self.lane_of = items, items.heads, items.lane_of
+        self._spans, self._is_laid_anew = items.spans, False
+        check_longest(self._spans, here, where)
+        if [group.items for group in items.groups] != [group.items for group in here.ragged_groups]:
+            laid = [compacted(spans.lengths, items.order) for spans in items.spans]
+            self._spans, self.heads = [spans for spans, _ in laid], torch.stack([heads for _, heads in laid], 1)
+            self._is_laid_anew = True
+            check_room(self.heads, here, where)
+
+    def spans(self, group: int) -> Spans:
+        return self._spans[group]
+
+    def pieces(self, group: int) -> Iterator[Piece]:
+        if self._is_laid_anew:
+            return self._items.picked(group, self.lane_of, self._spans[group].offsets)
+        return self._items.pieces(group)
+
+
+def check_longest(every: Sequence[Spans], here: Schema, where: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` for rows that are longer than they may be in a store. ``every``: of each group."""
+    for spans, group in zip(every, here.ragged_groups, strict=True):
+        longest, most = int(spans.lengths.max()) if len(spans.lengths) else 0, here.ragged[group.leader].max_length
+        if longest > most:
+            raise IncompatibleCheckpoint(
+                f"{where}: {here.fields[group.leader].name}: expected at most {most} items in a row, got {longest}."
+            )
+
+
+def _taken(values: Tensor, which: Tensor) -> Tensor:
+    """Some items, also of a dtype that torch cannot index."""
+    raw = values.reshape(len(values), -1).view(torch.uint8).numpy()[which.numpy()]
+    return torch.from_numpy(raw).view(values.dtype).view(len(which), *values.shape[1:])
 
 
 def _wrong_row(

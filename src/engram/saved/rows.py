@@ -21,7 +21,7 @@ from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
 from engram.saved.parts import read_state
-from engram.saved.ragged import PartItems
+from engram.saved.ragged import PartItems, WholeItems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -569,11 +569,11 @@ class SavedRowsSource:
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
         self._free: list[PartReader] = []  # a reader is for one thread at a time
-        self._items: PartItems | None = None
+        self._items: WholeItems | None = None
 
     def take_items(self, state: Mapping[str, Any], here: Schema, where: str) -> None:
-        """Read and check where the items of ragged fields are. Call it once before :meth:`fill`. Raises as :class:`PartItems`."""
-        self._items = PartItems(self._reader, state, here, where)
+        """Read and check where the items of ragged fields are. Raises as :class:`PartItems` and :class:`WholeItems`."""
+        self._items = WholeItems(PartItems(self._reader, state), here, where)
 
     def fill(self, tensors: RowsTarget) -> None:
         """Read into tensors ``[capacity, *shape]``."""

@@ -146,9 +146,7 @@ class Geometry(NamedTuple):
         if not schema.ragged:
             return schema
         if here is not None:
-            return schema.with_rings(
-                {group.leader: (group.items, here.ragged[group.leader].max_length) for group in here.ragged_groups}
-            )
+            return schema.with_rings(here.rings)
         longest = {}
         for number, it in schema.ragged.items():
             declared = self.ragged.fields.get(schema.fields[number].key)
@@ -163,7 +161,7 @@ class Geometry(NamedTuple):
                 )
             longest[number] = (declared and declared.max_length) or it.max_length
         if self.ragged.nbytes is None:
-            return schema
+            return schema.with_rings(schema.resized(self.capacity, self.lanes).rings)
         groups = schema.ragged_groups
         sizes = [
             RingSize(longest[group.leader], sum(schema.ragged[number].item_bytes for number in group.members))
@@ -182,7 +180,7 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
-        schema = _decoded(text, where, self.dtypes)
+        schema = self._with_own_rings(_decoded(text, where, self.dtypes), here, where)
         made = self.schema(structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made

@@ -15,6 +15,7 @@ from engram._support.state import check_keys, copied, typed
 from engram._support.words import count
 from engram.errors import EngramError, RowError
 from engram.saved.parts import check_blocks
+from engram.saved.ragged import RaggedRowsSource
 from engram.saved.rows import SavedRowsSource, read_rows_state
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
@@ -762,7 +763,7 @@ class TensorStorage(Storage):
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
         checked = RowsState.checked(state, schema, store, where)
-        if schema.ragged and isinstance(source, SavedRowsSource):
+        if isinstance(source, RaggedRowsSource) and schema.ragged:
             source.take_items(state, schema, where)
         return RowsLoad(self, source, schema, checked)
 
