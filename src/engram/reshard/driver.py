@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.saved.checkpoints import Checkpoint
+    from engram.saved.part_reader import PartReader
     from engram.types import RowsSource
 
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
@@ -66,6 +67,7 @@ class Reshard:
     ) -> None:
         self.shards, self.plan, self.targets = list(shards), plan, list(targets)
         self._leader_parts: dict[str, saved_parts.SavedPart] | None = None
+        self._needed: dict[int, int] = {}
 
     @property
     def leader(self) -> int:
@@ -87,13 +89,30 @@ class Reshard:
         first = self.shards[self.leader]
         if first.reader.geometry is None:
             return PlacedRows(read_rows_state(first.reader), _NoRows())
-        target = self.targets[rank]
-        saved = schemas.decode(str(first.reader.state["schema"]).encode(), str(first.reader.folder))
-        schema = msgspec.structs.replace(saved.resized(target.capacity, target.lanes), columns=())
-        scatter = Scatter(self.shards, self.plan, rank, schema, env_offset)
+        scatter = Scatter(self.shards, self.plan, rank, self._schema(first.reader, rank), env_offset)
         state = scatter.state()
         scatter.check_ranges()
         return PlacedRows(state, scatter)
+
+    def make_room(self) -> None:
+        """From now on rings have room for the items that come to the fullest lane of all ranks.
+
+        Raises:
+            CorruptCheckpoint: a table or a block is damaged.
+        """
+        reader = self.shards[self.leader].reader
+        if reader.geometry is None or not any(field.ragged for field in self.fields):
+            return
+        for rank in range(len(self.targets)):
+            needed = Scatter(self.shards, self.plan, rank, self._schema(reader, rank)).needed_items()
+            self._needed = {leader: max(items, self._needed.get(leader, 0)) for leader, items in needed.items()}
+
+    def _schema(self, reader: PartReader, rank: int) -> schemas.Schema:
+        target = self.targets[rank]
+        saved = schemas.decode(str(reader.state["schema"]).encode(), str(reader.folder))
+        made = msgspec.structs.replace(saved.resized(target.capacity, target.lanes), columns=())
+        sizes = made.rings.items()
+        return made.with_rings({n: (max(items, self._needed.get(n, 0)), most) for n, (items, most) in sizes})
 
     def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:
         """The parts of a rank that are not of rows, by name and class: as the leader has them, but for what begins again.

@@ -34,21 +34,20 @@ class MovedItems:
         moved: of all shards with rows for it.
         lanes: int64 ``[L, 2]`` or wider, as the rank's store will have them.
         here: the schema of that store.
-        where: for messages.
-
-    Raises:
-        IncompatibleCheckpoint: the rings here are too small.
     """
 
-    def __init__(self, moved: Sequence[MovedRows], lanes: Tensor, here: Schema, where: str) -> None:
-        self._moved, self._groups = moved, here.ragged_groups
+    def __init__(self, moved: Sequence[MovedRows], lanes: Tensor, here: Schema) -> None:
+        self._moved, self._here, self._groups = moved, here, here.ragged_groups
         length = here.capacity // here.lanes
         self.lane_of = torch.arange(here.capacity, device="cpu") // length
         laid = [compacted(self._lengths(group), oldest_first(lanes, length)) for group in range(len(self._groups))]
         self._spans = [spans for spans, _ in laid]
         self.heads = torch.stack([heads for _, heads in laid], 1)
-        check_longest(self._spans, here, where)
-        check_room(self.heads, here, where)
+
+    def check(self, where: str) -> None:
+        """Raise ``IncompatibleCheckpoint``: the rings of the store are too small. ``where``: for messages."""
+        check_longest(self._spans, self._here, where)
+        check_room(self.heads, self._here, where)
 
     def _lengths(self, group: int) -> Tensor:
         lengths = torch.zeros(len(self.lane_of), dtype=torch.int64, device="cpu")

@@ -394,6 +394,15 @@ class Scatter:
 
     def take_items(self, state: Mapping[str, Any], here: schemas.Schema, where: str) -> None:
         """As for every :class:`~engram.saved.ragged.RaggedRowsSource`."""
+        self._items = self._moved(state["lanes"], here)
+        self._items.check(where)
+
+    def needed_items(self) -> dict[int, int]:
+        """The items of the lane that gets most of them, by the number of the leader. Raises ``CorruptCheckpoint``."""
+        most = self._moved(self.state()["lanes"], self._schema).heads.amax(0).tolist()
+        return {group.leader: items for group, items in zip(self._schema.ragged_groups, most, strict=True)}
+
+    def _moved(self, lanes: Tensor, schema: schemas.Schema) -> MovedItems:
         moved = []
         for which, one in enumerate(self._shards):
             if ((self._plan.rank == self._rank) & (self._plan.source == which)).any():
@@ -402,7 +411,7 @@ class Scatter:
                 at, to = _pairs(extents, 0, len(rows))
                 rows[at] = to
                 moved.append(MovedRows(PartItems(one.reader, saved), torch.from_numpy(rows)))
-        self._items = MovedItems(moved, state["lanes"], here, where)
+        return MovedItems(moved, lanes, schema)
 
     def fill(self, tensors: RowsTarget) -> None:
         """Read the rows into the fields of the store: each file once and in pieces, several shards at once, every block checked.
