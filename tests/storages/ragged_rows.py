@@ -53,3 +53,15 @@ def check(batch):
         assert log_prob.tolist() == [-float(number)] * length_of(number), number
         assert text == text_of(number), number
     return numbers
+
+
+def plain(batch):
+    """A batch as lists of rows."""
+    return {
+        key: [row.tolist() for row in value.unbind()] if isinstance(value, torch.Tensor) else list(value)
+        for key, value in batch.items()
+    }
+
+
+def nested(*rows, dtype=torch.int64):
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)

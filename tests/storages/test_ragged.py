@@ -109,7 +109,7 @@ def test_rows_of_one_length_and_items_with_a_shape():
     assert listed(rows_in(BOXES, even, "extend")) == even.tolist()
     assert listed(rows_in(BOXES, [even[0], even[1, :1], []], "extend")) == [even[0].tolist(), even[1, :1].tolist(), []]
     assert listed(rows_in(TOKENS, np.ones((2, 3), np.int32), "extend")) == [[1] * 3] * 2
-    packed = Batches(RaggedLayout("packed"), within=False)(BOXES, rows_in(BOXES, even, "extend"))
+    packed = Batches(RaggedLayout("packed"), within=False)(BOXES, rows_in(BOXES, even, "extend"), 0)
     assert listed(rows_in(BOXES, packed, "extend")) == even.tolist()  # what came out goes in
 
 
@@ -304,7 +304,7 @@ def test_layouts(rows, side, multiple, order):
     order.shuffle(which)
     items, rows = rows_in(TOKENS, rows, "extend")[which], [rows[i] for i in which]
 
-    padded = Batches(RaggedLayout("padded", side, multiple), within=False)(TOKENS, items)
+    padded = Batches(RaggedLayout("padded", side, multiple), within=False)(TOKENS, items, 0)
     longest = max(map(len, rows))
     length = next(n for n in range(longest, longest + multiple) if n % multiple == 0)
     assert padded.values.shape == padded.mask.shape == (len(rows), length)
@@ -313,37 +313,37 @@ def test_layouts(rows, side, multiple, order):
         assert value == (row + pad if side == "right" else pad + row)
         assert [one for one, kept in zip(value, mask, strict=True) if kept] == row
 
-    packed = Batches(RaggedLayout("packed"), within=False)(TOKENS, items)
+    packed = Batches(RaggedLayout("packed"), within=False)(TOKENS, items, 0)
     assert (packed.values.tolist(), packed.max_seqlen) == ([one for row in rows for one in row], longest)
     assert (packed.cu_seqlens.dtype, packed.cu_seqlens.tolist()) == (torch.int32, offsets(rows).tolist())
 
-    nested = Batches(RaggedLayout("jagged"), within=False)(TOKENS, items)
+    nested = Batches(RaggedLayout("jagged"), within=False)(TOKENS, items, 0)
     assert [row.tolist() for row in nested.unbind()] == rows
-    assert [row.tolist() for row in Batches(RaggedLayout("list"), within=False)(TOKENS, items)] == rows
+    assert [row.tolist() for row in Batches(RaggedLayout("list"), within=False)(TOKENS, items, 0)] == rows
 
 
 def test_jagged_and_packed_rows_share_the_memory_that_they_were_read_into_and_their_offsets():
     tokens = rows_in(TOKENS, [[1, 2], [3]], "extend")
     follower = Items(tokens.values.float(), tokens.starts, tokens.lengths)
     together = Batches(RaggedLayout("jagged"), within=False)
-    one, other = together(TOKENS, tokens), together(TOKENS._replace(dtype=torch.float32), follower)
+    one, other = together(TOKENS, tokens, 0), together(TOKENS._replace(dtype=torch.float32), follower, 0)
     assert one.values().data_ptr() == tokens.values.data_ptr()
     assert (one * other).values().tolist() == [1.0, 4.0, 9.0]  # of one shape
-    packed = Batches(RaggedLayout("packed"), within=False)(TOKENS, tokens)
+    packed = Batches(RaggedLayout("packed"), within=False)(TOKENS, tokens, 0)
     assert packed.values.data_ptr() == tokens.values.data_ptr()
 
 
 def test_layouts_within_tensordicts():
     tokens, text = rows_in(TOKENS, [[1, 2], [3]], "extend"), rows_in(TEXT, ["ab", ""], "extend")
-    packed = Batches(RaggedLayout("packed"), within=True)(TOKENS, tokens)
+    packed = Batches(RaggedLayout("packed"), within=True)(TOKENS, tokens, 0)
     assert (packed.batch_size, packed["cu_seqlens"].tolist(), packed["max_seqlen"]) == (torch.Size([]), [0, 2, 3], 2)
-    padded = Batches(RaggedLayout("padded"), within=True)(TOKENS, tokens)
+    padded = Batches(RaggedLayout("padded"), within=True)(TOKENS, tokens, 0)
     assert (padded.batch_size, padded["mask"].tolist()) == (torch.Size([2]), [[True, True], [True, False]])
     for layout in ("jagged", "packed", "padded", "list"):
-        stack = Batches(RaggedLayout(layout), within=True)(TEXT, text)
+        stack = Batches(RaggedLayout(layout), within=True)(TEXT, text, 0)
         assert isinstance(stack, NonTensorStack)
         assert (stack.tolist(), stack.batch_size) == (["ab", ""], torch.Size([2]))
-    rows = Batches(RaggedLayout("list"), within=True)(TOKENS, tokens)
+    rows = Batches(RaggedLayout("list"), within=True)(TOKENS, tokens, 0)
     assert [row.tolist() for row in rows.tolist()] == [[1, 2], [3]]
 
 

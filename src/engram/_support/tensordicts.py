@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
@@ -32,6 +32,7 @@ __all__ = [
     "is_plain_tensordict",
     "is_tensor_collection",
     "is_tensorclass",
+    "objects_in",
     "one_object",
     "put",
     "stack_of_objects",
@@ -114,6 +115,11 @@ def stack_of_objects(objects: Iterable[object]) -> object:
     from tensordict import NonTensorData, NonTensorStack
 
     return NonTensorStack(*[NonTensorData(it) for it in objects])
+
+
+def objects_in(data: object) -> object:
+    """The object that :func:`is_non_tensor` data is, or a list of those of its rows."""
+    return cast("TensorDict", data).tolist()
 
 
 def one_object(value: object) -> object:

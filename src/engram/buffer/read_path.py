@@ -143,8 +143,7 @@ class ReadPath:
                 info = {"index_generation": columns.pop()} if tracks else {}
                 return columns, columns.pop(), info
             natively = wiring.sample_natively
-            here = not memory.reads_apart or wiring.of_sampler.draws_windows or wiring.source.draws_on_device
-            if natively is not None and here:
+            if natively is not None and (not memory.reads_apart or wiring.reads_around(memory)):
                 return natively(storage, key, n, numbered=tracks, shown=shown)
         return self._draw(n, key.value)
 

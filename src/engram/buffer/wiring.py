@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.store import Key
+    from engram.store import Key, Store
     from engram.store.limits import Limit
     from engram.transforms import Compose
     from engram.writers._base import NativeWriter
@@ -217,6 +217,11 @@ class Wiring:
         self.collates = not fields or self.collate_fn is not None
         #: Whether storage or writer ask functions under ``torch.compile`` not to look into calls of the buffer.
         self.untraced = self.storage.traits.untraced or self.of_writer.untraced
+
+    def reads_around(self, memory: Store) -> bool:
+        """Whether the sampler itself reads, or refuses, rows that are read apart from the draw."""
+        there = self.of_sampler.draws_windows or self.source.draws_on_device
+        return there or (memory.is_native and isinstance(self.source, Expander))
 
     def bound_sampler(self) -> DeclaredSampler:
         """The sampler, which may have served another storage meanwhile."""

@@ -180,6 +180,10 @@ def _rearrange(
     def rearrange(x: object, path: tuple[str, ...]) -> object:
         if not (is_tensor_collection(x) or isinstance(x, Tensor)):
             x = as_tensor(x, path, call)
+        if isinstance(x, Tensor) and x.is_nested:
+            raise RuntimeError(
+                f"{call}: {at(path)}: expected rows of one size where ndim > 1, got a nested tensor. Use ndim=1."
+            )
         shape = _shape(x)
         if len(shape) < count:
             raise RuntimeError(

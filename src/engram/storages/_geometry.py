@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from engram._support.checks import check_count
+from engram._support.field_paths import public
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
@@ -15,7 +16,14 @@ from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
-from engram.storages.ragged import NO_RAGGED, RaggedArguments, RaggedOptions
+from engram.storages.ragged import (
+    NO_RAGGED,
+    RaggedArguments,
+    RaggedLayout,
+    RaggedOptions,
+    checked_bytes,
+    checked_ragged,
+)
 from engram.storages.ragged import Group as RingSize
 
 if TYPE_CHECKING:
@@ -96,11 +104,18 @@ class Geometry(NamedTuple):
 
         ``elsewhere``: where the rows are, if they cannot have any there.
 
-        Raises as :meth:`RaggedOptions.taken`.
+        Raises ``TypeError``, ``ValueError``: they are no declarations, size or layout; or there are some, and it can have none.
         """
-        possible = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
-        ragged = RaggedOptions.taken(where, arguments, impossible=possible)
-        return self._replace(ragged=ragged._replace(capacity=self.max_size, lanes=self.lanes))
+        elsewhere = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
+        options = RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
+        if {"ragged", "ragged_bytes", "layout"} & arguments.keys():
+            fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
+            nbytes = checked_bytes(arguments.pop("ragged_bytes", None), where)
+            if elsewhere and (fields or nbytes is not None):
+                raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
+            layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
+            options = options._replace(fields=fields, nbytes=nbytes, layout=layout)
+        return self._replace(ragged=options)
 
     def in_files(self, schema: Schema) -> Schema:
         """A schema for a store in a folder."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from engram.store.memory import DTYPE_NAMES
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Sized
 
 
 #: What says where rows begin, beside ``values``.
@@ -27,7 +27,7 @@ _FORMS = "a jagged nested tensor, (values, offsets), or a list of arrays"
 # ---- a row, and rows ---------------------------------------------------------------------------------------------------
 
 
-def rows_in(field: ItemField, value: Any, call: str) -> Items:
+def rows_in(field: ItemField, value: object, call: str) -> Items:
     """Rows of a field as users hand them over, of as many as there are.
 
     Args:
@@ -59,7 +59,7 @@ def rows_in(field: ItemField, value: Any, call: str) -> Items:
     return items
 
 
-def _of_numbers(field: ItemField, value: Any, call: str) -> Items:
+def _of_numbers(field: ItemField, value: object, call: str) -> Items:
     if isinstance(value, Tensor) and value.is_nested:
         return _of_nested(field, value, call)
     parts = None if field.kind == "json" else _parts(value)
@@ -74,15 +74,17 @@ def _of_numbers(field: ItemField, value: Any, call: str) -> Items:
     raise TypeError(f"{call}: {field.where}: expected {expected}, got {nested.describe(value)}.{one}")
 
 
-def row_in(field: ItemField, value: Any, call: str) -> Items:
+def row_in(field: ItemField, value: object, call: str) -> Items:
     """One row of a field, as users hand it over: a tensor, array or list of numbers ``[length, *shape]``; a text.
 
     Raises as :func:`rows_in`.
     """
+    if type(value) is Tensor and value.dtype is field.dtype and _is_plain(value) and value.shape[1:] == field.shape:
+        return _of_length(field, Items.of_row(value), value.shape[0], call)
     if isinstance(value, Items):
         return _fitting(field, value, call)
     if tensordicts.is_non_tensor(value):
-        value = value.tolist()
+        value = tensordicts.objects_in(value)
     if field.kind and not isinstance(value, Tensor | np.ndarray):
         return _fitting(field, _encoded(field, [value], call), call)
     if isinstance(value, Tensor) and value.is_nested:
@@ -102,8 +104,24 @@ def _fitting(field: ItemField, items: Items, call: str) -> Items:
             _refuse_items(field, values, call)
         if values.requires_grad or not values.is_cpu or not values.is_contiguous():
             values = values.detach().cpu().contiguous()
-        items = Items(_settled(values), items.starts, items.lengths)
-    if len(items) and (longest := int(items.lengths.max())) > field.max_length:
+        if _settled(values) is not items.values:
+            items = Items(_settled(values), items.starts, items.lengths)
+    return _of_length(field, items, int(items.lengths.max()) if len(items) else 0, call)
+
+
+def _is_plain(row: Tensor) -> bool:
+    """Whether a tensor with a dimension is items as the core takes them."""
+    return (
+        row.is_cpu
+        and row.is_contiguous()
+        and row.dim() > 0
+        and not (row.requires_grad or row.is_neg() or row.is_conj())
+    )
+
+
+def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items:
+    """The rows. Raises ``RuntimeError``: the longest one has too many items."""
+    if longest > field.max_length:
         unit = "bytes" if field.kind else "items"
         row = int(items.lengths.argmax())
         raise RuntimeError(
@@ -132,7 +150,7 @@ def _refuse_items(field: ItemField, values: Tensor, call: str, row: str = "") ->
 
 def same_lengths(leader: ItemField, lengths: Tensor, field: ItemField, items: Items, call: str) -> None:
     """Raise ``RuntimeError`` unless the rows of a field have the lengths of those that it shares them with."""
-    if torch.equal(items.lengths, lengths):
+    if items.lengths is lengths or torch.equal(items.lengths, lengths):
         return
     if len(items) != len(lengths):
         raise RuntimeError(
@@ -145,10 +163,10 @@ def same_lengths(leader: ItemField, lengths: Tensor, field: ItemField, items: It
     )
 
 
-# ---- what nobody has declared --------------------------------------------------------------------------------------------
+# ---- what was not declared --------------------------------------------------------------------------------------------
 
 
-def found_in(value: Any, *, batched: bool) -> Ragged | None:
+def found_in(value: object, *, batched: bool) -> Ragged | None:
     """What a field is whose first rows, or first row, say that its rows have different lengths; None: they do not say so."""
     if isinstance(value, Tensor):
         if not (batched and value.is_nested):
@@ -156,13 +174,13 @@ def found_in(value: Any, *, batched: bool) -> Ragged | None:
         items = value.values() if value.layout is torch.jagged else value.unbind()[0]
         return Ragged(value.dtype, shape=tuple(items.shape[1:]))
     if not batched:
-        text = value.tolist() if tensordicts.is_non_tensor(value) else value
+        text = tensordicts.objects_in(value) if tensordicts.is_non_tensor(value) else value
         return None if isinstance(text, np.generic) else _kind_of([text])
     if isinstance(value, np.ndarray):
         return _kind_of(value.tolist()) if value.dtype.kind in "US" and value.ndim == 1 else None
     if tensordicts.is_non_tensor(value):
-        texts = value.tolist()
-        return _kind_of(texts[0] if texts and isinstance(texts[0], list) else texts)
+        texts = tensordicts.objects_in(value)
+        return _kind_of(texts[0] if isinstance(texts, list) and texts and isinstance(texts[0], list) else texts)
     return _kind_of(value) or uneven_rows(value) if isinstance(value, list) else None
 
 
@@ -173,25 +191,26 @@ def _kind_of(texts: object) -> Ragged | None:
     return None
 
 
-def count_rows(value: Any) -> int | None:
+def count_rows(value: object) -> int | None:
     """How many rows a leaf of a ragged field holds; None: it is none that is known."""
     if isinstance(value, Items | list):
         return len(value)
     if tensordicts.is_non_tensor(value):
-        there = value.batch_size
-        return int(there[0]) if there else len(value.tolist()) if isinstance(value.tolist(), list) else None
+        objects = tensordicts.objects_in(value)
+        return len(objects) if isinstance(objects, list) else None
     if isinstance(value, Tensor | np.ndarray):
         return int(value.shape[0]) if value.ndim else None
     parts = _parts(value)
     if parts is not None:
-        return len(parts.where) - (parts.name != "lengths")
+        return len(cast("Sized", parts.where)) - (parts.name != "lengths")
     return len(value) if isinstance(value, tuple) else None
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def _of_nested(field: ItemField, value: Any, call: str) -> Items:
+def _of_nested(field: ItemField, nested_rows: Tensor, call: str) -> Items:
+    value = cast("Any", nested_rows)  # which has methods that torch does not type
     if value.layout is not torch.jagged:
         return _of_list(field, list(value.unbind()), call)
     if value._ragged_idx != 1:
@@ -213,17 +232,17 @@ def _on_host(numbers: Tensor) -> Tensor:
 class _Parts(NamedTuple):
     """Items of all rows, and where the rows are."""
 
-    values: Any
-    where: Any
+    values: object
+    where: object
     name: str
     """Of ``where``."""
 
 
-def _parts(value: Any) -> _Parts | None:
+def _parts(value: object) -> _Parts | None:
     """Values and offsets in any of their forms; None: it is none of them."""
     if isinstance(value, tuple) and not nested.is_named_tuple(value):
         return _Parts(*value, "offsets") if len(value) == 2 and _are_offsets(value[1]) else None
-    entries: Any = nested.entries_of(value) if not isinstance(value, list | Tensor | np.ndarray) else {}
+    entries = nested.entries_of(value) if not isinstance(value, list | Tensor | np.ndarray) else {}
     names = set(entries.keys())
     for name in (*_OFFSETS, "lengths"):
         if "values" in names and name in names and names <= {"values", name, "max_seqlen", "min_seqlen"}:
@@ -231,7 +250,7 @@ def _parts(value: Any) -> _Parts | None:
     return None
 
 
-def _are_offsets(value: Any) -> bool:
+def _are_offsets(value: object) -> bool:
     """Whether it is an array of ints, or a list of some."""
     if isinstance(value, Tensor):
         return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
@@ -264,7 +283,7 @@ def _of_parts(field: ItemField, parts: _Parts, call: str) -> Items:
     return Items(values, numbers[:-1], numbers.diff().to(torch.int32))
 
 
-def _of_even(field: ItemField, value: Any, call: str) -> Items:
+def _of_even(field: ItemField, value: object, call: str) -> Items:
     """Rows ``[n, length, *shape]`` of one length."""
     rows = as_tensor(value, field.key, call, field.dtype)
     if rows.dim() < 2 or rows.shape[2:] != field.shape:
@@ -278,12 +297,14 @@ def _of_even(field: ItemField, value: Any, call: str) -> Items:
     return Items.of_lengths(rows.reshape(-1, *field.shape), lengths)
 
 
-def _of_list(field: ItemField, rows: list[Any], call: str) -> Items:
+def _of_list(field: ItemField, given: Sequence[object], call: str) -> Items:
     """A list of rows ``[length, *shape]``."""
-    if not all(isinstance(row, Tensor) for row in rows):
+    rows = [row for row in given if isinstance(row, Tensor)]
+    if len(rows) < len(given):
         empty = torch.empty((0, *field.shape), dtype=field.dtype, device="cpu")
         rows = [
-            empty if isinstance(row, list) and not row else as_tensor(row, field.key, call, field.dtype) for row in rows
+            empty if isinstance(row, list) and not row else as_tensor(row, field.key, call, field.dtype)
+            for row in given
         ]
     for number, row in enumerate(rows):
         if row.dtype is not field.dtype or row.dim() == 0 or row.shape[1:] != field.shape:
@@ -302,12 +323,14 @@ def _of_list(field: ItemField, rows: list[Any], call: str) -> Items:
 # ---- texts -------------------------------------------------------------------------------------------------------------
 
 
-def _texts(field: ItemField, value: Any) -> list[Any] | None:
+def _texts(field: ItemField, value: object) -> list[object] | None:
     """Rows of a text as a list; None: they are bytes in tensors or arrays, or nothing that is known."""
     if tensordicts.is_non_tensor(value):
-        data = getattr(value, "data", None)  # what a TensorDict makes of a list that is set in it
-        listed = isinstance(data, list) and field.kind != "json" and len(data) == len(value)
-        return data if listed else value.tolist()
+        objects = tensordicts.objects_in(value)
+        # a TensorDict makes one list for each row of a list that is set in it
+        if field.kind != "json" and isinstance(objects, list) and objects and isinstance(objects[0], list):
+            return objects[0]
+        return cast("list[object]", objects)
     if isinstance(value, np.ndarray) and value.dtype.kind in "USOT":
         return list(value.tolist())
     if isinstance(value, tuple) and _parts(value) is None:
@@ -331,7 +354,7 @@ def _is_raw(value: object) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-def _encoded(field: ItemField, texts: Sequence[Any], call: str) -> Items:
+def _encoded(field: ItemField, texts: Sequence[object], call: str) -> Items:
     """Texts as their bytes. Raises ``TypeError``, ``ValueError``: one is none."""
     encode, raw = _ENCODERS[field.kind], []
     for number, text in enumerate(texts):
@@ -365,4 +388,4 @@ def _of_json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-_ENCODERS: dict[str, Callable[[Any], bytes]] = {"utf-8": _of_str, "bytes": _of_bytes, "json": _of_json}
+_ENCODERS: dict[str, Callable[[object], bytes]] = {"utf-8": _of_str, "bytes": _of_bytes, "json": _of_json}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from engram._support import tensordicts
 from engram.errors import CorruptStore
-from engram.store.ragged_rows import Items, offsets_of
+from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,43 +47,40 @@ class Batches:
 
     def __init__(self, layout: RaggedLayout, *, within: bool) -> None:
         self._layout, self._within = layout, within
+        #: By the number of the leader: offsets of rows one after the other, int64; and of packed rows the same as int32, and the longest.
         self._offsets: dict[int, Tensor] = {}
-        self._kept: list[object] = []
+        self._ends: dict[int, tuple[Tensor, int]] = {}
 
-    def __call__(self, field: ItemField, items: Items) -> object:
-        """The rows of a field."""
+    def __call__(self, field: ItemField, items: Items, leader: int) -> object:
+        """The rows of a field. ``leader``: the number of the field whose lengths it has."""
         if field.kind:
             texts = texts_of(field, items)
             return tensordicts.stack_of_objects(texts) if self._within else texts
-        return getattr(self, f"_{self._layout.kind}")(items.packed())
+        items = items.packed()
+        assert items.offsets is not None  # packed ones have some
+        return getattr(self, f"_{self._layout.kind}")(items, leader, self._offsets.setdefault(leader, items.offsets))
 
-    def _offsets_of(self, items: Items) -> Tensor:
-        """int64 ``[n + 1]``, the same tensor for the same lengths: nested tensors are of one shape then."""
-        key = id(items.starts)
-        if key not in self._offsets:
-            self._offsets[key] = offsets_of(items.lengths)
-            self._kept.append(items.starts)  # so that no other tensor gets its id
-        return self._offsets[key]
-
-    def _jagged(self, items: Items) -> object:
+    def _jagged(self, items: Items, _: int, offsets: Tensor) -> object:
         assert items.values is not None  # rows that were read have items
-        return torch.nested.nested_tensor_from_jagged(items.values, self._offsets_of(items))
+        return torch.nested.nested_tensor_from_jagged(
+            items.values, offsets
+        )  # of one shape where the offsets are the same
 
-    def _packed(self, items: Items) -> object:
+    def _packed(self, items: Items, leader: int, offsets: Tensor) -> object:
         assert items.values is not None  # rows that were read have items
-        longest = int(items.lengths.max()) if len(items) else 0
-        packed = Packed(items.values, self._offsets_of(items).to(torch.int32), longest)
+        if leader not in self._ends:
+            self._ends[leader] = offsets.to(torch.int32), int(items.lengths.max()) if len(items.lengths) else 0
+        packed = Packed(items.values, *self._ends[leader])
         if not self._within:
             return packed
-        return tensordicts.wrap(
-            {**packed._asdict(), "max_seqlen": tensordicts.one_object(longest)}, torch.Size(()), None
-        )
+        longest = tensordicts.one_object(packed.max_seqlen)
+        return tensordicts.wrap({**packed._asdict(), "max_seqlen": longest}, torch.Size(()), None)
 
-    def _padded(self, items: Items) -> object:
+    def _padded(self, items: Items, *_: object) -> object:
         padded = padded_rows(items, self._layout)
         return tensordicts.wrap(padded._asdict(), torch.Size((len(items),)), None) if self._within else padded
 
-    def _list(self, items: Items) -> object:
+    def _list(self, items: Items, *_: object) -> object:
         return tensordicts.stack_of_objects(items.rows()) if self._within else items.rows()
 
 
@@ -105,16 +102,16 @@ def single(field: ItemField, items: Items) -> object:
     return texts_of(field, items)[0] if field.kind else items.rows()[0]
 
 
-def texts_of(field: ItemField, items: Items) -> list[Any]:
+def texts_of(field: ItemField, items: Items) -> list[object]:
     """Rows of a text. Raises ``CorruptStore``: one is none; names field and row."""
     there = items.packed()
     assert there.values is not None  # rows that were read have items
     raw, ends = there.values.numpy().tobytes(), there.starts + there.lengths
     rows = [raw[begin:end] for begin, end in zip(there.starts.tolist(), ends.tolist(), strict=True)]
     if field.kind == "bytes":
-        return rows
+        return [*rows]
     decode = json.loads if field.kind == "json" else bytes.decode
-    texts: list[Any] = []
+    texts: list[object] = []
     try:
         texts.extend(map(decode, rows))
     except ValueError as error:

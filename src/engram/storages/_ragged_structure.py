@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engram._support import tensordicts
+from engram._support import native, tensordicts
 from engram._support.words import count
 from engram.format.layout import SINGLE
 from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, name_of, validate_key
@@ -18,7 +19,8 @@ from engram.storages._ragged_layouts import Batches, single
 from engram.storages._structure import Structure, _Builder, renumbered
 from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, as_tensor, check_stored, find_types
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
-from engram.store.ragged_rows import Items, starts_of
+from engram.store.memory import dlpack_specs
+from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +53,18 @@ class RaggedStructure(Structure):
         #: The items of each ragged field, by its number, and the field whose lengths it has: perhaps itself.
         self.ragged = {n: ItemField.of(self.fields[n].key, it) for n, it in stored.items()}
         self.leaders = {n: n if it.is_leader else it.like for n, it in stored.items()}
+        entries = root.children.items() if root.kind in ("dict", "tensordict") and not root.integers else ()
+        flat = bool(entries) and all(child.kind == "leaf" for _, child in entries)
+        #: The fields by their names, if a row is one flat TensorDict or dict: the common cases have a short path.
+        self._numbers = {name: child.field for name, child in entries} if flat else {}
+        self._fixed = {name: number for name, number in self._numbers.items() if number not in self.ragged}
+
+    @cached_property
+    def _fixed_layout(self) -> native.Layout:
+        return native.Layout(dlpack_specs([self.fields[number] for number in self._fixed.values()]))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_fixed_layout"}
 
     def grown(self, schema: Schema) -> Structure:
         grown = super().grown(schema)
@@ -66,16 +80,36 @@ class RaggedStructure(Structure):
 
     def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
         found: dict[int, Any] = {}
-        self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
+        if not self._take_flat(data, n, found, call):
+            self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
         for number, leader in self.leaders.items():  # leaders come first
             field, items, of_leader = self.ragged[number], found[number], found[leader]
             if items is None:
-                found[number] = Items(None, starts_of(of_leader.lengths), of_leader.lengths)
+                found[number] = Items(None, of_leader.starts, of_leader.lengths)
             elif number != leader:
                 same_lengths(self.ragged[leader], of_leader.lengths, field, items, call)
             elif len(items) != (n or 1):
                 raise RuntimeError(f"{call}: {field.where}: expected {count(n or 1, 'row')}, got {len(items)}.")
         return [found[i] for i in range(len(found))]
+
+    def _take_flat(self, data: object, n: int | None, found: dict[int, Any], call: str) -> bool:
+        """Note the columns of rows that have just these fields, which need no change. False: they may be others."""
+        if type(data) is not self._flat_type:
+            return False
+        source: Mapping[str, object] = (
+            tensordicts.children(data, whole=True) if self.is_tensordict else cast("Any", data)
+        )
+        if source.keys() != self._numbers.keys():
+            return False
+        fixed = [source[name] for name in self._fixed]
+        if fixed and not self._fixed_layout.fits(fixed, -1 if n is None else n):
+            return False
+        found.update(zip(self._fixed.values(), fixed, strict=True))
+        take = row_in if n is None else rows_in
+        for name, number in self._numbers.items():
+            if number in self.ragged:
+                found[number] = take(self.ragged[number], source[name], call)
+        return True
 
     def _walk(
         self,
@@ -155,14 +189,15 @@ class RaggedStructure(Structure):
         if len(batch) > 1:
             raise RuntimeError(
                 f"sample: expected one batch dimension of rows with ragged fields, {[field.key for field in self.ragged.values()]}, got "
-                f"{list(batch)}. Draw flat windows: WindowSpec(flat=True)."
+                f"{list(batch)}. Draw flat windows: SliceSampler(slice_len=…)."
             )
         within, laid_out = self.root.kind in ("tensordict", "tensorclass"), list(columns)
         batches = Batches(self.options.layout, within=within)
         for number, field in self.ragged.items():
             if number < len(laid_out):
+                items = columns[number]
                 laid_out[number] = (
-                    batches(field, columns[number]) if batch else self._alone(field, columns[number], within)
+                    batches(field, items, self.leaders[number]) if batch else self._alone(field, items, within)
                 )
         if within and batch and self.options.layout.kind == "packed":
             batch = ()

@@ -125,7 +125,7 @@ class Structure:
 
     def __deepcopy__(self, _: object) -> Structure:
         """With the same classes: pickles know those of other processes only by their names."""
-        twin = object.__new__(Structure)
+        twin = object.__new__(type(self))
         vars(twin).update(vars(self), _types=dict(self._types))
         return twin
 

@@ -60,6 +60,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: the folder. None: a fresh temporary one on disk, removed when the buffer is closed or collected.
         device: must be ``"cpu"``, or None.
         ndim, lanes, dtypes: as for :class:`LazyTensorStorage`. The folder notes ``dtypes`` for :meth:`ReplayBuffer.open`.
+        ragged, ragged_bytes, layout: as for :class:`LazyTensorStorage`. Ragged fields lie in ``.engram/ragged``; the others
+            stay readable by ``TensorDict.load_memmap``.
         existsok: erase a store, or files of the same names, that lie in the folder.
         auto_cleanup: remove the files when the buffer is closed; None: only those of a temporary folder.
         io: how rows are moved. ``"auto"``: by copies while they are in memory, by reads and writes of the files while a look at

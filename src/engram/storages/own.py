@@ -330,9 +330,20 @@ class LazyTensorStorage(TensorStorage):
         lanes: rings of consecutive rows, each with a cursor of its own.
         dtypes: what fields are stored as, in place of the first row's dtypes: ``{"reward": torch.float32, ("next", "obs"):
             torch.float16}``. Whatever is written to such a field is cast, of arrays, tensors and numbers, in the call that copies it.
+        ragged: fields whose rows have different lengths: ``{"tokens": Ragged(torch.int32, max_length=32_768), "text":
+            Ragged("utf-8", max_length=4_096)}``. Others are found at the first write: jagged nested tensors, strings,
+            bytes, and lists of arrays of different lengths.
+        ragged_bytes: that the items of all ragged fields may take together, shared out in proportion to the bytes of their
+            longest rows. None: enough for ``max_size`` rows of a quarter of ``max_length`` each. Where they are used up,
+            the oldest rows of the lane make way, as where there are ``max_size`` rows.
+        layout: how batches hold ragged fields: ``"jagged"``, a nested tensor; ``"packed"``, named tuples of ``values``,
+            ``cu_seqlens`` and ``max_seqlen``; ``"padded"``, of ``values`` and ``mask``; or ``"list"``. TensorDicts hold
+            TensorDicts in place of the named tuples; one with packed rows has no batch dimension. ``{"kind": "padded",
+            "side": "left", "multiple": 8}`` says more of padded ones. Texts are lists of strings, or stacks in TensorDicts.
 
     Raises:
-        ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
+        ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``, ``ragged`` with ``ndim > 1`` or on an
+            accelerator; at the first write, too few ``ragged_bytes`` for one row of ``max_length`` in each lane.
         TypeError: ``dtypes`` that name no field or no dtype. RuntimeError: no such device on this machine; at the first write, too
             little free memory there.
 
@@ -359,6 +370,14 @@ class LazyTensorStorage(TensorStorage):
     tensor([0, 1, 2])
     >>> rb.sample(128).shape
     torch.Size([128, 2])
+    >>> from engram import Ragged
+    >>> fields = {"tokens": Ragged(torch.int32, max_length=100), "log_prob": Ragged(torch.float32, like="tokens")}
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000, ragged=fields, layout="packed"))
+    >>> tokens, offsets = torch.arange(6, dtype=torch.int32), torch.tensor([0, 2, 6])
+    >>> rb.extend({"tokens": (tokens, offsets), "log_prob": (torch.zeros(6), offsets)})
+    tensor([0, 1])
+    >>> rb[:]["tokens"].cu_seqlens.tolist()
+    [0, 2, 6]
     """
 
     def __init__(
@@ -379,11 +398,6 @@ class LazyTensorStorage(TensorStorage):
         self._configure(geometry, device)
         if mirror is not None:
             self._begin_mirror(check_path(f"{type(self).__name__}: mirror", mirror).absolute())
-
-    def without_ragged(self) -> LazyTensorStorage:
-        """The same storage, which finds no ragged fields by itself."""
-        self.ragged = NO_RAGGED
-        return self
 
     @property
     def layout(self) -> dict[str, object]:
@@ -602,7 +616,9 @@ class DefaultStorage(ListStorage):
             return False
         try:
             with temporary():
-                LazyTensorStorage(1).without_ragged().prepare(data, call, batched=batched)
+                storage = LazyTensorStorage(1)
+                storage.ragged = NO_RAGGED  # texts are kept in the list
+                storage.prepare(data, call, batched=batched)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if batched and rows is not data:
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
 import torch
@@ -102,7 +102,13 @@ class Ragged:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an item."""
+        """Bytes of an item.
+
+        >>> import torch
+        >>> from engram import Ragged
+        >>> Ragged(torch.float32, max_length=100, shape=(2,)).item_bytes
+        8
+        """
         return math.prod(self.shape) * DTYPES[self.dtype]
 
     def __eq__(self, other: object) -> bool:
@@ -192,17 +198,16 @@ class RaggedLayout(NamedTuple):
     @classmethod
     def checked(cls, given: object, where: str) -> RaggedLayout:
         """A user's ``layout``: a kind, or a dict with ``kind``, ``side`` and ``multiple``. Raises ``TypeError``, ``ValueError``."""
-        said: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"kind": given}
+        said = cast("dict[str, Any]", dict(given) if isinstance(given, Mapping) else {"kind": given})
         if not isinstance(given, str | Mapping) or said.keys() - set(cls._fields) or "kind" not in said:
             raise TypeError(
                 f'{where}: layout: expected one of {get_args(LayoutKind)} or a dict such as {{"kind": "padded", "side": "left", '
                 f'"multiple": 8}}, got {given!r:.80}.'
             )
-        layout = cls(**said)
+        layout = cls()._replace(**said)
         if layout.kind not in get_args(LayoutKind) or layout.side not in ("right", "left"):
-            name, possible = (
-                ("side", ("right", "left")) if layout.kind in get_args(LayoutKind) else ("kind", get_args(LayoutKind))
-            )
+            kinds = get_args(LayoutKind)
+            name, possible = ("side", ("right", "left")) if layout.kind in kinds else ("kind", kinds)
             raise ValueError(f"{where}: layout: {name}: expected one of {possible}, got {said[name]!r:.80}.")
         if layout.kind != "padded" and (layout.side, layout.multiple) != ("right", 1):
             raise ValueError(f'{where}: layout: side and multiple: expected with kind="padded", got {layout.kind!r}.')
@@ -352,27 +357,6 @@ class RaggedOptions(NamedTuple):
     unlimited: bool = False
     """Whether rows of fields that are found may have any length."""
     layout: RaggedLayout = JAGGED
-
-    @classmethod
-    def taken(cls, where: str, arguments: RaggedArguments, *, impossible: str) -> RaggedOptions:
-        """The keywords of a storage, which are taken out of the arguments.
-
-        Args:
-            where: for messages.
-            arguments: as they were given.
-            impossible: empty, or why the storage has no ragged fields.
-
-        Raises:
-            TypeError, ValueError: they are no declarations, size or layout; or there are some, and it can have none.
-        """
-        if not {"ragged", "ragged_bytes", "layout"} & arguments.keys():
-            return cls(finds=not impossible, where=where)
-        fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
-        nbytes = arguments.pop("ragged_bytes", None)
-        layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
-        if impossible and (fields or nbytes is not None):
-            raise ValueError(f"{where}: ragged: expected none with {impossible}, got {[*map(public, fields)]}.")
-        return cls(fields, not impossible, checked_bytes(nbytes, where), where=where, layout=layout)
 
     def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
         """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""

@@ -87,7 +87,7 @@ def refuse_ragged(schema: Schema, where: str, advice: str) -> None:
         raise ValueError(f"{where}: expected fields whose rows all have one size, got ragged ones: {names}. {advice}.")
 
 
-def dlpack_specs(fields: Sequence[Field]) -> list[DlpackSpec]:
+def dlpack_specs(fields: Sequence[Field | RaggedItems]) -> list[DlpackSpec]:
     """The dtypes and shapes of rows, as DLPack names them."""
     return [(*native.DLPACK[getattr(torch, f.dtype)], f.shape) for f in fields]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
@@ -10,7 +11,7 @@ from engram._support import native
 from engram._support.retries import Retries
 from engram.errors import RowError
 from engram.store.blocks import Key
-from engram.store.memory import as_rows, torch_dtype
+from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, offsets_of, sharing
 from engram.store.store import Store
 from engram.types import Write
@@ -33,6 +34,10 @@ class RaggedStore(Store):
     """As :class:`Store`. Where columns are written and read, ragged fields have :class:`Items` in the place of tensors."""
 
     reads_apart = True
+
+    def counters(self) -> dict[str, float]:
+        """As for every store, and the rows that lost their items to newer ones."""
+        return super().counters() | {"evicted_rows": self.core.evicted}
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +178,10 @@ class RaggedStore(Store):
 
         Raises ``WriterStalled``: rows moved at every try.
         """
-        moved, retries, again = self._resolved(columns), Retries(), Key()
+        moved = self._resolved(columns)
+        if not moved:
+            return columns
+        retries, again = Retries(), Key()
         while moved:
             retries.again(columns[-2], moved)
             again.set(retries.key_of(key.value))
@@ -218,24 +226,28 @@ class RaggedStore(Store):
             if gone:
                 spans[sorted(gone)] = 0
             lengths = spans[:, 2].contiguous()
-            offsets = offsets_of(lengths)
-            starts, values = offsets[:-1], self._room(int(offsets[-1]), [it for it in group.members if it in at])
-            outputs = tuple([values[it].data_ptr() if it in values else 0 for it in group.members])
+            offsets, which = offsets_of(lengths), [it for it in group.members if it in at]
+            starts = offsets[:-1]
+            values = self._items_layout(tuple(which)).allocate(int(offsets[-1]))
+            addresses = dict(zip(which, map(torch.Tensor.data_ptr, values), strict=True))
+            outputs = tuple([addresses.get(it, 0) for it in group.members])
             lost = self.core.gather_items(
                 number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
             )
             gone.update(lost)
-            for it, items in values.items():
-                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows))
+            for it, items in zip(which, values, strict=True):
+                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows, offsets))
         return sorted(gone)
 
-    def _room(self, total: int, which: Sequence[int]) -> dict[int, Tensor]:
-        """Memory for so many items of some fields."""
-        room = {}
-        for number in which:
-            it = self.schema.ragged[number]
-            room[number] = torch.empty((total, *it.shape), dtype=torch_dtype(it), device="cpu")
-        return room
+    def _items_layout(self, which: tuple[int, ...]) -> native.Layout:
+        """Allocates items of some fields: of a buffer that pins its batches, in pinned memory."""
+        if which not in self._layouts:
+            self._layouts[which] = native.Layout(dlpack_specs([self.schema.ragged[number] for number in which]))
+        return self._layouts[which]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, ...], native.Layout]:
+        return {}
 
 
 def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:

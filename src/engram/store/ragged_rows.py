@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,17 +24,31 @@ class Items:
         starts: int64 ``[n]``.
         lengths: int32 ``[n]``.
         numbers: int64 ``[n]``: the rows of the store that they were read from, for messages.
+        offsets: int64 ``[n + 1]``, if the rows are known to lie one after the other: where they begin, and the end of the last one.
     """
 
-    __slots__ = ("lengths", "numbers", "starts", "values")
+    __slots__ = ("lengths", "numbers", "offsets", "starts", "values")
 
-    def __init__(self, values: Tensor | None, starts: Tensor, lengths: Tensor, numbers: Tensor | None = None) -> None:
-        self.values, self.starts, self.lengths, self.numbers = values, starts, lengths, numbers
+    def __init__(
+        self,
+        values: Tensor | None,
+        starts: Tensor,
+        lengths: Tensor,
+        numbers: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        self.values, self.starts, self.lengths, self.numbers, self.offsets = values, starts, lengths, numbers, offsets
 
     @classmethod
-    def of_lengths(cls, values: Tensor, lengths: Tensor) -> Items:
+    def of_lengths(cls, values: Tensor | None, lengths: Tensor, numbers: Tensor | None = None) -> Items:
         """Rows that lie one after the other from the first item on. ``lengths``: int32 ``[n]``."""
-        return cls(values, starts_of(lengths), lengths)
+        offsets = offsets_of(lengths)
+        return cls(values, offsets[:-1], lengths, numbers, offsets)
+
+    @classmethod
+    def of_row(cls, values: Tensor) -> Items:
+        """One row."""
+        return cls(values, *_alone(values.shape[0]))
 
     @classmethod
     def joined(cls, several: Sequence[Items]) -> Items:
@@ -41,7 +56,7 @@ class Items:
         lengths = torch.cat([it.lengths for it in several])
         given = [it.values for it in several if it.values is not None]
         if not given:
-            return cls(None, starts_of(lengths), lengths)
+            return cls.of_lengths(None, lengths)
         firsts = [0]
         parts = []
         for it in several:
@@ -62,21 +77,22 @@ class Items:
     @property
     def in_order(self) -> bool:
         """Whether the rows lie one after the other from the first item on, and there are no others."""
+        if self.offsets is not None:
+            return True
         there = self.total if self.values is None else len(self.values)
-        return there == self.total and torch.equal(self.starts, starts_of(self.lengths))
+        return there == self.total and torch.equal(self.starts, offsets_of(self.lengths)[:-1])
 
     def packed(self) -> Items:
         """The same rows, one after the other. No copy where they are.
 
         Cost: else one copy of the items.
         """
-        if self.in_order:
+        if self.offsets is not None:
             return self
-        starts = starts_of(self.lengths)
-        if self.values is None:
-            return Items(None, starts, self.lengths, self.numbers)
-        values = self.values.index_select(0, places_of(self.starts, starts, self.lengths))
-        return Items(values, starts, self.lengths, self.numbers)
+        packed = Items.of_lengths(self.values, self.lengths, self.numbers)
+        if self.values is not None and not self.in_order:
+            packed.values = self.values.index_select(0, places_of(self.starts, packed.starts, self.lengths))
+        return packed
 
     @property
     def shape(self) -> torch.Size:
@@ -99,6 +115,7 @@ class Items:
         first = len(self.values)
         self.values = torch.cat([self.values, fresh.values])
         self.starts, self.lengths = self.starts.clone(), self.lengths.clone()  # fields that share lengths share these
+        self.offsets = None
         self.starts[places] = fresh.starts + first
         self.lengths[places] = fresh.lengths
         if self.numbers is not None and fresh.numbers is not None:
@@ -111,14 +128,15 @@ class Items:
         return list(there.values.split(there.lengths.tolist()))  # type: ignore[no-untyped-call]
 
 
-def starts_of(lengths: Tensor) -> Tensor:
-    """Where rows of these lengths begin that lie one after the other, int64 ``[n]``."""
-    ends = lengths.cumsum(0, dtype=torch.int64)
-    return ends - lengths
+@functools.lru_cache(1 << 12)
+def _alone(length: int) -> tuple[Tensor, Tensor]:
+    """Start and length of the only row. They are never changed."""
+    with torch.inference_mode(mode=False):
+        return torch.zeros(1, dtype=torch.int64, device="cpu"), torch.tensor([length], dtype=torch.int32, device="cpu")
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """The same with the end of the last row behind, int64 ``[n + 1]``."""
+    """Where rows of these lengths begin that lie one after the other, and the end of the last one, int64 ``[n + 1]``."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
@@ -140,6 +158,6 @@ def sharing(group: Iterable[Items]) -> list[Items]:
     members = list(group)
     given = [it for it in members if it.values is not None]
     if all(it.starts is given[0].starts or torch.equal(it.starts, given[0].starts) for it in given[1:]):
-        starts = given[0].starts if given else starts_of(members[0].lengths)
-        return [Items(it.values, starts, it.lengths) for it in members]
+        starts = given[0].starts if given else members[0].starts
+        return [it if it.starts is starts else Items(it.values, starts, it.lengths) for it in members]
     return [it.packed() for it in members]
