@@ -18,7 +18,7 @@ from engram.saved import description
 from engram.saved.documents import corrupt
 from engram.saved.part_writer import PieceItems
 from engram.store.memory import DTYPE_OF
-from engram.store.ragged_rows import places_of, starts_of
+from engram.store.ragged_rows import offsets_of, places_of
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first, read_spans
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ class PartItems:
             borders = [0, *((~follows).nonzero()[:, 0] + 1).tolist(), len(rows)]
             for begin, end in itertools.pairwise(borders):
                 some = slice(begin, end)
-                which = places_of(spans.offsets[rows[some]] - it.first, starts_of(lengths[some]), lengths[some])
+                which = places_of(spans.offsets[rows[some]] - it.first, offsets_of(lengths[some])[:-1], lengths[some])
                 yield Piece(int(lanes[begin]), int(to[begin]), [_taken(of, which) for of in values])
 
     def _read(self, it: description.ItemsPiece) -> list[Tensor]:
