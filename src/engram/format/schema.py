@@ -21,7 +21,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -252,36 +252,6 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def values_bytes(self) -> dict[int, int]:
         """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
         return {number: self.lanes * it.items * it.item_bytes for number, it in self.ragged.items()}
-
-    @property
-    def rings(self) -> dict[int, tuple[int, int]]:
-        """Items of a lane and the longest row, by the number of the leader."""
-        return {group.leader: (group.items, self.ragged[group.leader].max_length) for group in self.ragged_groups}
-
-    def with_rings(self, sizes: Mapping[int, tuple[int, int]]) -> Schema:
-        """The same with rings of other sizes: by the number of the leader, items of a lane and the longest row."""
-
-        def sized(number: int, field: Field) -> Field:
-            it = field.ragged
-            found = sizes.get(number if it is None or it.is_leader else it.like)
-            if it is None or found is None:
-                return field
-            return msgspec.structs.replace(
-                field, ragged=msgspec.structs.replace(it, items=found[0], max_length=found[1])
-            )
-
-        return msgspec.structs.replace(self, fields=tuple(sized(n, field) for n, field in enumerate(self.fields)))
-
-    def resized(self, capacity: int, lanes: int) -> Schema:
-        """The same with other sizes, and rings that hold as many items for each row."""
-        before, now = self.capacity // self.lanes, capacity // lanes
-        sizes = {
-            group.leader: (max(-(-group.items * now // before), 2 * most), most)
-            for group in self.ragged_groups
-            if (most := self.ragged[group.leader].max_length)
-        }
-        made = msgspec.structs.replace(self, capacity=capacity, lanes=lanes)
-        return made if now == before else made.with_rings(sizes)
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from engram._support.copies import raw_bytes
 from engram._support.words import count, format_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.format.ring_sizes import resized, rings_of, with_rings
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
 from engram.saved import parts as saved_parts
@@ -110,9 +111,9 @@ class Reshard:
     def _schema(self, reader: PartReader, rank: int) -> schemas.Schema:
         target = self.targets[rank]
         saved = schemas.decode(str(reader.state["schema"]).encode(), str(reader.folder))
-        made = msgspec.structs.replace(saved.resized(target.capacity, target.lanes), columns=())
-        sizes = made.rings.items()
-        return made.with_rings({n: (max(items, self._needed.get(n, 0)), most) for n, (items, most) in sizes})
+        made = msgspec.structs.replace(resized(saved, target.capacity, target.lanes), columns=())
+        sizes = {n: (max(items, self._needed.get(n, 0)), most) for n, (items, most) in rings_of(made).items()}
+        return with_rings(made, sizes)
 
     def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:
         """The parts of a rank that are not of rows, by name and class: as the leader has them, but for what begins again.
@@ -243,7 +244,7 @@ def convert(
     saved_parts.check_kind(shard.reader, saved_parts.STORAGE, *plans.MOVABLE)
     where = str(shard.reader.folder)
     saved = schemas.decode(str(shard.head["schema"]).encode(), where)
-    if schemas.encode(schema) == schemas.encode(saved.with_rings(schema.rings)):
+    if schemas.encode(schema) == schemas.encode(with_rings(saved, rings_of(schema))):
         return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     if ndim > 1:
         raise IncompatibleCheckpoint(

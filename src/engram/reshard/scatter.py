@@ -27,6 +27,7 @@ from engram.saved.rows import (
     ticket_stretches,
 )
 from engram.store.memory import DTYPE_OF
+from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -392,7 +393,7 @@ class Scatter:
             self._fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane"
         )
 
-    def take_items(self, state: Mapping[str, Any], here: schemas.Schema, where: str) -> None:
+    def take_items(self, state: Mapping[str, Tensor], here: schemas.Schema, where: str) -> None:
         """As for every :class:`~engram.saved.ragged.RaggedRowsSource`."""
         self._items = self._moved(state["lanes"], here)
         self._items.check(where)
@@ -423,7 +424,7 @@ class Scatter:
             [self._placed(which, tensors) for which, one in enumerate(self._shards) if len(one.source.runs)], tensors
         )
         if self._items is not None:
-            tensors.rings.fill(tensors, self._items)
+            fill_rings(tensors, self._items)
         self._rewrite(tensors)
 
     def _placed(self, which: int, tensors: RowsTarget) -> Iterator[Callable[[], None]]:

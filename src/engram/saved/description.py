@@ -449,7 +449,10 @@ NO_SCHEMA = schema_sum(())
 
 def with_tickets(fields: Sequence[PartField]) -> bool:
     """Whether segments begin with the tickets of their rows, so that the table of tickets is empty."""
-    return any(field.ragged for field in fields)
+    for field in fields:  # asked for every segment
+        if field.ragged:
+            return True
+    return False
 
 
 def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], int]:
@@ -546,7 +549,7 @@ def check(part: Part) -> None:
             raise ValueError(f"array {number}: {info.bytes} bytes are not {shape}, or these are too many")
     _check_state(part.state, len(part.arrays))
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
-    if part.version[0] == 2 and not any(field.ragged for field in part.schema or ()):
+    if part.version[0] == 2 and not with_tickets(part.schema or ()):
         raise ValueError("expected ragged fields in a part of version 2.x, found none")
     if part.part != "storage":
         if extras.count(msgspec.UNSET) < len(extras):
@@ -618,10 +621,11 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
         raise ValueError("a storage of rows without lanes or tickets")
     if bool(part.segment) == (part.storage is not msgspec.UNSET):
         raise ValueError("expected either storage or segment")
-    is_ragged = any(field.ragged for field in schema)
+    is_ragged = with_tickets(schema)
     if is_ragged != ("items" in part.tables) or is_ragged != (part.version[0] == 2):
         raise ValueError("expected items where fields are ragged, and in a part of version 2.x")
-    as_schema(schema, part.geometry).validate_ragged()
+    if is_ragged:
+        as_schema(schema, part.geometry).validate_ragged()
     if part.segment and part.segment.rows > part.geometry.lane_length:
         raise ValueError(f"segments of {part.segment.rows} rows in lanes of {part.geometry.lane_length}")
     if ("segments" in part.tables) != bool(part.segment):

@@ -23,7 +23,6 @@ from engram.store.ragged_state import Piece, Spans, check_room, compacted, gathe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from typing import Any
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -263,7 +262,7 @@ def _cut(first: NDArray[np.int64], begin: int, end: int, block: int) -> Iterator
 class RaggedRowsSource(Protocol):
     """Rows that were saved, some of whose fields are ragged."""
 
-    def take_items(self, state: Mapping[str, Any], here: Schema, where: str) -> None:
+    def take_items(self, state: Mapping[str, Tensor], here: Schema, where: str) -> None:
         """Read and check where the items of those fields are. Called once, before the rows are read.
 
         Args:
@@ -290,7 +289,7 @@ class PartItems:
         CorruptCheckpoint: rows whose items are not where a store has them, or are in no piece.
     """
 
-    def __init__(self, reader: PartReader, state: Mapping[str, Any]) -> None:
+    def __init__(self, reader: PartReader, state: Mapping[str, Tensor]) -> None:
         geometry, fields = reader.geometry, reader.schema
         assert geometry is not None  # it has rows
         assert fields is not None

@@ -22,6 +22,7 @@ from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
+from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -571,7 +572,7 @@ class SavedRowsSource:
         self._free: list[PartReader] = []  # a reader is for one thread at a time
         self._items: WholeItems | None = None
 
-    def take_items(self, state: Mapping[str, Any], here: Schema, where: str) -> None:
+    def take_items(self, state: Mapping[str, Tensor], here: Schema, where: str) -> None:
         """Read and check where the items of ragged fields are. Raises as :class:`PartItems` and :class:`WholeItems`."""
         self._items = WholeItems(PartItems(self._reader, state), here, where)
 
@@ -592,7 +593,7 @@ class SavedRowsSource:
             self._free = [self._reader, *(stack.enter_context(self._reader.again()) for _ in range(more))]
             parallel_read([[partial(self._read_piece, it, tensors)] for it in pieces], tensors)
         if self._items is not None:
-            tensors.rings.fill(tensors, self._items)
+            fill_rings(tensors, self._items)
 
     def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
         reader, into, put = self._free.pop(), tensors[it.field][it.begin : it.end], tensors.put

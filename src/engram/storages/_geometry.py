@@ -13,6 +13,7 @@ from engram._support.unsupported import Later, TracingArguments, carriers, rejec
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
+from engram.format.ring_sizes import resized, rings_of, with_rings
 from engram.format.schema import Schema
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
@@ -161,7 +162,7 @@ class Geometry(NamedTuple):
         if not schema.ragged:
             return schema
         if here is not None:
-            return schema.with_rings(here.rings)
+            return with_rings(schema, rings_of(here))
         longest = {}
         for number, it in schema.ragged.items():
             declared = self.ragged.fields.get(schema.fields[number].key)
@@ -176,14 +177,14 @@ class Geometry(NamedTuple):
                 )
             longest[number] = (declared and declared.max_length) or it.max_length
         if self.ragged.nbytes is None:
-            return schema.with_rings(schema.resized(self.capacity, self.lanes).rings)
+            return with_rings(schema, rings_of(resized(schema, self.capacity, self.lanes)))
         groups = schema.ragged_groups
         sizes = [
             RingSize(longest[group.leader], sum(schema.ragged[number].item_bytes for number in group.members))
             for group in groups
         ]
         rings = zip(groups, self.ragged.rings(sizes), strict=True)
-        return schema.with_rings({group.leader: (items, longest[group.leader]) for group, items in rings})
+        return with_rings(schema, {group.leader: (items, longest[group.leader]) for group, items in rings})
 
     def converted(self, text: str | None, here: Schema | None, where: str) -> Schema:
         """The schema of a store for the rows of a saved state of another size.

@@ -15,7 +15,6 @@ from engram._support.state import check_keys, copied, typed
 from engram._support.words import count
 from engram.errors import EngramError, RowError
 from engram.saved.parts import check_blocks
-from engram.saved.ragged import RaggedRowsSource
 from engram.saved.rows import SavedRowsSource, read_rows_state
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._columns import (
@@ -35,12 +34,9 @@ from engram.storages.tensor_state import (
     ENTRIES,
     HEADS,
     OPTIONAL,
-    KeptItems,
     KeptRows,
     RowsLoad,
-    RowsState,
     SnapshotPreparation,
-    checked_rows,
     describe_store,
     fill_with_zeros,
     unwritten,
@@ -696,7 +692,7 @@ class TensorStorage(Storage):
 
         Of ragged fields ``rows`` has the lengths, int32 ``[n]``, in the entry of the field that leads, and nothing in those of
         fields with ``like=``. ``items`` has the items of each ragged field, in the order of the schema: ``[total, *shape]``, row
-        after row. A load lays them out anew, from the beginning of each lane's ring.
+        after row. A load lays them out again, from the beginning of each lane's ring.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -745,12 +741,9 @@ class TensorStorage(Storage):
         where = type(self).__name__
         check_keys(state_dict, (*ENTRIES, "rows"), where, optional=(*OPTIONAL, "items"))
         head = {name: value for name, value in state_dict.items() if name not in ("rows", "items")}
-        rows = KeptRows([], [])
+        rows = KeptRows.unread()
         load = self.prepare_rows(head, rows)
-        fields = () if load.schema is None else load.schema.fields
-        rows.columns.extend(checked_rows(typed(state_dict, "rows", list, where), fields, len(head["numbers"]), where))
-        if load.schema is not None and load.schema.ragged:
-            rows.items.append(KeptItems.checked(state_dict, rows.columns, load.schema, where))
+        rows.take(state_dict, load.schema, where)
         return load
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
@@ -762,10 +755,7 @@ class TensorStorage(Storage):
             return RowsLoad(self, source)
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
-        checked = RowsState.checked(state, schema, store, where)
-        if isinstance(source, RaggedRowsSource) and schema.ragged:
-            source.take_items(state, schema, where)
-        return RowsLoad(self, source, schema, checked)
+        return RowsLoad.checked(self, source, schema, state, where)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 

@@ -12,11 +12,21 @@ from engram._support import native
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import StoreState, add_field, check_index_name, fill_rows
 from engram.store.memory import torch_dtype
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
-from engram.store.ragged_state import Piece, Spans, check_room, compacted, heads_of, oldest_first, saved_heads
+from engram.store.ragged_state import (
+    Piece,
+    Spans,
+    check_room,
+    compacted,
+    fill_rings,
+    heads_of,
+    oldest_first,
+    saved_heads,
+)
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
 from engram.types import RowsTarget
@@ -366,6 +376,27 @@ class KeptRows(NamedTuple):
     items: list[KeptItems]
     """Of ragged fields, at most one entry."""
 
+    @classmethod
+    def unread(cls) -> KeptRows:
+        """Those that :meth:`take` finds."""
+        return cls([], [])
+
+    def take(self, state: dict[str, Any], schema: Schema | None, where: str) -> None:
+        """Find and check the rows of a state whose other entries were checked.
+
+        Args:
+            state: with ``rows``, and with ``items`` where fields are ragged.
+            schema: of the store that will hold them; None: of one that was never written.
+            where: for messages.
+
+        Raises:
+            KeyError, TypeError, ValueError: a state that no store saves. IncompatibleCheckpoint: the rings here are too small.
+        """
+        saved, fields = typed(state, "rows", list, where), () if schema is None else schema.fields
+        self.columns.extend(checked_rows(saved, fields, len(state["numbers"]), where))
+        if schema is not None and schema.ragged:
+            self.items.append(KeptItems.checked(state, self.columns, schema, where))
+
     def fill(self, tensors: RowsTarget) -> None:
         for number, (to, column) in enumerate(zip(tensors, self.columns, strict=True)):
             if self.items and number in self.items[0].schema.ragged:
@@ -375,7 +406,7 @@ class KeptRows(NamedTuple):
             else:
                 tensors.put(number, 0, column.cpu().contiguous())
         for items in self.items:
-            tensors.rings.fill(tensors, items)
+            fill_rings(tensors, items)
 
 
 class KeptItems:
@@ -398,7 +429,7 @@ class KeptItems:
         self.lane_of = torch.arange(len(lengths[0]), device="cpu") // (schema.capacity // schema.lanes)
 
     @classmethod
-    def checked(cls, state: dict[str, Any], columns: Sequence[Tensor], schema: Schema, where: str) -> KeptItems:
+    def checked(cls, state: Mapping[str, Any], columns: Sequence[Tensor], schema: Schema, where: str) -> KeptItems:
         """Check the items of a state.
 
         Args:
@@ -494,6 +525,16 @@ class RowsLoad(NamedTuple):
     source: RowsSource
     schema: Schema | None = None
     state: RowsState | None = None
+
+    @classmethod
+    def checked(
+        cls, storage: Loaded, source: RowsSource, schema: Schema, state: dict[str, Any], where: str
+    ) -> RowsLoad:
+        """Check a state. Raises as :meth:`RowsState.checked`, and as :class:`~engram.saved.ragged.RaggedRowsSource`."""
+        checked = RowsState.checked(state, schema, storage.memory, where)
+        if schema.ragged and isinstance(source, RaggedRowsSource):
+            source.take_items(state, schema, where)
+        return cls(storage, source, schema, checked)
 
     @property
     def capacity(self) -> int:

@@ -244,3 +244,10 @@ class RingsTarget:
         if self.shifts is not None:
             for lane, heads in enumerate(self._heads.tolist()):
                 self._core.set_ragged_lane(lane, tuple(heads))
+
+
+def fill_rings(columns: RowsTarget, saved: SavedItems) -> None:
+    """Put the items of rows to their places in the store whose rows are replaced, and write where they are."""
+    rings = columns.rings
+    assert isinstance(rings, RingsTarget)  # a store with ragged fields gives one
+    rings.fill(columns, saved)

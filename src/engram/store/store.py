@@ -23,7 +23,6 @@ from engram.store import memory
 from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
-from engram.store.ragged_state import RingsTarget
 from engram.store.rings import NO_RINGS, RaggedMemory, private_rings
 from engram.types import Changes, Extent, RowsTarget, Write
 
@@ -163,8 +162,6 @@ class Store:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The clock of the state that last replaced all rows, and by how much their tickets are larger here.
         self.replaced: tuple[int, int] | None = None
-        #: int64 ``[lanes, groups]``: by how much offsets of items are larger here since then; None: by nothing.
-        self.item_shifts: Tensor | None = None
         #: Held while a field is added to private memory.
         self.adding = fork.rlock()
         self._placing = fork.rlock()
@@ -430,14 +427,10 @@ class Store:
         # No plan of a writer that looks first may outlive the rows it is about.
         with self.placing(), self.paused(), self.core.replacing():
             target = RowsTarget(self.tensors)
-            target.rings = RingsTarget(self.core, self.schema, self.items) if self.items else None
             if self.core.io_state()[2]:  # rows are not in memory, and are written to their files
                 target.put = self._refill
             try:
                 fill(target)
-                if target.rings is not None:
-                    target.rings.settle()
-                    self.item_shifts = target.rings.shifts
                 self.refilled()
             except BaseException as error:
                 error.add_note(_EMPTY_NOW)
