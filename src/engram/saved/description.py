@@ -449,7 +449,7 @@ NO_SCHEMA = schema_sum(())
 
 def with_tickets(fields: Sequence[PartField]) -> bool:
     """Whether segments begin with the tickets of their rows, so that the table of tickets is empty."""
-    for field in fields:  # asked for every segment
+    for field in fields:  # noqa: SIM110 - asked for every segment
         if field.ragged:
             return True
     return False
