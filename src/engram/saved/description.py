@@ -461,7 +461,11 @@ def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], i
     Where fields are ragged, the tickets of the rows come first: such rows are short, and a table of all tickets would be most of what a
     later checkpoint writes.
     """
-    offsets, end = [], RECORD_BYTES["tickets"] * rows if with_tickets(fields) else 0
+    offsets, end = [], 0
+    for field in fields:
+        if field.ragged:  # as with_tickets, which is one call more of so many
+            end = RECORD_BYTES["tickets"] * rows
+            break
     for field in fields:
         begin = -(-end // ALIGN) * ALIGN
         offsets.append(begin)

@@ -37,6 +37,12 @@ _CHUNK = 1 << 20
 _START = 16 << 20
 
 
+def _bytes_of(files: Sequence[_Written], more: int) -> tuple[int, int]:
+    """Bytes that were written, with ``more`` beside the files, and those that were linked."""
+    linked = sum([file.bytes for file in files if file.linked])
+    return sum([file.bytes for file in files]) - linked + more, linked
+
+
 def _version_of(part: str, state: Mapping[str, object], pieces: object) -> tuple[int, int]:
     """The oldest version whose readers understand the part."""
     if pieces is not None:
@@ -375,8 +381,7 @@ class PartWriter:
         )
         description.check(document)
         raw, sha256 = self._put(document, raw_sums)
-        linked = sum([file.bytes for file in written if file.linked])
-        new = sum([file.bytes for file in written]) - linked + len(raw) + len(raw_sums)
+        new, linked = _bytes_of(written, len(raw) + len(raw_sums))
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
         listing = Listing(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engram.format.schema import PartField, RaggedGroup, Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.part_writer import PartWriter
-    from engram.store import Store
+    from engram.store.ragged import RaggedStore
 
 #: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.
 _BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 4096
@@ -74,7 +74,7 @@ class ItemsWriter:
     def __init__(
         self,
         part: PartWriter,
-        store: Store,
+        store: RaggedStore,
         fields: Sequence[PartField],
         lanes: Tensor,
         base: int,

@@ -27,6 +27,7 @@ from engram.saved.documents import Count, Cut, ShardRows, Totals
 from engram.saved.part_writer import PartWriter, SegmentRows
 from engram.saved.parts import Preparation, described_state, write_part
 from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, read_numbers, roles_of, ticket_words
+from engram.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,12 +106,13 @@ class RowsWriter:
             RuntimeError: ``paranoid``, and items were changed through a view.
         """
         snapshot = self._snapshot
-        if not snapshot.store.items:
+        store = snapshot.store
+        if not isinstance(store, RaggedStore):
             return {}
         before = None if parent is None else ragged.Parent(parent, read_numbers(parent))
         lanes, base = snapshot.state["lanes"], snapshot.base
         self._pieces = ragged.ItemsWriter(
-            self.part, snapshot.store, self.fields, lanes, base, before, paranoid=paranoid, progress=progress
+            self.part, store, self.fields, lanes, base, before, paranoid=paranoid, progress=progress
         )
         return self._pieces.write(numbers)
 

@@ -36,6 +36,7 @@ from engram.storages.tensor_state import (
     OPTIONAL,
     KeptRows,
     RowsLoad,
+    RowsState,
     SnapshotPreparation,
     describe_store,
     fill_with_zeros,
@@ -755,7 +756,7 @@ class TensorStorage(Storage):
             return RowsLoad(self, source)
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
-        return RowsLoad.checked(self, source, schema, state, where)
+        return RowsLoad.checked(self, source, schema, RowsState.checked(state, schema, store, where), where)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 

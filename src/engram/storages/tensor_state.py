@@ -17,16 +17,8 @@ from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_w
 from engram.store import StoreState, add_field, check_index_name, fill_rows
 from engram.store.memory import torch_dtype
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
-from engram.store.ragged_state import (
-    Piece,
-    Spans,
-    check_room,
-    compacted,
-    fill_rings,
-    heads_of,
-    oldest_first,
-    saved_heads,
-)
+from engram.store.ragged import RaggedStore
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
 from engram.types import RowsTarget
@@ -166,7 +158,7 @@ def describe_store(
         "passes": {name: walk for name, walk in passes.items() if (name, EpochIndex.kind) not in without},
         "windows": dict(store.indexes.windows),
         **({} if usage is None else {USAGE: usage.saved(store.rows_in_use(lanes))}),
-        **({HEADS: saved_heads(store)} if store.items else {}),
+        **({HEADS: store.saved_heads} if isinstance(store, RaggedStore) else {}),
     }
 
 
@@ -381,7 +373,7 @@ class KeptRows(NamedTuple):
         """Those that :meth:`take` finds."""
         return cls([], [])
 
-    def take(self, state: dict[str, Any], schema: Schema | None, where: str) -> None:
+    def take(self, state: Mapping[str, Tensor], schema: Schema | None, where: str) -> None:
         """Find and check the rows of a state whose other entries were checked.
 
         Args:
@@ -429,7 +421,7 @@ class KeptItems:
         self.lane_of = torch.arange(len(lengths[0]), device="cpu") // (schema.capacity // schema.lanes)
 
     @classmethod
-    def checked(cls, state: Mapping[str, Any], columns: Sequence[Tensor], schema: Schema, where: str) -> KeptItems:
+    def checked(cls, state: Mapping[str, Tensor], columns: Sequence[Tensor], schema: Schema, where: str) -> KeptItems:
         """Check the items of a state.
 
         Args:
@@ -527,14 +519,11 @@ class RowsLoad(NamedTuple):
     state: RowsState | None = None
 
     @classmethod
-    def checked(
-        cls, storage: Loaded, source: RowsSource, schema: Schema, state: dict[str, Any], where: str
-    ) -> RowsLoad:
-        """Check a state. Raises as :meth:`RowsState.checked`, and as :class:`~engram.saved.ragged.RaggedRowsSource`."""
-        checked = RowsState.checked(state, schema, storage.memory, where)
+    def checked(cls, storage: Loaded, source: RowsSource, schema: Schema, state: RowsState, where: str) -> RowsLoad:
+        """Check the rows of a state. Raises as :class:`~engram.saved.ragged.RaggedRowsSource`."""
         if schema.ragged and isinstance(source, RaggedRowsSource):
-            source.take_items(state, schema, where)
-        return cls(storage, source, schema, checked)
+            source.take_items(state.entries, schema, where)
+        return cls(storage, source, schema, state)
 
     @property
     def capacity(self) -> int:

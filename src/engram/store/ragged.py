@@ -13,7 +13,7 @@ from engram.errors import RowError
 from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, offsets_of, sharing
-from engram.store.ragged_state import RingsTarget
+from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store
 from engram.types import Write
 
@@ -36,6 +36,14 @@ class RaggedStore(Store):
     """As :class:`Store`. Where columns are written and read, ragged fields have :class:`Items` in the place of tensors."""
 
     reads_apart = True
+    #: int64 ``[lanes, groups]``: by how much offsets of items are larger here than where rows were saved; None: by nothing.
+    item_shifts: Tensor | None = None
+
+    @property
+    def saved_heads(self) -> Tensor:
+        """int64 ``[lanes, groups]``: the offsets of the next items, as states say them: without the shifts."""
+        heads = heads_of(self.core, self.schema)
+        return heads if self.item_shifts is None else heads - self.item_shifts
 
     def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
         """As for every store; ``fill`` puts items to their places, too. Offsets never fall."""

@@ -74,8 +74,7 @@ class HoldsItems(Protocol):
     """A store, as far as the items of its rows are copied out."""
 
     schema: Schema
-    tensors: tuple[Tensor, ...]
-    item_shifts: Tensor | None
+    items: Mapping[int, Tensor]
 
     @property
     def core(self) -> native.Store: ...
@@ -86,12 +85,6 @@ def heads_of(core: native.Store, schema: Schema) -> Tensor:
     """int64 ``[lanes, groups]``: the offsets of the next items."""
     heads = [core.ragged_lane(lane)[1:] for lane in range(schema.lanes)]
     return torch.tensor(heads, dtype=torch.int64, device="cpu").view(schema.lanes, len(schema.ragged_groups))
-
-
-def saved_heads(store: HoldsItems) -> Tensor:
-    """The same as states say it: as they were where the rows were saved that were loaded last."""
-    heads = heads_of(store.core, store.schema)
-    return heads if store.item_shifts is None else heads - store.item_shifts
 
 
 def gather(
@@ -152,8 +145,7 @@ def packed(store: HoldsItems, columns: list[Tensor], live: Tensor) -> list[Tenso
 
 def members_of(store: HoldsItems, group: RaggedGroup) -> list[Tensor]:
     """The rings of the members of a group."""
-    items: Mapping[int, Tensor] = store.items  # type: ignore[attr-defined]
-    return [items[number] for number in group.members]
+    return [store.items[number] for number in group.members]
 
 
 def check_room(needed: Tensor, here: Schema, where: str) -> None:

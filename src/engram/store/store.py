@@ -123,8 +123,6 @@ class Store:
     is_native = True
     #: Whether every write is refused; whether what drawn rows hold is read by calls of its own.
     readonly, reads_apart = False, False
-    #: int64 ``[lanes, groups]``: by how much offsets of items are larger here than where rows were saved; None: by nothing.
-    item_shifts: Tensor | None = None
     #: Its name, once it was asked for.
     origin = ""
 
