@@ -37,7 +37,7 @@ def resized(schema: Schema, capacity: int, lanes: int) -> Schema:
     """The same with other sizes, and rings that hold as many items for each row."""
     before, now = schema.capacity // schema.lanes, capacity // lanes
     made = msgspec.structs.replace(schema, capacity=capacity, lanes=lanes)
-    if now == before:
+    if now == before or not schema.ragged:
         return made
     return with_rings(
         made, {n: (max(-(-items * now // before), 2 * most), most) for n, (items, most) in rings_of(schema).items()}

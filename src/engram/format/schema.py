@@ -307,7 +307,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
-        self.validate_ragged()
+        if self.ragged:
+            self.validate_ragged()
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):

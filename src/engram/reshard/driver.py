@@ -112,6 +112,8 @@ class Reshard:
         target = self.targets[rank]
         saved = schemas.decode(str(reader.state["schema"]).encode(), str(reader.folder))
         made = msgspec.structs.replace(resized(saved, target.capacity, target.lanes), columns=())
+        if not self._needed:
+            return made
         sizes = {n: (max(items, self._needed.get(n, 0)), most) for n, (items, most) in rings_of(made).items()}
         return with_rings(made, sizes)
 

@@ -92,7 +92,8 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
     listing = Listing(part, digest, {}, dict(_described(part)), description.unpack_sums(raw_sums), [], [])
-    _list_tables(folder, folder_fd, listing)
+    if part.part == "storage":
+        _list_tables(folder, folder_fd, listing)
     at = 0
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
@@ -202,7 +203,7 @@ def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[descri
                 )
             total += it.rows
             yield it
-        in_table = 0 if description.with_tickets(part.schema) else total
+        in_table = 0 if part.version[0] == 2 else total
         if in_table != part.tables["tickets"].records:
             raise ValueError(f"expected {in_table} tickets in their table, got {part.tables['tickets'].records}")
     except ValueError as error:
@@ -273,6 +274,8 @@ class PartReader(Closes):
         #: Fields of the rows; None: not a storage of rows.
         self.schema: tuple[PartField, ...] | None = part.schema or None
         self.schema_sum: str | None = part.schema_sum or None
+        #: Whether segments begin with the tickets of their rows.
+        self.has_tickets_within = part.version[0] == 2  # as checked
         #: Rows of a whole segment; None: the rows lie flat, in a file per field.
         self.segment_rows: int | None = part.segment.rows if part.segment else None
 

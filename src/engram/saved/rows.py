@@ -490,7 +490,7 @@ def _by_row(reader: PartReader, stored: NDArray[np.int64]) -> NDArray[np.int64]:
 def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
     """Ticket numbers of the rows that are stored, 0 for void ones: in one array, however many they are."""
     name = description.table_name("tickets")
-    if reader.segment_rows is None or not description.with_tickets(reader.schema or ()):
+    if reader.segment_rows is None or not reader.has_tickets_within:
         files = [(name, 0, reader.records["tickets"])]
     else:
         files = [(it.file, it.begin, it.end) for it in ticket_stretches(reader)]
@@ -539,17 +539,23 @@ class Stretch(NamedTuple):
     """Which rows of the part."""
 
 
-def ticket_stretches(reader: PartReader) -> Iterator[Stretch]:
+def ticket_stretches(reader: PartReader) -> list[Stretch]:
     """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
     file = description.table_name("tickets")
     if reader.segment_rows is None:
-        yield Stretch(file, 0, 0, 0, reader.records["tickets"])
-        return
-    within, at = description.with_tickets(reader.schema or ()), 0
-    for it in reader.segments():
-        name = description.segment_name(it.lane, it.k)
-        yield Stretch(*((name, 0) if within else (file, 8 * at)), 0, it.first_row, it.first_row + it.rows)
+        return [Stretch(file, 0, 0, 0, reader.records["tickets"])]
+    segments, at, found = reader.segments(), 0, []
+    if reader.has_tickets_within:
+        names = [description.segment_name(it.lane, it.k) for it in segments]
+        return [Stretch(name, 0, 0, *_rows_of(it)) for name, it in zip(names, segments, strict=True)]
+    for it in segments:
+        found.append(Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
         at += it.rows
+    return found
+
+
+def _rows_of(segment: description.Segment) -> tuple[int, int]:
+    return segment.first_row, segment.first_row + segment.rows
 
 
 def stretches(reader: PartReader) -> Iterator[Stretch]:
