@@ -514,6 +514,15 @@ def test_damaged_items_are_named(dumped, ram):
         make().loads(ram / "d")
 
 
+def test_inspect_shows_what_rows_hold(ram):
+    fill(make(), 0, 5).dumps(ram / "d")
+    result = CliRunner().invoke(main, ["inspect", str(ram / "d")])
+    assert not result.exit_code, result.output
+    lines = {line.split()[0]: line.split()[1:] for line in result.output.splitlines() if line}
+    assert lines["tokens"][:2] == ["int32", "[≤"]
+    assert lines["text"][0] == "utf-8"
+
+
 def test_older_readers_refuse_such_parts_by_version(dumped, monkeypatch):
     monkeypatch.setattr(description.Part, "VERSIONS", ((1, 1),))
     with pytest.raises(
