@@ -71,18 +71,13 @@ def test_refused_writes_change_nothing(make, change, error, message):
     assert not storage.initialized
 
 
-def test_what_cannot_be_done_yet_is_refused_by_name(make, tmp_path):
+def test_what_cannot_be_done_yet_is_refused_by_name(make):
     rb = ReplayBuffer(storage=make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY))
     rb.extend(ragged_rows.rows(0, 3))
     before = unchanged(rb)
-    for error, call in (
-        (RuntimeError, lambda: rb.writer.write_at([1], ragged_rows.rows(0, 1))),
-        (ValueError, lambda: rb.dumps(tmp_path / "dump")),
-        (ValueError, rb.state_dict),
-    ):
-        with pytest.raises(error, match="ragged"):
-            call()
-        assert unchanged(rb) == before
+    with pytest.raises(RuntimeError, match="ragged"):
+        rb.writer.write_at([1], ragged_rows.rows(0, 1))
+    assert unchanged(rb) == before
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ def reshard(
         policy = Policy(incomplete, overflow, _ranking(checkpoint))
         made = run(open_shards(checkpoint, stack), targets, policy)
         made.check_dropped(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
+        made.make_room()
         for rank in range(ranks):
             made.rows(rank)
             made.parts(checkpoint, rank)

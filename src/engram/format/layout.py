@@ -30,12 +30,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engram.format.schema import DTYPES, Field
+from engram.format.schema import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engram.format.schema import Column, Schema
+    from engram.format.schema import Column, Field, Schema
 
     _Level = dict[str, "Field | _Level"]
 
@@ -195,7 +195,7 @@ def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:
 
 def clash(fields: Iterable[Column]) -> str | None:
     """A name that would be a file and a folder at once, as of the keys ``a`` and ``("a.memmap", "b")``; None if all fit."""
-    paths = {field_name(field.key) for field in fields if not (isinstance(field, Field) and field.ragged)}
+    paths = {field_name(field.key) for field in fields if not field.ragged}
     folders = {path[:at] for path in paths for at, char in enumerate(path) if char == "/"}
     metas = {"meta.json", *(f"{folder}/meta.json" for folder in folders)}
     return min((paths | metas) & folders, default=None)

@@ -167,6 +167,8 @@ class PartField(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     role: Role = "data"
+    ragged: RaggedItems | msgspec.UnsetType = msgspec.UNSET
+    """As of a :class:`Field`; unset: the column is all of it."""
 
     @property
     def row_bytes(self) -> int:
@@ -305,13 +307,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
-        for number, field in enumerate(self.fields):
-            if field.ragged is not None:
-                self._validate_ragged(number, field.ragged)
+        if self.ragged:
+            self.validate_ragged()
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
             raise ValueError("the structure does not name every field once")
+
+    def validate_ragged(self) -> None:
+        """Check the ragged fields. Raises as :meth:`validate`."""
+        if (leaders := sum(it.is_leader for it in self.ragged.values())) > MAX_GROUPS:
+            raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
+        for number, it in self.ragged.items():
+            if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
+                raise ValueError(f"field {self.fields[number].name}: {found}")
 
     def _validate_added(self) -> None:
         if len(self.added) >= len(self.fields):
@@ -325,12 +334,6 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 raise ValueError(
                     f"field {field.name}: a fill of {len(digits)} digits for rows of {field.row_bytes} bytes"
                 )
-
-    def _validate_ragged(self, number: int, it: RaggedItems) -> None:
-        if (leaders := sum(one.is_leader for one in self.ragged.values())) > MAX_GROUPS:
-            raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
-        if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
-            raise ValueError(f"field {self.fields[number].name}: {found}")
 
     def _wrong_of(self, number: int, it: RaggedItems) -> Iterator[tuple[str, object]]:
         """What may be wrong with a ragged field, and whether it is."""
@@ -546,7 +549,7 @@ def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[s
 
 
 def _said(field: Column) -> str:
-    if isinstance(field, Field) and field.ragged is not None:
+    if field.ragged:
         return items_of(field.ragged)
     return _said_column(field.dtype, field.shape) + (f" as {field.role}" if field.role != "data" else "")
 

@@ -17,6 +17,7 @@ from engram._support.copies import raw_bytes
 from engram._support.words import count, format_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.format.ring_sizes import resized, rings_of, with_rings
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
 from engram.saved import parts as saved_parts
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.saved.checkpoints import Checkpoint
+    from engram.saved.part_reader import PartReader
     from engram.types import RowsSource
 
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
@@ -66,6 +68,7 @@ class Reshard:
     ) -> None:
         self.shards, self.plan, self.targets = list(shards), plan, list(targets)
         self._leader_parts: dict[str, saved_parts.SavedPart] | None = None
+        self._needed: dict[int, int] = {}
 
     @property
     def leader(self) -> int:
@@ -87,17 +90,32 @@ class Reshard:
         first = self.shards[self.leader]
         if first.reader.geometry is None:
             return PlacedRows(read_rows_state(first.reader), _NoRows())
-        target = self.targets[rank]
-        schema = msgspec.structs.replace(
-            schemas.decode(str(first.reader.state["schema"]).encode(), str(first.reader.folder)),
-            capacity=target.capacity,
-            lanes=target.lanes,
-            columns=(),
-        )
-        scatter = Scatter(self.shards, self.plan, rank, schema, env_offset)
+        scatter = Scatter(self.shards, self.plan, rank, self._schema(first.reader, rank), env_offset)
         state = scatter.state()
         scatter.check_ranges()
         return PlacedRows(state, scatter)
+
+    def make_room(self) -> None:
+        """From now on rings have room for the items that come to the fullest lane of all ranks.
+
+        Raises:
+            CorruptCheckpoint: a table or a block is damaged.
+        """
+        reader = self.shards[self.leader].reader
+        if reader.geometry is None or not any(field.ragged for field in self.fields):
+            return
+        for rank in range(len(self.targets)):
+            needed = Scatter(self.shards, self.plan, rank, self._schema(reader, rank)).needed_items()
+            self._needed = {leader: max(items, self._needed.get(leader, 0)) for leader, items in needed.items()}
+
+    def _schema(self, reader: PartReader, rank: int) -> schemas.Schema:
+        target = self.targets[rank]
+        saved = schemas.decode(str(reader.state["schema"]).encode(), str(reader.folder))
+        made = msgspec.structs.replace(resized(saved, target.capacity, target.lanes), columns=())
+        if not self._needed:
+            return made
+        sizes = {n: (max(items, self._needed.get(n, 0)), most) for n, (items, most) in rings_of(made).items()}
+        return with_rings(made, sizes)
 
     def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:
         """The parts of a rank that are not of rows, by name and class: as the leader has them, but for what begins again.
@@ -226,9 +244,10 @@ def convert(
         IncompatibleCheckpoint: a storage with columns, or more than half of the steps cannot be moved.
     """
     saved_parts.check_kind(shard.reader, saved_parts.STORAGE, *plans.MOVABLE)
-    if schemas.encode(schema).decode() == shard.head["schema"]:
-        return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     where = str(shard.reader.folder)
+    saved = schemas.decode(str(shard.head["schema"]).encode(), where)
+    if schemas.encode(schema) == schemas.encode(with_rings(saved, rings_of(schema))):
+        return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     if ndim > 1:
         raise IncompatibleCheckpoint(
             f"{where}: expected the geometry of a storage with ndim={ndim}: it cannot be converted."

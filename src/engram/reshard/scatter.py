@@ -11,14 +11,26 @@ import torch
 from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.reshard.moved_items import MovedItems, MovedRows
 from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
-from engram.saved.description import BLOCK, table_name
+from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
-from engram.saved.rows import Boundaries, Stretch, boundary_fields, checked_numbers, parallel_read, stretches
+from engram.saved.ragged import PartItems
+from engram.saved.rows import (
+    Boundaries,
+    Stretch,
+    boundary_fields,
+    checked_numbers,
+    parallel_read,
+    read_rows_state,
+    stretches,
+    ticket_stretches,
+)
 from engram.store.memory import DTYPE_OF
+from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -295,6 +307,7 @@ class Scatter:
         self._fields = fields_of(shards)
         self._length = schema.capacity // schema.lanes
         self._mine = (plan.rank == rank).nonzero()[0]
+        self._items: MovedItems | None = None
 
     # ---- the state without rows ------------------------------------------------------------------------------------------
 
@@ -380,6 +393,27 @@ class Scatter:
             self._fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane"
         )
 
+    def take_items(self, state: Mapping[str, Tensor], here: schemas.Schema, where: str) -> None:
+        """As for every :class:`~engram.saved.ragged.RaggedRowsSource`."""
+        self._items = self._moved(state["lanes"], here)
+        self._items.check(where)
+
+    def needed_items(self) -> dict[int, int]:
+        """The items of the lane that gets most of them, by the number of the leader. Raises ``CorruptCheckpoint``."""
+        most = self._moved(self.state()["lanes"], self._schema).heads.amax(0).tolist()
+        return {group.leader: items for group, items in zip(self._schema.ragged_groups, most, strict=True)}
+
+    def _moved(self, lanes: Tensor, schema: schemas.Schema) -> MovedItems:
+        moved = []
+        for which, one in enumerate(self._shards):
+            if ((self._plan.rank == self._rank) & (self._plan.source == which)).any():
+                saved = read_rows_state(one.reader) if one.held is None else one.held
+                extents, rows = self._extents(which), np.full(len(saved["numbers"]), -1, np.int64)
+                at, to = _pairs(extents, 0, len(rows))
+                rows[at] = to
+                moved.append(MovedRows(PartItems(one.reader, saved), torch.from_numpy(rows)))
+        return MovedItems(moved, lanes, schema)
+
     def fill(self, tensors: RowsTarget) -> None:
         """Read the rows into the fields of the store: each file once and in pieces, several shards at once, every block checked.
 
@@ -389,6 +423,8 @@ class Scatter:
         parallel_read(
             [self._placed(which, tensors) for which, one in enumerate(self._shards) if len(one.source.runs)], tensors
         )
+        if self._items is not None:
+            fill_rings(tensors, self._items)
         self._rewrite(tensors)
 
     def _placed(self, which: int, tensors: RowsTarget) -> Iterator[Callable[[], None]]:
@@ -396,6 +432,8 @@ class Scatter:
         memory = zeroed_window(max((field.row_bytes for field in fields), default=0))
         for stretch in stretches(reader):
             field, tensor = fields[stretch.field], tensors[stretch.field]
+            if field.ragged:
+                continue
             for low, raw in windows(reader, stretch, extents, field.row_bytes, memory):
                 rows = raw.reshape(-1, field.row_bytes)
                 if tensors.put is None:
@@ -451,18 +489,10 @@ def _place_numbers(shard: SavedShard, extents: Extents, later: int, numbers: Ten
         put(torch.where(held != 0, held + later, 0), 0, extents, numbers)
         return
     reader = shard.reader
-    file = table_name("tickets")
-    at = 0
-    pieces = [Stretch(file, 0, 0, 0, reader.records["tickets"])]
-    if reader.segment_rows is not None:
-        pieces = []
-        for it in reader.segments():
-            pieces.append(Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
-            at += it.rows
-    for stretch in pieces:
+    for stretch in ticket_stretches(reader):
         for low, raw in windows(reader, stretch, extents, 8, memory):
-            words = raw.view(torch.int64)
-            there = checked_numbers(words.numpy(), reader.folder / file, stretch.offset + 8 * (low - stretch.begin))
+            words, offset = raw.view(torch.int64), stretch.offset + 8 * (low - stretch.begin)
+            there = checked_numbers(words.numpy(), reader.folder / stretch.file, offset)
             np.add(there, later, out=there, where=there != 0)
             put(words, low, extents, numbers)
 

@@ -8,6 +8,7 @@
                                                                                   <storage>/.engram/lanes.bin, …
                                                                                   <storage>/<key>.memmap, meta.json
                                                                                   or <storage>/seg/<lane>-<k>.bin
+                                                                  <storage>/.engram/items/<lane>-<field>-<offset>.bin
 
 Names are computed from what ``part.json`` says, never read from it. Tables are records of fixed size, little-endian, without a
 header; ``tickets`` is one too, of one u64 per stored row, whose words are read as an array. Sums are xxh3-64 of each block of
@@ -28,7 +29,7 @@ import msgspec
 import xxhash
 
 from engram.format import layout, strict
-from engram.format.schema import DTYPES, MAX_DIMS, PartField, validate_fields, validate_geometry
+from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, PartField, Schema, validate_fields, validate_geometry
 from engram.saved import documents
 
 if TYPE_CHECKING:
@@ -180,9 +181,13 @@ _LANE = struct.Struct("<4q")
 _TRAJECTORY = struct.Struct("<5q")
 _SEGMENT = struct.Struct("<IIqqqQqI12s")
 _PADDING = bytes(12)
+_PIECE = struct.Struct("<IIqqqqII")
+#: Offsets of items are smaller.
+_MAX_OFFSET = 1 << 61
 
 #: Bytes of a record, by table.
 RECORD_BYTES = {"lanes": _LANE.size, "tickets": 8, "trajectories": _TRAJECTORY.size, "segments": _SEGMENT.size}
+RECORD_BYTES["items"] = _PIECE.size
 
 
 class Lane(NamedTuple):
@@ -220,6 +225,26 @@ class Segment(NamedTuple):
     sums_at: int
     """Number of its first sum in ``sums.bin``."""
     flags: int
+
+
+class ItemsPiece(NamedTuple):
+    """Items of one lane and of fields that share lengths, in a file of their own. All items of a row are in one piece."""
+
+    lane: int
+    leader: int
+    """The number of the field that leads."""
+    first: int
+    """The offset of the first item."""
+    items: int
+    nbytes: int
+    sums_at: int
+    """Number of its first sum in ``sums.bin``."""
+    flags: int
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last item."""
+        return self.first + self.items
 
 
 def pack_lanes(lanes: Iterable[Lane]) -> bytes:
@@ -283,6 +308,24 @@ def unpack_segments(raw: Buffer) -> Iterator[Segment]:
         yield it
 
 
+def pack_pieces(pieces: Iterable[ItemsPiece]) -> bytes:
+    """Records in the order given, which must be that of the table."""
+    return b"".join(_PIECE.pack(*piece, 0) for piece in pieces)
+
+
+def unpack_pieces(raw: Buffer) -> Iterator[ItemsPiece]:
+    """The pieces in a table, by lane, leader and offset. Raises ``ValueError`` for records that no store has, or that overlap."""
+    before = ItemsPiece(0, 0, 0, 0, 0, 0, 0)
+    for *fields, zero in _PIECE.iter_unpack(memoryview(raw).cast("B")):
+        it = ItemsPiece._make(fields)
+        if zero or it.flags & ~LINKED or not (0 <= it.first < _MAX_OFFSET and 1 <= it.items < _MAX_OFFSET):
+            raise ValueError(f"expected offsets of items, flags 0 or {LINKED}, and zero, got {it} and {zero}")
+        if (it.lane, it.leader) < before[:2] or (it[:2] == before[:2] and it.first < before.end):
+            raise ValueError(f"expected items by lane, field and offset, got {it} after {before}")
+        before = it
+        yield it
+
+
 def _follows(it: Trajectory, before: Trajectory, columns: int) -> bool:
     if columns > 1:  # those of different columns lie between each other
         return (before.lane, before.first) < (it.lane, it.first)
@@ -302,13 +345,14 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LIMIT = 1 << 62
 Size = Annotated[int, msgspec.Meta(ge=0, lt=_LIMIT)]
 
-TableName = Literal["lanes", "tickets", "trajectories", "segments"]
+TableName = Literal["lanes", "tickets", "trajectories", "segments", "items"]
 #: In the order of their sums.
 TABLE_FILES: dict[TableName, str] = {
     "lanes": ".engram/lanes.bin",
     "tickets": ".engram/tickets.bin",
     "trajectories": ".engram/trajectories.bin",
     "segments": ".engram/segments.bin",
+    "items": ".engram/items.bin",
 }
 
 
@@ -365,7 +409,7 @@ class SegmentSize(msgspec.Struct, frozen=True):
 class Part(documents.Summed, frozen=True, kw_only=True):
     """``part.json``: the description of a part."""
 
-    VERSION: ClassVar[tuple[int, int]] = (1, 1)
+    VERSIONS: ClassVar[tuple[tuple[int, int], ...]] = ((1, 1), (2, 0))
 
     part: Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}\\Z")]
     type: str
@@ -403,9 +447,25 @@ def _sum_of(fields: tuple[PartField, ...]) -> str:
 NO_SCHEMA = schema_sum(())
 
 
+def with_tickets(fields: Sequence[PartField]) -> bool:
+    """Whether segments begin with the tickets of their rows, so that the table of tickets is empty."""
+    for field in fields:  # noqa: SIM110 - asked for every segment
+        if field.ragged:
+            return True
+    return False
+
+
 def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], int]:
-    """Where each field begins in a segment of that many rows, and how long the file is, in bytes."""
+    """Where each field begins in a segment of that many rows, and how long the file is, in bytes.
+
+    Where fields are ragged, the tickets of the rows come first: such rows are short, and a table of all tickets would be most of what a
+    later checkpoint writes.
+    """
     offsets, end = [], 0
+    for field in fields:
+        if field.ragged:  # as with_tickets, which is one call more of so many
+            end = RECORD_BYTES["tickets"] * rows
+            break
     for field in fields:
         begin = -(-end // ALIGN) * ALIGN
         offsets.append(begin)
@@ -430,8 +490,34 @@ def segment_name(lane: int, k: int) -> str:
     return f"seg/{lane}-{k}.bin"
 
 
+def spans_name(number: int) -> str:
+    return f"{layout.FOLDER}/{number:03d}.spans"
+
+
+def piece_name(lane: int, leader: int, first: int) -> str:
+    return f"{layout.FOLDER}/items/{lane}-{leader}-{first}.bin"
+
+
+def piece_fields(schema: Sequence[PartField], leader: int) -> list[PartField]:
+    """The fields that share the lengths of this one, as if each item were a row."""
+    return [
+        PartField(field.id, field.key, it.dtype, it.shape)
+        for field in schema
+        if (it := field.ragged) and leader == (field.id if it.is_leader else it.like)
+    ]
+
+
 def field_name(field: PartField) -> str:
+    """Of ragged fields the file is of spans, and lies where no other library looks for rows."""
+    if field.ragged:
+        return spans_name(field.id)
     return layout.field_name(field.key)
+
+
+def as_schema(fields: Sequence[PartField], geometry: Geometry) -> Schema:
+    """What a part says of its fields, without how rows are put together from them."""
+    own = tuple([Field(it.key, it.dtype, it.shape, it.ragged or None) for it in fields])
+    return Schema(geometry.capacity, geometry.lanes, geometry.columns, own, Node("leaf"))
 
 
 def meta_name(level: tuple[str, ...]) -> str:
@@ -467,6 +553,8 @@ def check(part: Part) -> None:
             raise ValueError(f"array {number}: {info.bytes} bytes are not {shape}, or these are too many")
     _check_state(part.state, len(part.arrays))
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
+    if part.version[0] == 2 and not with_tickets(part.schema or ()):
+        raise ValueError("expected ragged fields in a part of version 2.x, found none")
     if part.part != "storage":
         if extras.count(msgspec.UNSET) < len(extras):
             raise ValueError(f"a {part.part} with entries that only a storage has")
@@ -507,7 +595,7 @@ def _check_array_of_state(value: dict[str, object], arrays: int, where: str) -> 
 
 
 def _check_tables(entries: dict[TableName, TableEntry], geometry: Geometry | msgspec.UnsetType) -> None:
-    most = {"trajectories": MAX_TRAJECTORIES, "segments": MAX_SEGMENTS}
+    most = {"trajectories": MAX_TRAJECTORIES, "segments": MAX_SEGMENTS, "items": MAX_SEGMENTS}
     if geometry is not msgspec.UNSET:
         most |= {"lanes": geometry.lanes, "tickets": geometry.capacity}
         if "lanes" in entries and entries["lanes"].records != geometry.lanes:
@@ -537,6 +625,11 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
         raise ValueError("a storage of rows without lanes or tickets")
     if bool(part.segment) == (part.storage is not msgspec.UNSET):
         raise ValueError("expected either storage or segment")
+    is_ragged = with_tickets(schema)
+    if is_ragged != ("items" in part.tables) or is_ragged != (part.version[0] == 2):
+        raise ValueError("expected items where fields are ragged, and in a part of version 2.x")
+    if is_ragged:
+        as_schema(schema, part.geometry).validate_ragged()
     if part.segment and part.segment.rows > part.geometry.lane_length:
         raise ValueError(f"segments of {part.segment.rows} rows in lanes of {part.geometry.lane_length}")
     if ("segments" in part.tables) != bool(part.segment):

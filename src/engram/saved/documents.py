@@ -111,7 +111,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     Of a newer minor version entries that are not known are ignored; of this one or an older they are an error.
     """
 
-    VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    #: The newest minor version of each major one that is read, in order.
+    VERSIONS: ClassVar[tuple[tuple[int, int], ...]] = ((1, 0),)
 
     version: tuple[int, int] = (1, 0)
 
@@ -211,11 +212,9 @@ def _decode_same(raw: bytes, kind: type[D]) -> D | None:
         if kind not in described:
             describe(kind)
         document = msgspec.json.decode(raw, type=kind)
-        if (
-            (kind.VERSION[0], 0) <= document.version <= kind.VERSION
-            and is_tame(raw, MAX_DEPTH)
-            and _text(document) == raw
-        ):
+        major, minor = document.version
+        known = dict(kind.VERSIONS).get(major, -1)
+        if 0 <= minor <= known and is_tame(raw, MAX_DEPTH) and _text(document) == raw:
             return document
     except REFUSALS:
         pass
@@ -235,10 +234,11 @@ def _decode_carefully(raw: bytes, path: disk.StrPath, kind: type[D]) -> tuple[D,
     version = tree.get("version")
     if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
         raise corrupt(path, f"expected a version [major, minor], got {version!r:.100}")
-    major, minor = kind.VERSION
-    if version[0] != major:
+    minor = dict(kind.VERSIONS).get(version[0])
+    if minor is None:
+        said = " or ".join(f"{major}.{known} or another {major}.x" for major, known in kind.VERSIONS)
         raise IncompatibleCheckpoint(
-            f"{path}: expected version {major}.{minor} or another {major}.x of {expected}, got {version[0]}.{version[1]}. "
+            f"{path}: expected version {said} of {expected}, got {version[0]}.{version[1]}. "
             f"Read it with an engram that reads {expected} {version[0]}.x; newer ones do."
         )
     try:

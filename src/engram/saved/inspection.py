@@ -403,8 +403,8 @@ def _described_field(field: schema.Column) -> Entries:
         "row_bytes": field.row_bytes,
     }
     if isinstance(field, schema.PartField):
-        return entries | {"role": field.role}
-    return entries if field.ragged is None else entries | {"ragged": msgspec.to_builtins(field.ragged)}
+        entries["role"] = field.role
+    return entries | {"ragged": msgspec.to_builtins(field.ragged)} if field.ragged else entries
 
 
 def _described_attempt(path: Path) -> Entries:

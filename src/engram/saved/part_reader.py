@@ -48,6 +48,7 @@ class Listing(NamedTuple):
     """All but ``part.json`` and ``sums.bin``, in the order of their sums."""
     sums: Sums
     segments: list[description.Segment]
+    pieces: list[description.ItemsPiece]
 
     def sums_of(self, relative: str) -> Sums:
         """The sums of a file. Raises ``KeyError``."""
@@ -90,11 +91,9 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     found = hashlib.sha256(raw_sums).hexdigest()
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
-    listing = Listing(part, digest, {}, dict(_described(part)), description.unpack_sums(raw_sums), [])
-    if part.segment is not UNSET:
-        listing.segments.extend(_segments(folder, folder_fd, listing))
-        for it in listing.segments:
-            listing.files[description.segment_name(it.lane, it.k)] = SummedFile(it.nbytes, it.sums_at)
+    listing = Listing(part, digest, {}, dict(_described(part)), description.unpack_sums(raw_sums), [], [])
+    if part.part == "storage":
+        _list_tables(folder, folder_fd, listing)
     at = 0
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
@@ -105,6 +104,20 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     if at != len(listing.sums):
         raise corrupt(folder / name, f"expected {at} sums, got {len(listing.sums)}")
     return listing
+
+
+def _list_tables(folder: Path, folder_fd: int, listing: Listing) -> None:
+    """Add the files that tables name."""
+    part = listing.document
+    if part.segment is not UNSET:
+        listing.segments.extend(_segments(folder, folder_fd, listing))
+        for it in listing.segments:
+            listing.files[description.segment_name(it.lane, it.k)] = SummedFile(it.nbytes, it.sums_at)
+    if part.tables is not UNSET and "items" in part.tables:
+        listing.pieces.extend(_pieces(folder, folder_fd, listing))
+        for piece in listing.pieces:
+            name = description.piece_name(piece.lane, piece.leader, piece.first)
+            listing.files[name] = SummedFile(piece.nbytes, piece.sums_at)
 
 
 def _holds(folder_fd: int, name: str) -> bool:
@@ -133,6 +146,35 @@ def _described(part: Part) -> Iterator[tuple[str, SummedFile]]:
                 yield name, SummedFile(entry.bytes, entry.sums_at)
 
 
+def _table(folder: Path, folder_fd: int, listing: Listing, name: str) -> bytes:
+    """A table, whose blocks have their sums."""
+    raw = read_small(folder, folder_fd, name, listing.files[name].bytes, exactly=True)
+    expected = listing.sums_of(name)
+    if (wrong := description.first_wrong(raw, expected, 0)) is not None:
+        raise corrupt(*wrong_block(folder / name, expected, wrong))
+    return raw
+
+
+def _pieces(folder: Path, folder_fd: int, listing: Listing) -> Iterator[description.ItemsPiece]:
+    """The table of items, checked."""
+    part = listing.document
+    assert part.schema is not UNSET  # description.check
+    assert part.geometry is not UNSET
+    name = description.table_name("items")
+    groups = description.as_schema(part.schema, part.geometry).ragged_groups
+    fields = {group.leader: description.piece_fields(part.schema, group.leader) for group in groups}
+    try:
+        for it in description.unpack_pieces(_table(folder, folder_fd, listing, name)):
+            if it.lane >= part.geometry.lanes or it.leader not in fields:
+                raise ValueError(f"expected items of {part.geometry.lanes} lanes and fields {[*fields]}, got {it}")
+            size = segment_layout(fields[it.leader], it.items)[1]
+            if it.nbytes != size:
+                raise ValueError(f"expected {size} bytes of {it.items} items, got {it}")
+            yield it
+    except ValueError as error:
+        raise corrupt(folder / name, str(error)) from error
+
+
 def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[description.Segment]:
     """The table of segments, checked."""
     part = listing.document
@@ -141,10 +183,7 @@ def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[descri
     assert part.segment is not UNSET
     assert part.tables is not UNSET
     name = description.table_name("segments")
-    raw = read_small(folder, folder_fd, name, listing.files[name].bytes, exactly=True)
-    expected = listing.sums_of(name)
-    if (wrong := description.first_wrong(raw, expected, 0)) is not None:
-        raise corrupt(*wrong_block(folder / name, expected, wrong))
+    raw = _table(folder, folder_fd, listing, name)
     length, rows = part.geometry.lane_length, part.segment.rows
     sizes: dict[int, int] = {}
     total = 0
@@ -164,8 +203,9 @@ def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[descri
                 )
             total += it.rows
             yield it
-        if total != part.tables["tickets"].records:
-            raise ValueError(f"expected {part.tables['tickets'].records} rows, got {total}")
+        in_table = 0 if part.version[0] == 2 else total
+        if in_table != part.tables["tickets"].records:
+            raise ValueError(f"expected {in_table} tickets in their table, got {part.tables['tickets'].records}")
     except ValueError as error:
         raise corrupt(folder / name, str(error)) from error
 
@@ -234,6 +274,8 @@ class PartReader(Closes):
         #: Fields of the rows; None: not a storage of rows.
         self.schema: tuple[PartField, ...] | None = part.schema or None
         self.schema_sum: str | None = part.schema_sum or None
+        #: Whether segments begin with the tickets of their rows.
+        self.has_tickets_within = part.version[0] == 2  # as checked
         #: Rows of a whole segment; None: the rows lie flat, in a file per field.
         self.segment_rows: int | None = part.segment.rows if part.segment else None
 
@@ -357,6 +399,10 @@ class PartReader(Closes):
     def segments(self) -> list[description.Segment]:
         """The segments of a storage, by lane and number."""
         return list(self.listing.segments)
+
+    def pieces(self) -> list[description.ItemsPiece]:
+        """The pieces of items of ragged fields, by lane, field and offset."""
+        return list(self.listing.pieces)
 
     # -- checks --
 

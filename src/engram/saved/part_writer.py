@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engram.format import files
     from engram.format.schema import PartField
-    from engram.saved.description import Geometry
+    from engram.saved.description import Geometry, TableName
     from engram.saved.part_reader import PartReader
 
 #: Entries of a storage's state that version 1.0 of a part does not have.
@@ -35,6 +35,19 @@ _LATER = {"writes", "usage"}
 _CHUNK = 1 << 20
 #: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
 _START = 16 << 20
+
+
+def _bytes_of(files: Sequence[_Written], more: int) -> tuple[int, int]:
+    """Bytes that were written, with ``more`` beside the files, and those that were linked."""
+    linked = sum([file.bytes for file in files if file.linked])
+    return sum([file.bytes for file in files]) - linked + more, linked
+
+
+def _version_of(part: str, state: Mapping[str, object], pieces: object) -> tuple[int, int]:
+    """The oldest version whose readers understand the part."""
+    if pieces is not None:
+        return (2, 0)
+    return (1, 1) if part == "storage" and not _LATER.isdisjoint(state) else (1, 0)
 
 
 class PartInfo(NamedTuple):
@@ -61,6 +74,15 @@ class SegmentRows(NamedTuple):
     first_row: int
     rows: int
     tickets_sum: int
+
+
+class PieceItems(NamedTuple):
+    """The items of a piece's file: ``[first, first + items)`` of a lane's ring of the field ``leader``, and of those like it."""
+
+    lane: int
+    leader: int
+    first: int
+    items: int
 
 
 class _Written(NamedTuple):
@@ -311,6 +333,7 @@ class PartWriter:
         schema: Sequence[PartField] | None = None,
         segment_rows: int | None = None,
         segments: Sequence[SegmentRows] = (),
+        pieces: Sequence[PieceItems] | None = None,
     ) -> PartInfo:
         """Write sums and ``part.json``, and wait until every name is on disk. The part is complete when this returns.
 
@@ -321,21 +344,24 @@ class PartWriter:
             schema: storage: its fields, numbered from 0.
             segment_rows: storage in segments: rows of a whole one. Default: flat, a file per field.
             segments: what the files ``seg/<lane>-<k>.bin`` hold; their table is written here.
+            pieces: what the files with items hold, likewise; None: no field is ragged.
 
         Raises:
             TypeError: the state has something that JSON has no word for; names it.
             ValueError: the state, a file or a size does not fit the rest; a file was not closed, or failed.
             OSError: no space, or an I/O error.
         """
-        segments = sorted(segments)
-        segments_bytes = None if segment_rows is None else len(segments) * description.RECORD_BYTES["segments"]
-        placed = self._placed(schema or (), segments, segments_bytes)
-        records = [] if segments_bytes is None else self._write_segments(segments, placed)
+        segments, its_pieces = sorted(segments), sorted(pieces or ())
+        later: dict[TableName, int] = {} if segment_rows is None else {"segments": len(segments)}
+        later |= {} if pieces is None else {"items": len(its_pieces)}
+        placed = self._placed(schema or (), segments, its_pieces, later)
+        records = [] if segment_rows is None else self._write_segments(segments, placed)
+        of_items = [] if pieces is None else self._write_pieces(its_pieces, placed)
         written = [self._complete(name) for name in placed]
         raw_sums = b"".join([description.pack_sums(file.sums) for file in written])
         part, type_, name = self._names
         document = Part(
-            version=Part.VERSION if part == "storage" and not _LATER.isdisjoint(state) else (1, 0),
+            version=_version_of(part, state, pieces),
             part=part,
             type=type_,
             name=name,
@@ -355,12 +381,17 @@ class PartWriter:
         )
         description.check(document)
         raw, sha256 = self._put(document, raw_sums)
-        linked = sum([file.bytes for file in written if file.linked])
-        new = sum([file.bytes for file in written]) - linked + len(raw) + len(raw_sums)
+        new, linked = _bytes_of(written, len(raw) + len(raw_sums))
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
         listing = Listing(
-            msgspec.json.decode(raw, type=Part), sha256, sizes, placed, description.unpack_sums(raw_sums), records
+            msgspec.json.decode(raw, type=Part),
+            sha256,
+            sizes,
+            placed,
+            description.unpack_sums(raw_sums),
+            records,
+            of_items,
         )
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 
@@ -385,25 +416,44 @@ class PartWriter:
             records.append(
                 description.Segment(it.lane, it.k, it.first_row, it.rows, size, it.tickets_sum, sums_at, flags)
             )
-        raw = description.pack_segments(records)
-        with self.file(description.table_name("segments"), len(raw)) as file:
-            file.write(raw)
+        self._write_table("segments", description.pack_segments(records))
         return records
 
+    def _write_pieces(
+        self, pieces: Sequence[PieceItems], placed: Mapping[str, SummedFile]
+    ) -> list[description.ItemsPiece]:
+        """The table of items, likewise."""
+        records = []
+        for it in pieces:
+            name = description.piece_name(it.lane, it.leader, it.first)
+            flags = description.LINKED if self._complete(name).linked else 0
+            records.append(description.ItemsPiece(*it, *placed[name], flags))
+        self._write_table("items", description.pack_pieces(records))
+        return records
+
+    def _write_table(self, table: str, raw: bytes) -> None:
+        with self.file(description.table_name(table), len(raw)) as file:
+            file.write(raw)
+
     def _placed(
-        self, schema: Sequence[PartField], segments: Sequence[SegmentRows], segments_bytes: int | None
+        self,
+        schema: Sequence[PartField],
+        segments: Sequence[SegmentRows],
+        pieces: Sequence[PieceItems],
+        later: Mapping[TableName, int],
     ) -> dict[str, SummedFile]:
         """Size and number of the first sum of every file, in the order of their sums.
 
-        ``segments_bytes``: of the table of segments, which is written later; None: there is none.
+        ``later``: the records of tables that are written later.
         """
         sizes = {name: self._complete(name).bytes for name in self._files}
-        if segments_bytes is not None:
-            sizes[description.table_name("segments")] = segments_bytes
+        for table, records in later.items():
+            sizes[description.table_name(table)] = records * description.RECORD_BYTES[table]
         names = [description.array_name(self._prefix, i) for i in range(len(self._arrays))]
         of_rows = [*map(description.field_name, schema), *map(description.meta_name, description.levels(schema))]
         names += [name for name in (*of_rows, *description.TABLE_FILES.values()) if name in sizes]
         names += [description.segment_name(it.lane, it.k) for it in segments]
+        names += [description.piece_name(it.lane, it.leader, it.first) for it in pieces]
         strangers = sorted(set(sizes).symmetric_difference(names))
         if strangers:
             raise ValueError(

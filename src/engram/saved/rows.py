@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from engram._support.field_paths import public
 from engram.errors import CorruptStore
@@ -20,6 +21,8 @@ from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
 from engram.saved.parts import read_state
+from engram.saved.ragged import PartItems, WholeItems
+from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -109,9 +112,15 @@ def roles_of(fields: Sequence[Field], given: Roles | None = None) -> tuple[str, 
         path = (key,) if isinstance(key, str) else tuple(key)
         if path not in stored:
             raise KeyError(f"roles: expected stored fields, {[public(field.key) for field in fields]}, got {key!r}.")
+        if fields[stored[path]].ragged and role != "data":
+            raise ValueError(f"roles: {key!r}: expected a field whose rows have one size, got a ragged one.")
         roles[stored.pop(path)] = role
     told = {*(given or {}).values()}
-    usual = {key: _USUAL[key[-1]] for key in stored if key[-1] in _USUAL and _USUAL[key[-1]] not in told}
+    usual = {
+        key: _USUAL[key[-1]]
+        for key, number in stored.items()
+        if key[-1] in _USUAL and _USUAL[key[-1]] not in told and not fields[number].ragged
+    }
     flags = [key for key, role in usual.items() if role in _FLAGS]
     flags = [key for key in flags if "next" in key[:-1]] or flags
     least = min(map(len, flags), default=0)
@@ -327,7 +336,7 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[description.Geometr
     """A store as a part describes it."""
     geometry = description.Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)
     fields = [
-        PartField(number, field.key, field.dtype, field.shape, role)
+        PartField(number, field.key, field.dtype, field.shape, role, field.ragged or UNSET)
         for number, (field, role) in enumerate(zip(schema.fields, roles, strict=False))
     ]
     return geometry, fields
@@ -448,16 +457,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
         if name.rpartition("/")[2] in ("trajectories.bin", "meta.json"):
             for at in range(0, nbytes, PIECE):
                 reader.read(name, at, bytearray(min(PIECE, nbytes - at)))
-    if reader.segment_rows is None:
-        numbers = stored
-    else:
-        segments = reader.segments()
-        # Not of all the capacity.
-        numbers = np.zeros(max((it.first_row + it.rows for it in segments), default=0), np.int64)
-        at = 0
-        for segment in segments:
-            numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
-            at += segment.rows
+    numbers = _by_row(reader, stored)
     if close_open:
         in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
         left_out = _closed(lanes, (goes_on & in_order).nonzero()[0], geometry)
@@ -469,12 +469,38 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
 
 
+def read_numbers(reader: PartReader) -> NDArray[np.int64]:
+    """Ticket numbers of the rows of a part up to the last one, 0 for those that hold nothing. Raises ``CorruptCheckpoint``."""
+    return _by_row(reader, _read_numbers(reader))
+
+
+def _by_row(reader: PartReader, stored: NDArray[np.int64]) -> NDArray[np.int64]:
+    if reader.segment_rows is None:
+        return stored
+    segments = reader.segments()
+    # Not of all the capacity.
+    numbers = np.zeros(max((it.first_row + it.rows for it in segments), default=0), np.int64)
+    at = 0
+    for segment in segments:
+        numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
+        at += segment.rows
+    return numbers
+
+
 def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
     """Ticket numbers of the rows that are stored, 0 for void ones: in one array, however many they are."""
-    name = f"{layout.FOLDER}/tickets.bin"
-    numbers = np.frombuffer(reader.read_all(name), "<i8").astype(np.int64, copy=False)
-    for begin in range(0, len(numbers), _LOOK):
-        checked_numbers(numbers[begin : begin + _LOOK], reader.folder / name, 8 * begin)
+    name = description.table_name("tickets")
+    if reader.segment_rows is None or not reader.has_tickets_within:
+        files = [(name, 0, reader.records["tickets"])]
+    else:
+        files = [(it.file, it.begin, it.end) for it in ticket_stretches(reader)]
+    numbers, at = np.empty(sum(end - begin for _, begin, end in files), "<i8"), 0
+    for name, begin, end in files:
+        some = numbers[at : at + end - begin]
+        reader.read(name, 0, some.data.cast("B"))
+        for first in range(0, len(some), _LOOK):
+            checked_numbers(some[first : first + _LOOK], reader.folder / name, 8 * first)
+        at += len(some)
     return numbers
 
 
@@ -513,6 +539,25 @@ class Stretch(NamedTuple):
     """Which rows of the part."""
 
 
+def ticket_stretches(reader: PartReader) -> list[Stretch]:
+    """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
+    file = description.table_name("tickets")
+    if reader.segment_rows is None:
+        return [Stretch(file, 0, 0, 0, reader.records["tickets"])]
+    segments, at, found = reader.segments(), 0, []
+    if reader.has_tickets_within:
+        names = [description.segment_name(it.lane, it.k) for it in segments]
+        return [Stretch(name, 0, 0, *_rows_of(it)) for name, it in zip(names, segments, strict=True)]
+    for it in segments:
+        found.append(Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
+        at += it.rows
+    return found
+
+
+def _rows_of(segment: description.Segment) -> tuple[int, int]:
+    return segment.first_row, segment.first_row + segment.rows
+
+
 def stretches(reader: PartReader) -> Iterator[Stretch]:
     """Where all rows of a part lie."""
     fields = reader.schema or ()
@@ -531,6 +576,11 @@ class SavedRowsSource:
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
         self._free: list[PartReader] = []  # a reader is for one thread at a time
+        self._items: WholeItems | None = None
+
+    def take_items(self, state: Mapping[str, Tensor], here: Schema, where: str) -> None:
+        """Read and check where the items of ragged fields are. Raises as :class:`PartItems` and :class:`WholeItems`."""
+        self._items = WholeItems(PartItems(self._reader, state), here, where)
 
     def fill(self, tensors: RowsTarget) -> None:
         """Read into tensors ``[capacity, *shape]``."""
@@ -539,6 +589,7 @@ class SavedRowsSource:
         pieces = [
             it._replace(offset=it.offset + (begin - it.begin) * size, begin=begin, end=min(begin + step, it.end))
             for it in stretches(self._reader)
+            if not (self._reader.schema or ())[it.field].ragged
             if (size := tensors[it.field][:1].nbytes)
             for step in [max(1, most // size)]
             for begin in range(it.begin, it.end, step)
@@ -547,6 +598,8 @@ class SavedRowsSource:
             more = min(READERS if here else 1, len(pieces)) - 1
             self._free = [self._reader, *(stack.enter_context(self._reader.again()) for _ in range(more))]
             parallel_read([[partial(self._read_piece, it, tensors)] for it in pieces], tensors)
+        if self._items is not None:
+            fill_rings(tensors, self._items)
 
     def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
         reader, into, put = self._free.pop(), tensors[it.field][it.begin : it.end], tensors.put

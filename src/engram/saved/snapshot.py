@@ -21,15 +21,16 @@ from engram._support.words import count
 from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format.files import Descriptor
-from engram.saved import disk
-from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name
+from engram.saved import disk, ragged
+from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name, spans_name, with_tickets
 from engram.saved.documents import Count, Cut, ShardRows, Totals
 from engram.saved.part_writer import PartWriter, SegmentRows
 from engram.saved.parts import Preparation, described_state, write_part
-from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, roles_of, ticket_words
+from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, read_numbers, roles_of, ticket_words
+from engram.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
@@ -76,10 +77,44 @@ class RowsWriter:
         self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None, progress: Callable[[int], None] | None = None
     ) -> None:
         schema = snapshot.store.schema
+        self._pieces: ragged.ItemsWriter | None = None
         self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger, progress=progress)
         self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
         self.geometry, self.fields = described(schema, own)
         self._snapshot = snapshot
+
+    def write_items(
+        self,
+        numbers: NDArray[np.int64],
+        parent: PartReader | None = None,
+        *,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> dict[int, Tensor]:
+        """Write the items of ragged fields.
+
+        Args:
+            numbers: of all rows; 0 afterwards for those that moved meanwhile.
+            parent: the same part of an older checkpoint of this very store.
+            paranoid: compare items that are linked with the rows.
+            progress: called with how many bytes were done.
+
+        Returns:
+            The columns that say where they are, by field.
+
+        Raises:
+            RuntimeError: ``paranoid``, and items were changed through a view.
+        """
+        snapshot = self._snapshot
+        store = snapshot.store
+        if not isinstance(store, RaggedStore):
+            return {}
+        before = None if parent is None else ragged.Parent(parent, read_numbers(parent))
+        lanes, base = snapshot.state["lanes"], snapshot.base
+        self._pieces = ragged.ItemsWriter(
+            self.part, store, self.fields, lanes, base, before, paranoid=paranoid, progress=progress
+        )
+        return self._pieces.write(numbers)
 
     def finish(
         self,
@@ -103,7 +138,8 @@ class RowsWriter:
         """
         snapshot = self._snapshot
         state = snapshot.state
-        totals = self._write_tables(numbers, stored, marks)
+        apart = segment_rows is None or not with_tickets(self.fields)
+        totals = self._write_tables(numbers, stored if apart else stored[:0], marks)
         rest = {name: value for name, value in state.items() if name not in TABLES}
         rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
         lost = snapshot.live - int(np.count_nonzero(stored))
@@ -113,6 +149,7 @@ class RowsWriter:
             schema=self.fields,
             segment_rows=segment_rows,
             segments=segments,
+            pieces=None if self._pieces is None else self._pieces.pieces,
         )
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
@@ -135,7 +172,14 @@ class RowsWriter:
         return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
-def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
+def _write_flat(
+    part: PartWriter,
+    store: Store,
+    numbers: NDArray[np.int64],
+    copied: Sequence[Tensor] | None,
+    spans: Mapping[int, Tensor],
+) -> None:
+    """Write a file per field. ``spans``: columns of ragged fields as they are saved."""
     rows = len(numbers)
     there = np.concatenate([[False], numbers != 0, [False]])
     borders = (there[1:] != there[:-1]).nonzero()[0].tolist()
@@ -145,6 +189,11 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
         _write_together(part, store, rows, stretches, together)
     for number, (field, tensor) in enumerate(zip(store.schema.fields, copied or store.tensors, strict=True)):
         if together and number in together.offsets:
+            continue
+        if field.ragged is not None:
+            column = spans.get(number, tensor[:0])[:rows]
+            with part.file(spans_name(number), column.nbytes) as file:
+                file.write(bytes_of(column))
             continue
         size = field.row_bytes
         name = layout.field_path(_HERE, field.key).as_posix()
@@ -234,12 +283,16 @@ _log = logging.getLogger("engram")
 
 #: Bytes of a segment at most, and at least where a lane can have that many segments.
 _MAX_SEGMENT, _MIN_SEGMENT, _SEGMENTS_OF_A_LANE = 16 << 20, 1 << 20, 16
+#: The same where fields are ragged: a segment has little of a row, as items lie apart.
+_MIN_RAGGED_SEGMENT, _RAGGED_SEGMENTS = 1 << 15, 1024
 
 
-def rows_of_a_segment(lane_length: int, row_bytes: int) -> int:
-    """As many as fit in 16 MiB; but a lane has 16 of them, unless they would be below 1 MiB."""
+def rows_of_a_segment(
+    lane_length: int, row_bytes: int, of_lane: int = _SEGMENTS_OF_A_LANE, least: int = _MIN_SEGMENT
+) -> int:
+    """As many as fit in 16 MiB; but a lane has so many of them, unless they would be below so many bytes."""
     size = max(1, row_bytes)
-    rows = min(_MAX_SEGMENT // size, max(-(-lane_length // _SEGMENTS_OF_A_LANE), _MIN_SEGMENT // size))
+    rows = min(_MAX_SEGMENT // size, max(-(-lane_length // of_lane), least // size))
     return max(1, min(rows, lane_length))
 
 
@@ -265,15 +318,28 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:
     """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
-    words = ticket_words(np.where(numbers != 0, numbers - base, 0))
-    return int(xxhash.xxh3_64_intdigest(words.data))
+    return int(xxhash.xxh3_64_intdigest(_saved_tickets(numbers, base).data))
+
+
+def _saved_tickets(numbers: NDArray[np.int64], base: int) -> NDArray[np.int64]:
+    return ticket_words(np.where(numbers != 0, numbers - base, 0))
 
 
 class _SegmentRoom:
-    """Copies rows of a store as a segment has them."""
+    """Copies rows of a store as a segment has them.
 
-    def __init__(self, store: Store, fields: Sequence[PartField], rows: int) -> None:
-        self._store, self._fields = store, fields
+    Args:
+        store: whose rows.
+        fields: as the part describes them.
+        rows: of a whole segment.
+        spans: columns of ragged fields as they are saved.
+        base: by how much tickets are larger than saved ones.
+    """
+
+    def __init__(
+        self, store: Store, fields: Sequence[PartField], rows: int, spans: Mapping[int, Tensor], base: int
+    ) -> None:
+        self._store, self._fields, self._spans, self._base = store, fields, spans, base
         self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
 
     def copied(self, it: _Range, numbers: NDArray[np.int64]) -> memoryview:
@@ -281,7 +347,8 @@ class _SegmentRoom:
         n = it.end - it.begin
         offsets, size = segment_layout(self._fields, n)
         room = self._room[:size]
-        columns, end = [], 0
+        columns, end = [], 8 * n if with_tickets(self._fields) else 0
+        tickets = room[:end]
         for field, offset in zip(self._fields, offsets, strict=True):
             room[end:offset] = 0
             end = offset + n * field.row_bytes
@@ -293,9 +360,13 @@ class _SegmentRoom:
                 moved = self._store.copy_rows(rows, expected, columns)
         else:
             moved = self._store.copy_rows(rows, expected, columns)
+        for number, spans in self._spans.items():
+            columns[number][:] = spans[it.begin : it.end].view(torch.uint8)
         for column in columns:
             column[moved] = 0
         numbers[moved] = 0
+        if len(tickets):
+            tickets.numpy()[:] = _saved_tickets(numbers, self._base).view(np.uint8)
         return room.numpy().data
 
 
@@ -387,8 +458,9 @@ class RowsSnapshot(NamedTuple):
         in_use[: len(known)] = known
         boundaries = writer.boundaries
         marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies)
+        spans = writer.write_items(in_use)
         numbers = in_use[: int(in_use.nonzero()[0].max(initial=-1)) + 1]  # the last ones may be void
-        _write_flat(writer.part, store, numbers, copies)
+        _write_flat(writer.part, store, numbers, copies, spans)
         if copies is None:
             # The files hold bytes of no row where others wrote meanwhile: such a row's ticket is void.
             numbers[self.numbers_now()[0][: len(numbers)] != numbers] = 0
@@ -426,15 +498,19 @@ class RowsSnapshot(NamedTuple):
         part, fields, base = writer.part, writer.fields, self.base
         store, lanes = self.store, self.state["lanes"].numpy()
         marks = writer.boundaries.marks_now(store, numbers)
-        size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
+        of_lane, least = (_RAGGED_SEGMENTS, _MIN_RAGGED_SEGMENT) if store.items else (_SEGMENTS_OF_A_LANE, _MIN_SEGMENT)
+        size = rows_of_a_segment(store.lane_length, store.schema.row_bytes, of_lane, least)
         known: dict[tuple[int, int, int, int, int], str] = {}
-        if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
+        if parent is not None and (parent.schema_sum != schema_sum(fields) or parent.segment_rows is None):
+            parent = None
+        if parent is not None and parent.segment_rows is not None:
             size = parent.segment_rows
             known = {
                 (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
                 for it in parent.segments()
             }
-        rows = _SegmentRoom(store, fields, size)
+        spans = writer.write_items(numbers, parent, paranoid=paranoid, progress=progress)
+        rows = _SegmentRoom(store, fields, size, spans, base)
         segments = []
         for it in _ranges(lanes, store.lane_length, size):
             name = segment_name(it.lane, it.k)

@@ -915,7 +915,7 @@ class Storage(Declared, Dumpable, Port):
         >>> len(rb)
         0
         """
-        return self.prepare_rows(unwritten(), KeptRows([]))
+        return self.prepare_rows(unwritten(), KeptRows.unread())
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from engram._support.unsupported import Later, TracingArguments, carriers, rejec
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
+from engram.format.ring_sizes import resized, rings_of, with_rings
 from engram.format.schema import Schema
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
@@ -25,7 +26,7 @@ from engram.storages.ragged import (
     checked_bytes,
     checked_ragged,
 )
-from engram.store.memory import refuse_ragged
+from engram.storages.ragged import Group as RingSize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +146,7 @@ class Geometry(NamedTuple):
         Raises:
             ValueError: it is none. IncompatibleCheckpoint: another one.
         """
-        schema = _decoded(text, where, self.dtypes)
+        schema = self._with_own_rings(_decoded(text, where, self.dtypes), here, where)
         expected = here or self.schema(structure_in(schema), schema.columns)
         if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
             expected = schema  # one of the two has fields that were added since
@@ -159,6 +160,35 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
         return schema
 
+    def _with_own_rings(self, schema: Schema, here: Schema | None, where: str) -> Schema:
+        """A saved schema, with the rings that ragged fields have here, or would have. Raises ``IncompatibleCheckpoint``: other fields."""
+        if not schema.ragged:
+            return schema
+        if here is not None:
+            return with_rings(schema, rings_of(here))
+        longest = {}
+        for number, it in schema.ragged.items():
+            declared = self.ragged.fields.get(schema.fields[number].key)
+            if declared is not None and (declared.dtype, declared.shape, declared.kind) != (
+                it.dtype,
+                it.shape,
+                it.kind,
+            ):
+                raise IncompatibleCheckpoint(
+                    f"{where}: {schema.fields[number].name}: expected {declared}, as this storage was asked for, got "
+                    f"{schemas.items_of(it)}."
+                )
+            longest[number] = (declared and declared.max_length) or it.max_length
+        if self.ragged.nbytes is None:
+            return with_rings(schema, rings_of(resized(schema, self.capacity, self.lanes)))
+        groups = schema.ragged_groups
+        sizes = [
+            RingSize(longest[group.leader], sum(schema.ragged[number].item_bytes for number in group.members))
+            for group in groups
+        ]
+        rings = zip(groups, self.ragged.rings(sizes), strict=True)
+        return with_rings(schema, {group.leader: (items, longest[group.leader]) for group, items in rings})
+
     def converted(self, text: str | None, here: Schema | None, where: str) -> Schema:
         """The schema of a store for the rows of a saved state of another size.
 
@@ -169,7 +199,7 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
-        schema = _decoded(text, where, self.dtypes)
+        schema = self._with_own_rings(_decoded(text, where, self.dtypes), here, where)
         made = self.schema(structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made
@@ -189,8 +219,6 @@ def _as_far_as_both(here: Schema, saved: Schema) -> bool:
 def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
     try:
         schema = schemas.decode(text.encode(), where)
-        if schema.ragged:
-            refuse_ragged(schema, where, "Write them again: ragged rows are not loaded yet")
         if dtypes:
             check_stored(schema.fields, dtypes)
         return schema

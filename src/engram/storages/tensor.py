@@ -32,12 +32,12 @@ from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
 from engram.storages.tensor_state import (
     ENTRIES,
+    HEADS,
     OPTIONAL,
     KeptRows,
     RowsLoad,
     RowsState,
     SnapshotPreparation,
-    checked_rows,
     describe_store,
     fill_with_zeros,
     unwritten,
@@ -45,6 +45,7 @@ from engram.storages.tensor_state import (
 )
 from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import PriorityIndex, priorities_of
+from engram.store.ragged_state import packed
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -688,6 +689,10 @@ class TensorStorage(Storage):
         """As for every storage: the entries of :meth:`state_without_rows`, and ``rows``: of each field, in the order of the
         schema, the rows up to the last live one, ``[n, *shape]``; zeros in rows that hold nothing.
 
+        Of ragged fields ``rows`` has the lengths, int32 ``[n]``, in the entry of the field that leads, and nothing in those of
+        fields with ``like=``. ``items`` has the items of each ragged field, in the order of the schema: ``[total, *shape]``, row
+        after row. A load lays them out again, from the beginning of each lane's ring.
+
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -700,6 +705,8 @@ class TensorStorage(Storage):
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
+            if state.pop(HEADS, None) is not None:
+                state["items"] = packed(self.store, rows, numbers != 0)
         fill_with_zeros(rows, numbers == 0)
         return {**state, "rows": rows}
 
@@ -713,7 +720,8 @@ class TensorStorage(Storage):
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
         ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
         ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count; and ``usage``,
-        int32 ``[n]``, where :meth:`~ReplayBuffer.count_usage` was called: how often rows were sampled.
+        int32 ``[n]``, where :meth:`~ReplayBuffer.count_usage` was called: how often rows were sampled; and ``heads``, int64
+        ``[L, groups]``, where fields are ragged: the offset of each lane's next item.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -730,12 +738,11 @@ class TensorStorage(Storage):
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
-        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=OPTIONAL)
-        head = {name: value for name, value in state_dict.items() if name != "rows"}
-        rows = KeptRows([])
+        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=(*OPTIONAL, "items"))
+        head = {name: value for name, value in state_dict.items() if name not in ("rows", "items")}
+        rows = KeptRows.unread()
         load = self.prepare_rows(head, rows)
-        fields = () if load.schema is None else load.schema.fields
-        rows.columns.extend(checked_rows(typed(state_dict, "rows", list, where), fields, len(head["numbers"]), where))
+        rows.take(state_dict, load.schema, where)
         return load
 
     def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
@@ -747,7 +754,7 @@ class TensorStorage(Storage):
             return RowsLoad(self, source)
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
-        return RowsLoad(self, source, schema, RowsState.checked(state, schema, store, where))
+        return RowsLoad.checked(self, source, schema, RowsState.checked(state, schema, store, where), where)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 

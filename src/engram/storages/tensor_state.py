@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -11,16 +12,19 @@ from engram._support import native
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import StoreState, add_field, check_index_name, fill_rows
-from engram.store.memory import refuse_ragged, torch_dtype
+from engram.store.memory import torch_dtype
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
+from engram.store.ragged import RaggedStore
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
 from engram.types import RowsTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -91,15 +95,19 @@ def checked_rows(saved: Sequence[object], fields: Sequence[Field], n: int, where
     if len(saved) != len(fields):
         raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
     named = {field.name: value for field, value in zip(fields, saved, strict=True)}
-    return [tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields]
+    return [
+        tensor_in(named, field.name, torch_dtype(field), saved_shape(field, n), f"{where}: rows") for field in fields
+    ]
 
 
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
 #: An entry that only those of stores have that count samples.
 USAGE = "usage"
+#: An entry that only those of stores with ragged fields have: offsets of items.
+HEADS = "heads"
 #: Entries that some states have.
-OPTIONAL = ("writes", USAGE)
+OPTIONAL = ("writes", USAGE, HEADS)
 #: Rows that may be written between preparing a snapshot and taking it, for which there is memory.
 _SLACK = 1 << 17
 #: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
@@ -136,9 +144,6 @@ def describe_store(
         without: names and kinds of those that are left out.
         zeroed: memory for the leaves of priorities, by name.
     """
-    refuse_ragged(
-        store.schema, "save", "Keep the rows in a LazyMemmapStorage, and reopen it: ragged rows are not saved yet"
-    )
     now, usage = int(store.core.next_ticket), UsageIndex.in_use(store)
     passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EpochIndex.kind}
     clock, lanes = now - store.base, store.lane_states()
@@ -153,6 +158,7 @@ def describe_store(
         "passes": {name: walk for name, walk in passes.items() if (name, EpochIndex.kind) not in without},
         "windows": dict(store.indexes.windows),
         **({} if usage is None else {USAGE: usage.saved(store.rows_in_use(lanes))}),
+        **({HEADS: store.saved_heads} if isinstance(store, RaggedStore) else {}),
     }
 
 
@@ -193,7 +199,7 @@ class SnapshotPreparation:
     """
 
     def __init__(self, storage: Snapshotted, without: Collection[tuple[str, str]], *, whole: bool) -> None:
-        self._storage, self._without = storage, without
+        self._storage, self._without, self._whole = storage, without, whole
         self._indexes: dict[tuple[str, str], object] = {}
         self._leaves: dict[str, Tensor] = {}
         self._rows: list[Tensor] = []
@@ -205,7 +211,7 @@ class SnapshotPreparation:
                 name for name, kind in self._indexes if kind == PriorityIndex.kind and (name, kind) not in without
             }:
                 self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
-            if whole:
+            if whole and not store.items:
                 n = min(n, _COPIED // max(1, store.schema.row_bytes))
                 self._rows = _memory_for(store.tensors, n, store)
 
@@ -224,8 +230,19 @@ class SnapshotPreparation:
             state = storage.state_without_rows(without=self._without)
         else:
             state, base = describe_store(store, self._indexes, self._without, self._leaves), store.base
-        nbytes = live * store.schema.row_bytes
-        return RowsSnapshot(kind, store.held(), state, base, live, nbytes, copies)
+        nbytes = live * store.schema.row_bytes + items_bytes(store)
+        exact = bool(store.items) and self._whole and nbytes <= _COPIED
+        return RowsSnapshot(kind, store.held(), state, base, live, nbytes, copies, exact)
+
+
+def items_bytes(store: Store) -> int:
+    """Bytes of the items that rows of a store may have now, at most. Cost: O(lanes)."""
+    if not store.items:
+        return 0
+    groups = store.schema.ragged_groups
+    sizes = torch.tensor([sum(store.items[n][:1].nbytes for n in group.members) for group in groups], device="cpu")
+    rings = torch.tensor([group.items for group in groups], device="cpu")
+    return int((heads_of(store.core, store.schema).minimum(rings) * sizes).sum())
 
 
 def _memory_for(fields: Sequence[Tensor], n: int, store: Store) -> list[Tensor]:
@@ -254,6 +271,11 @@ def _copied(rows: Tensor, memory: Tensor) -> Tensor:
     else:
         copy.copy_(rows)
     return copy
+
+
+def saved_shape(field: Field, n: int) -> tuple[int, ...]:
+    """The shape of a field's entry in ``rows`` of a state with ``n`` of them."""
+    return (n,) if field.ragged is not None and field.ragged.is_leader else (n, *field.shape)
 
 
 def _of_all_rows(state: dict[str, object], name: str, schema: Schema, where: str) -> Tensor:
@@ -343,13 +365,116 @@ class KeptRows(NamedTuple):
     """The rows of a ``state_dict``."""
 
     columns: list[Tensor]
+    items: list[KeptItems]
+    """Of ragged fields, at most one entry."""
+
+    @classmethod
+    def unread(cls) -> KeptRows:
+        """Those that :meth:`take` finds."""
+        return cls([], [])
+
+    def take(self, state: Mapping[str, Tensor], schema: Schema | None, where: str) -> None:
+        """Find and check the rows of a state whose other entries were checked.
+
+        Args:
+            state: with ``rows``, and with ``items`` where fields are ragged.
+            schema: of the store that will hold them; None: of one that was never written.
+            where: for messages.
+
+        Raises:
+            KeyError, TypeError, ValueError: a state that no store saves. IncompatibleCheckpoint: the rings here are too small.
+        """
+        saved, fields = typed(state, "rows", list, where), () if schema is None else schema.fields
+        self.columns.extend(checked_rows(saved, fields, len(state["numbers"]), where))
+        if schema is not None and schema.ragged:
+            self.items.append(KeptItems.checked(state, self.columns, schema, where))
 
     def fill(self, tensors: RowsTarget) -> None:
         for number, (to, column) in enumerate(zip(tensors, self.columns, strict=True)):
+            if self.items and number in self.items[0].schema.ragged:
+                continue
             if tensors.put is None:
                 to[: len(column)] = column
             else:
                 tensors.put(number, 0, column.cpu().contiguous())
+        for items in self.items:
+            fill_rings(tensors, items)
+
+
+class KeptItems:
+    """The ragged rows of a ``state_dict``.
+
+    Args:
+        schema: of the store that they are for.
+        lanes: as the state has them.
+        lengths: int64 ``[n]`` of each group.
+        values: of each ragged field, in order: ``[items, *shape]``, row after row.
+    """
+
+    def __init__(self, schema: Schema, lanes: Tensor, lengths: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self.schema, self._lengths = schema, lengths
+        self._values = dict(zip(schema.ragged, values, strict=True))
+        self._order = oldest_first(lanes, schema.capacity // schema.lanes)
+        laid = [compacted(of_group, self._order) for of_group in lengths]
+        self._spans = [spans for spans, _ in laid]
+        self.heads = torch.stack([heads for _, heads in laid], 1)
+        self.lane_of = torch.arange(len(lengths[0]), device="cpu") // (schema.capacity // schema.lanes)
+
+    @classmethod
+    def checked(cls, state: Mapping[str, Tensor], columns: Sequence[Tensor], schema: Schema, where: str) -> KeptItems:
+        """Check the items of a state.
+
+        Args:
+            state: whose ``numbers`` and ``lanes`` were checked.
+            columns: its ``rows``, which were checked.
+            schema: of the store that will hold the rows.
+            where: for messages.
+
+        Raises:
+            KeyError, TypeError, ValueError: a state that no store saves. IncompatibleCheckpoint: the rings here are too small.
+        """
+        live, lengths = state["numbers"] != 0, {}
+        for group in schema.ragged_groups:
+            field, most = schema.fields[group.leader], schema.ragged[group.leader].max_length
+            of_rows = columns[group.leader].to(torch.int64)
+            check_lengths(of_rows, live, most, f"{where}: rows: {field.name}")
+            lengths[group.leader] = of_rows
+        given = typed(state, "items", list, where)
+        if len(given) != len(schema.ragged):
+            raise ValueError(f"{where}: items: expected those of {len(schema.ragged)} fields, got {len(given)}.")
+        values = []
+        for (number, it), saved in zip(schema.ragged.items(), given, strict=True):
+            name, leader = schema.fields[number].name, number if it.is_leader else it.like
+            total = int(lengths[leader].sum())
+            values.append(tensor_in({name: saved}, name, torch_dtype(it), (total, *it.shape), f"{where}: items"))
+        kept = cls(schema, state["lanes"], [lengths[group.leader] for group in schema.ragged_groups], values)
+        check_room(kept.heads, schema, where)
+        return kept
+
+    def spans(self, group: int) -> Spans:
+        return self._spans[group]
+
+    def pieces(self, group: int) -> Iterator[Piece]:
+        ends = self._lengths[group].cumsum(0)
+        members = [self._values[number] for number in self.schema.ragged_groups[group].members]
+        for lane, rows in enumerate(self._order):
+            there = rows[rows < len(ends)]
+            wraps = (there.diff() < 0).nonzero()[:, 0].tolist()
+            for begin, end in pairwise([0, *(at + 1 for at in wraps), len(there)]):
+                if begin < end:  # rows that follow each other here, too
+                    first, last = int(there[begin]), int(there[end - 1])
+                    items = slice(int(ends[first] - self._lengths[group][first]), int(ends[last]))
+                    values = [of_field[items] for of_field in members]
+                    yield Piece(lane, int(self._spans[group].offsets[first]), values)
+
+
+def check_lengths(lengths: Tensor, live: Tensor, most: int, where: str) -> None:
+    """Raise ``ValueError`` for lengths, int64 ``[n]``, that rows cannot have."""
+    wrong = (lengths < 0) | (lengths > most) | ((lengths > 0) & ~live)
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        of = f"expected 0 to {most} items" if bool(live[row]) else "expected no items, as it holds nothing"
+        raise ValueError(f"{where}: row {row}: {of}, got {int(lengths[row])}.")
 
 
 class FirstFields(NamedTuple):
@@ -362,7 +487,7 @@ class FirstFields(NamedTuple):
 
     def fill(self, tensors: RowsTarget) -> None:
         first = RowsTarget(tensors[: self.saved])
-        first.put = tensors.put
+        first.put, first.rings = tensors.put, tensors.rings
         self.source.fill(first)
         for number in range(self.saved, len(tensors)):
             fill_rows(tensors[number], self.here.fill(number) or b"", zeroed=False)
@@ -392,6 +517,13 @@ class RowsLoad(NamedTuple):
     source: RowsSource
     schema: Schema | None = None
     state: RowsState | None = None
+
+    @classmethod
+    def checked(cls, storage: Loaded, source: RowsSource, schema: Schema, state: RowsState, where: str) -> RowsLoad:
+        """Check the rows of a state. Raises as :class:`~engram.saved.ragged.RaggedRowsSource`."""
+        if schema.ragged and isinstance(source, RaggedRowsSource):
+            source.take_items(state.entries, schema, where)
+        return cls(storage, source, schema, state)
 
     @property
     def capacity(self) -> int:

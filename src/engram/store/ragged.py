@@ -13,16 +13,18 @@ from engram.errors import RowError
 from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, offsets_of, sharing
+from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store
 from engram.types import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from engram.format.schema import RaggedGroup, Schema
-    from engram.types import WritePlan
+    from engram.store.store import StoreState
+    from engram.types import RowsTarget, WritePlan
 
 
 def private_store(schema: Schema) -> Store:
@@ -34,6 +36,26 @@ class RaggedStore(Store):
     """As :class:`Store`. Where columns are written and read, ragged fields have :class:`Items` in the place of tensors."""
 
     reads_apart = True
+    #: int64 ``[lanes, groups]``: by how much offsets of items are larger here than where rows were saved; None: by nothing.
+    item_shifts: Tensor | None = None
+
+    @property
+    def saved_heads(self) -> Tensor:
+        """int64 ``[lanes, groups]``: the offsets of the next items, as states say them: without the shifts."""
+        heads = heads_of(self.core, self.schema)
+        return heads if self.item_shifts is None else heads - self.item_shifts
+
+    def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
+        """As for every store; ``fill`` puts items to their places, too. Offsets never fall."""
+        rings = RingsTarget(self.core, self.schema, self.items)
+
+        def filled(target: RowsTarget) -> None:
+            target.rings = rings
+            fill(target)
+            rings.settle()
+            self.item_shifts = rings.shifts
+
+        super().replace(state, filled)
 
     def counters(self) -> dict[str, float]:
         """As for every store, and the rows that lost their items to newer ones."""

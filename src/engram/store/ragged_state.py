@@ -1,0 +1,245 @@
+"""The items of all rows of a store, on their way out and back in: where they lie, and where they are put."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from engram.errors import IncompatibleCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from engram._support import native
+    from engram.format.schema import RaggedGroup, Schema
+    from engram.types import RowsTarget
+
+
+class Spans(NamedTuple):
+    """Where the items of rows lie in their lane's ring: int64 ``[n]`` each."""
+
+    offsets: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, column: Tensor) -> Spans:
+        """As the column of a leader has them, int32 ``[n, 3]``."""
+        words = column[:, :2].reshape(-1).view(torch.int64)
+        return cls(words, column[:, 2].to(torch.int64))
+
+    @property
+    def column(self) -> Tensor:
+        """The column of a leader, int32 ``[n, 3]``."""
+        column = torch.empty((len(self.offsets), 3), dtype=torch.int32, device="cpu")
+        column[:, :2] = self.offsets.contiguous().view(torch.int32).view(len(column), 2)
+        column[:, 2] = self.lengths
+        return column
+
+    def moved(self, by: Tensor) -> Spans:
+        """The same elsewhere, but for rows without items, which have no place: int64 ``[n]``, by how much."""
+        return Spans(torch.where(self.lengths > 0, self.offsets + by, 0), self.lengths)
+
+
+def oldest_first(lanes: Tensor, lane_length: int) -> list[Tensor]:
+    """The rows of each lane that are inside its extent, in the order of their positions.
+
+    ``lanes``: int64 ``[L, 2]`` or wider: the position of each lane's next step, and its live rows.
+    """
+    found = []
+    for lane, (position, live) in enumerate(lanes[:, :2].tolist()):
+        seam = position % lane_length if live == lane_length else 0
+        rows = torch.arange(lane * lane_length, lane * lane_length + live, device="cpu")
+        found.append(rows.roll(-seam))
+    return found
+
+
+def compacted(lengths: Tensor, order: Sequence[Tensor]) -> tuple[Spans, Tensor]:
+    """Where rows of these lengths, int64 ``[n]``, lie from offset 0 on, one after the other; and how many items each lane has.
+
+    ``order``: as :func:`oldest_first` has it. Rows behind the last length hold nothing.
+    """
+    offsets, heads = torch.zeros_like(lengths), torch.zeros(len(order), dtype=torch.int64, device="cpu")
+    for lane, rows in enumerate(order):
+        there = rows[rows < len(lengths)]
+        ends = lengths[there].cumsum(0)
+        offsets[there] = ends - lengths[there]
+        heads[lane] = ends[-1] if len(ends) else 0
+    return Spans(offsets, lengths), heads
+
+
+class HoldsItems(Protocol):
+    """A store, as far as the items of its rows are copied out."""
+
+    schema: Schema
+    items: Mapping[int, Tensor]
+
+    @property
+    def core(self) -> native.Store: ...
+    def tickets_of(self, rows: Tensor) -> Tensor: ...
+
+
+def heads_of(core: native.Store, schema: Schema) -> Tensor:
+    """int64 ``[lanes, groups]``: the offsets of the next items."""
+    heads = [core.ragged_lane(lane)[1:] for lane in range(schema.lanes)]
+    return torch.tensor(heads, dtype=torch.int64, device="cpu").view(schema.lanes, len(schema.ragged_groups))
+
+
+def gather(
+    core: native.Store,
+    schema: Schema,
+    group: RaggedGroup,
+    rows: Tensor,
+    tickets: Tensor,
+    spans: Tensor,
+    outputs: Sequence[Tensor],
+    places: Tensor,
+) -> list[int]:
+    """Copy the items of rows, int64 ``[n]``, that have these tickets. The positions of those that have them no more.
+
+    Args:
+        core, schema: of the store.
+        group: of its ragged fields.
+        rows, tickets: int64 ``[n]``.
+        spans: the leader's column, int32 ``[n, 3]``.
+        outputs: memory of whole items, one of each member.
+        places: int64 ``[n]``: which item of the outputs is the first of each row.
+    """
+    addresses = tuple([output.data_ptr() for output in outputs])
+    number = schema.ragged_groups.index(group)
+    found = rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), addresses, places.data_ptr()
+    return core.gather_items(number, *found)
+
+
+def read_spans(core: native.Store, schema: Schema, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
+    """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
+    leaders = tuple([group.leader for group in schema.ragged_groups])
+    columns = [torch.empty((len(rows), 3), dtype=torch.int32, device="cpu") for _ in leaders]
+    addresses = tuple([column.data_ptr() for column in columns])
+    return columns, core.gather(rows.data_ptr(), len(rows), leaders, addresses, expected.data_ptr(), 0)
+
+
+def packed(store: HoldsItems, columns: list[Tensor], live: Tensor) -> list[Tensor]:
+    """The items of the first rows of a store that is paused: of each ragged field in order, ``[items, *shape]``, row after row.
+
+    ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
+    """
+    schema = store.schema
+    found: dict[int, Tensor] = {}
+    rows = live.nonzero()[:, 0]
+    tickets = store.tickets_of(rows)
+    for group in schema.ragged_groups:
+        spans = columns[group.leader][rows].contiguous()
+        lengths = torch.zeros(len(live), dtype=torch.int32, device="cpu")
+        lengths[rows] = spans[:, 2]
+        ends = spans[:, 2].to(torch.int64).cumsum(0)
+        total = int(ends[-1]) if len(rows) else 0
+        outputs = [store_items.new_empty((total, *store_items.shape[1:])) for store_items in members_of(store, group)]
+        gather(store.core, schema, group, rows, tickets, spans, outputs, ends - spans[:, 2])
+        columns[group.leader] = lengths
+        found.update(zip(group.members, outputs, strict=True))
+    return [found[number] for number in schema.ragged]
+
+
+def members_of(store: HoldsItems, group: RaggedGroup) -> list[Tensor]:
+    """The rings of the members of a group."""
+    return [store.items[number] for number in group.members]
+
+
+def check_room(needed: Tensor, here: Schema, where: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` unless each lane has room for so many items, int64 ``[lanes, groups]``."""
+    for number, group in enumerate(here.ragged_groups):
+        most = int(needed[:, number].max())
+        if most > group.items:
+            size = sum(here.ragged[member].item_bytes for member in group.members)
+            raise IncompatibleCheckpoint(
+                f"{where}: {here.fields[group.leader].name}: expected rows whose items fit the ring of a lane, {group.items} items "
+                f"or {group.items * size} bytes, got {most} items: {most * size} bytes are needed. Make the storage with a larger "
+                "ragged_bytes."
+            )
+
+
+# ---- back in ---------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Items of a lane that lie one after the other, and are put to their place together."""
+
+    lane: int
+    first: int
+    """The offset of the first item, as the spans have it."""
+    values: Sequence[Tensor]
+    """``[items, *shape]`` of each member of the group."""
+
+
+class SavedItems(Protocol):
+    """Rows of any length as they were saved."""
+
+    heads: Tensor
+    """int64 ``[lanes, groups]``: no row has items at these offsets or behind."""
+    lane_of: Tensor
+    """int64 ``[n]``: the lane of each row."""
+
+    def spans(self, group: int) -> Spans:
+        """Of all rows up to the last one, ``[n]``; length 0 where a row holds nothing."""
+
+    def pieces(self, group: int) -> Iterator[Piece]:
+        """The items of all rows."""
+
+
+class RingsTarget:
+    """The rings of a store whose rows are replaced.
+
+    What is put there lies behind all items of before, so that offsets never fall.
+    """
+
+    def __init__(self, core: native.Store, schema: Schema, items: Mapping[int, Tensor]) -> None:
+        self._core, self._schema, self._items = core, schema, items
+        self.shifts: Tensor | None = None
+        """int64 ``[lanes, groups]``: by how much offsets are larger here than they were saved. None: nothing was put here."""
+
+    def fill(self, columns: RowsTarget, saved: SavedItems) -> None:
+        """Put all items to their places, and write where they are."""
+        groups = self._schema.ragged_groups
+        rings = torch.tensor([group.items for group in groups], device="cpu")
+        heads = heads_of(self._core, self._schema)
+        behind = (heads - (saved.heads - rings).clamp(min=0)).clamp(min=0)
+        self.shifts = shifts = (behind + rings - 1) // rings * rings
+        self._heads = saved.heads + shifts
+        for number, group in enumerate(groups):
+            spans = saved.spans(number).moved(shifts[saved.lane_of, number])
+            to = columns[group.leader]
+            if columns.put is None:
+                to[: len(spans.lengths)] = spans.column
+            else:
+                columns.put(group.leader, 0, spans.column)
+            for piece in saved.pieces(number):
+                self._put(group, number, piece)
+
+    def _put(self, group: RaggedGroup, number: int, piece: Piece) -> None:
+        assert self.shifts is not None  # as set before
+        ring, start = group.items, piece.lane * group.items
+        first = piece.first + int(self.shifts[piece.lane, number])
+        end = first + len(piece.values[0])
+        at = max(first, int(self._heads[piece.lane, number]) - ring)  # what lies before makes way for what lies behind
+        while at < end:
+            stop = min(end, (at // ring + 1) * ring)
+            place = slice(start + at % ring, start + at % ring + stop - at)
+            for field, values in zip(group.members, piece.values, strict=True):
+                self._items[field][place] = values[at - first : stop - first]
+            at = stop
+
+    def settle(self) -> None:
+        """Let writers go on behind what was put here. The store is paused."""
+        if self.shifts is not None:
+            for lane, heads in enumerate(self._heads.tolist()):
+                self._core.set_ragged_lane(lane, tuple(heads))
+
+
+def fill_rings(columns: RowsTarget, saved: SavedItems) -> None:
+    """Put the items of rows to their places in the store whose rows are replaced, and write where they are."""
+    rings = columns.rings
+    assert isinstance(rings, RingsTarget)  # a store with ragged fields gives one
+    rings.fill(columns, saved)

@@ -1,0 +1,531 @@
+"""Rows of any length that are saved and come back: whole, in ticks, into other rings; and files that say what no store does."""
+
+import hashlib
+import io
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from engram import LazyMemmapStorage, LazyTensorStorage, Ragged, Ranks, ReplayBuffer
+from engram.checkpoint.checkpointer import Checkpointer
+from engram.cli import main
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.saved import description, documents
+from engram.saved.inspection import verify
+from engram.saved.part_reader import PartReader
+from engram.store.ragged_rows import Items
+from tests.saved.checkpoint_folders import rewrite
+from tests.saved.system_calls import counted, killed_at
+from tests.storages import ragged_rows as said
+
+CAPACITY, RING = 39, 2000
+
+
+def make(lanes=1, ring=RING, capacity=CAPACITY, folder=None, **more):
+    more = {"lanes": lanes, "ragged": said.fields(), "ragged_bytes": ring, **more}
+    storage = (
+        LazyTensorStorage(capacity, **more)
+        if folder is None
+        else LazyMemmapStorage(capacity, scratch_dir=folder, **more)
+    )
+    return ReplayBuffer(storage=storage, batch_size=4)
+
+
+def fill(rb, first, n, **more):
+    """Rows ``[first, first + n)``, five to a lane in turns."""
+    for number in range(first, first + n, 5):
+        lane = {"lane": number // 5 % rb.storage.lanes} if rb.storage.lanes > 1 else {}
+        rb.extend({**said.rows(number, 5), **more}, **lane)
+    return rb
+
+
+def contents(rb, edited=()):
+    """What rows hold, by their place, as plain lists: each what its number says, unless it was edited."""
+    batch = rb[:]
+    if not edited:
+        said.check(batch)
+    columns = [batch["number"].tolist(), [it.tolist() for it in batch["tokens"].unbind()]]
+    columns += [[it.tolist() for it in batch["log_prob"].unbind()], list(batch["text"])]
+    return list(zip(*columns, strict=True))
+
+
+def heads(rb):
+    core = rb.storage.store.core
+    return [core.ragged_lane(lane)[1:] for lane in range(rb.storage.lanes)]
+
+
+def part_of(folder):
+    return max(folder.glob("ckpt-*/rank-*/storage"))
+
+
+# ---- whole -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [5, 30, 100])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_states_come_back(lanes, n):
+    rb = fill(make(lanes), 0, n)
+    rows = contents(rb)
+    file = io.BytesIO()
+    torch.save(rb.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    for ring in (RING, 3 * RING):
+        other = make(lanes, ring)
+        other.load_state_dict(state)
+        assert contents(other) == rows
+        contents(fill(other, 500, 60))
+        other.load_state_dict(state)  # over rows of before
+        assert contents(other) == rows
+        contents(fill(other, 500, 300))
+
+
+def test_a_state_holds_copies_and_lengths():
+    rb = fill(make(), 0, 10)
+    state = rb.storage.state_dict()
+    fill(rb, 10, 60)
+    lengths = [said.length_of(number) for number in range(10)]
+    names = [field.name for field in rb.storage.written().fields]
+    assert state["rows"][names.index("tokens")].tolist() == lengths
+    tokens, text, _ = state["items"]
+    assert tokens.tolist() == [number for number in range(10) for _ in range(lengths[number])]
+    assert bytes(text.tolist()).decode() == "".join(said.text_of(number) for number in range(10))
+    assert "heads" not in state
+
+
+def test_a_state_that_needs_more_room_is_refused():
+    rb, other = fill(make(3), 0, 100), fill(make(3, 1000), 700, 10)
+    before = contents(other)
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"tokens: .* or \d+ bytes, got \d+ items: \d+ bytes are needed.*ragged_bytes"
+    ):
+        other.load_state_dict(rb.state_dict())
+    assert contents(other) == before
+
+
+def test_longer_rows_than_here_are_refused():
+    rb, state = make(ragged=said.fields(6)), fill(make(), 0, 30).state_dict()
+    rb.extend(said.rows(13, 1))
+    with pytest.raises(ValueError, match="tokens: row .*expected 0 to 6 items"):
+        rb.load_state_dict(state)
+    assert len(rb) == 1
+
+
+def _lengths(value):
+    def change(state, at):
+        state["rows"][at][0] = value
+
+    return change
+
+
+BAD_STATES = {
+    "negative": (_lengths(-1), ValueError),
+    "too long": (_lengths(100), ValueError),
+    "other total": (_lengths(said.length_of(0) + 1), ValueError),
+    "no items": (lambda state, _: state.pop("items"), KeyError),
+    "fewer fields": (lambda state, _: state["items"].pop(), ValueError),
+    "other dtype": (lambda state, _: state["items"].__setitem__(0, state["items"][0].long()), TypeError),
+    "a dead row": (lambda state, _: state["numbers"].__setitem__(1, 0), ValueError),
+}
+
+
+@pytest.mark.parametrize("what", BAD_STATES)
+def test_states_that_no_store_saves(what):
+    change, error = BAD_STATES[what]
+    rb, other = fill(make(), 0, 10), fill(make(), 700, 10)
+    state = rb.storage.state_dict()
+    change(state, [field.name for field in rb.storage.written().fields].index("tokens"))
+    before = contents(other)
+    with pytest.raises(error):
+        other.storage.load_state_dict(state)
+    assert contents(other) == before
+
+
+@pytest.mark.parametrize("n", [5, 100])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_dumps_come_back_exactly(lanes, n, ram):
+    rb = fill(make(lanes), 0, n)
+    rows = contents(rb)
+    rb.dumps(ram / "d")
+    assert verify(ram / "d").good
+    twin, other = make(lanes), make(lanes, 3 * RING)
+    twin.loads(ram / "d")
+    assert heads(twin) == heads(rb)
+    assert contents(twin) == rows
+    assert contents(fill(twin, 500, 100)) == contents(fill(rb, 500, 100))
+    assert heads(twin) == heads(rb)
+    other.loads(ram / "d")
+    assert contents(other) == rows
+    fill(other, 500, 300)
+    other.loads(ram / "d")
+    assert contents(other) == rows
+    other.dumps(ram / "again")
+    twin.loads(ram / "d")
+    assert contents(twin) == rows
+    contents(fill(twin, 500, 100))
+
+
+def test_a_folder_is_saved_and_takes_rows_over(ram):
+    rb = fill(make(3, folder=ram / "store"), 0, 100)
+    rows = contents(rb)
+    rb.dumps(ram / "d")
+    fill(rb, 500, 50)
+    rb.loads(ram / "d")
+    assert contents(rb) == rows
+    rb.close()
+    again = ReplayBuffer.open(ram / "store")
+    assert contents(again) == rows
+    contents(fill(again, 900, 100))
+
+
+def test_declared_fields_that_differ_are_refused(ram):
+    fill(make(), 0, 10).dumps(ram / "d")
+    rb = make(ragged={**said.fields(), "tokens": Ragged(torch.int64, max_length=12)})
+    with pytest.raises(IncompatibleCheckpoint, match=r"tokens: expected Ragged\(torch.int64"):
+        rb.loads(ram / "d")
+    assert not len(rb)
+
+
+@pytest.mark.parametrize(("lanes", "capacity"), [(1, 60), (4, 200), (2, 16)])
+@pytest.mark.filterwarnings("ignore:loads. .*left out")
+def test_dumps_are_converted(lanes, capacity, ram):
+    """To other capacities, lanes and rings: all rows where there is room, else some of them, each whole and once."""
+    rb = fill(make(3), 0, 100)
+    rb.dumps(ram / "d")
+    other = make(lanes, 2 * RING, capacity)
+    other.loads(ram / "d", convert=True)
+    rows = contents(other)
+    assert len({one[0] for one in rows}) == len(rows) >= min(capacity // 2, len(rb))
+    assert {str(one) for one in rows} <= {str(one) for one in contents(rb)}
+    if capacity > CAPACITY:
+        assert len(rows) == len(rb)
+    contents(fill(other, 500, 3 * capacity))
+
+
+def test_a_ring_that_is_too_small_is_named_before_a_conversion(ram):
+    rb = fill(make(ring=said.ROOMY), 0, 39)
+    rb.dumps(ram / "d")
+    other = fill(make(capacity=60), 700, 5)
+    before = contents(other)
+    with pytest.raises(IncompatibleCheckpoint, match=r"tokens: .*bytes are needed"):
+        other.loads(ram / "d", convert=True)
+    assert contents(other) == before
+
+
+def on_all(ranks, work):
+    """Call ``work(rank, ranks)`` in a thread for each rank. What the calls return, in their order."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(work, range(ranks), Ranks.threads(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_are_dealt_out_anew(ranks, ram):
+    """Five rows to a trajectory: by a restore, and by ``engram reshard``."""
+    done = torch.arange(5) == 4
+
+    def save(rank, its):
+        rb = fill(make(), 1000 * rank, 25, done=done)
+        Checkpointer(ram / "s", rb, ranks=its).save(1)
+        assert len(rb) == 25
+        return contents(rb)
+
+    def load(rank, its, root):
+        rb = make(ring=3 * RING, capacity=-(-3 * CAPACITY // ranks))
+        Checkpointer(root, rb, ranks=its).restore(incomplete={"open": "keep", "headless": "keep"})
+        rows = contents(rb)
+        contents(fill(rb, 5000, 200, done=done))
+        return rows
+
+    saved = sorted(one for rows in on_all(2, save) for one in rows)
+    options = ["--ranks", ranks, "--lanes", 2, "--open", "keep", "--headless", "keep"]
+    result = CliRunner().invoke(main, [*map(str, ["reshard", ram / "s", ram / "t", *options])])
+    assert not result.exit_code, result.output
+    assert verify(ram / "t").good
+    for root in (ram / "s", ram / "t"):
+        found = on_all(ranks, lambda rank, its: load(rank, its, root))
+        assert sorted(one for rows in found for one in rows) == saved
+
+
+# ---- ticks -----------------------------------------------------------------------------------------------------------------
+
+
+def restored(root, lanes=1, ring=RING, **more):
+    rb = make(lanes, ring)
+    Checkpointer(root, rb).restore(resume="exact", **more)
+    return rb
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_every_tick_comes_back(lanes, ram):
+    rb, rows = make(lanes), {}
+    checkpointer = Checkpointer(ram / "s", rb, keep=9)
+    for step in range(1, 9):
+        contents(fill(rb, 40 * step, 15))
+        checkpointer.save(step)
+        rows[step] = contents(rb)
+    for step in (1, 2, 5, 8):
+        assert contents(restored(ram / "s", lanes, step=step)) == rows[step]
+    assert verify(ram / "s").good
+    other = make(lanes)
+    again = Checkpointer(ram / "s", other)
+    again.restore(resume="exact")
+    report = again.save(9)
+    assert report.bytes_linked > 10 * (report.bytes_written - 10_000)  # all but its documents
+    fill(other, 2000, 10)
+    again.save(10)
+    assert contents(restored(ram / "s", lanes)) == contents(other)
+
+
+LONG = {"tokens": Ragged(torch.int32, max_length=2000), "log_prob": Ragged(torch.float32, like="tokens")}
+
+
+def long_rows(first, n):
+    generator = torch.Generator().manual_seed(first)
+    lengths = torch.randint(200, 2001, (n,), generator=generator).tolist()
+    tokens = [torch.full((length,), number, dtype=torch.int32) for number, length in enumerate(lengths, first)]
+    return {"number": torch.arange(first, first + n), "tokens": tokens, "log_prob": [it.float() for it in tokens]}
+
+
+def test_a_tick_writes_little_more_than_what_is_new(ram):
+    rb = ReplayBuffer(storage=LazyTensorStorage(4000, ragged=LONG, ragged_bytes=12e6))
+    for first in range(0, 1600, 200):  # the ring wraps
+        rb.extend(long_rows(first, 200))
+    checkpointer = Checkpointer(ram / "s", rb)
+    checkpointer.save(0)
+    for step in range(1, 4):
+        rows = long_rows(10_000 * step, 64)
+        rb.extend(rows)
+        new = sum(8 * len(it) for it in rows["tokens"])
+        assert checkpointer.save(step).bytes_written <= 1.3 * new
+    other = ReplayBuffer(storage=LazyTensorStorage(4000, ragged=LONG, ragged_bytes=12e6))
+    Checkpointer(ram / "s", other).restore(resume="exact")
+    batch = other[:]
+    assert torch.equal(batch["number"], rb[:]["number"])
+    for number, tokens, values in zip(
+        batch["number"], batch["tokens"].unbind(), batch["log_prob"].unbind(), strict=True
+    ):
+        assert len(tokens) >= 200
+        assert bool((tokens == number).all())
+        assert bool((values == number).all())
+
+
+def test_small_ticks_are_joined(ram):
+    rb = make()
+    checkpointer, most = Checkpointer(ram / "s", rb, keep=1), 0
+    for step in range(20):
+        fill(rb, 5 * step, 5)
+        checkpointer.save(step)
+        with PartReader.open(part_of(ram / "s")) as part:
+            most = max(most, len(part.pieces()))
+    assert 10 < most <= 2 * 16 + 2
+    assert contents(restored(ram / "s")) == contents(rb)
+
+
+def edit(rb, row, value):
+    """Replace the tokens of a row by as many others."""
+    store = rb.storage.store
+    which = [field.key for field in store.schema.fields].index(("tokens",))
+    length = torch.tensor([len(rb[row]["tokens"])], dtype=torch.int32)
+    items = Items.of_lengths(torch.full((int(length),), value, dtype=torch.int32), length)
+    store.edit(torch.tensor([row]), [which], [items])
+
+
+def test_edited_items_are_in_the_next_checkpoint_alone(ram):
+    rb = fill(make(ring=said.ROOMY), 0, 30)
+    checkpointer = Checkpointer(ram / "s", rb, keep=3)
+    checkpointer.save(1)
+    before = contents(rb)
+    row = next(row for row, one in enumerate(before) if len(one[1]) > 3)
+    edit(rb, row, -7)
+    checkpointer.save(2)
+    assert contents(restored(ram / "s", ring=said.ROOMY, step=1)) == before
+    after = contents(restored(ram / "s", ring=said.ROOMY), edited=True)
+    assert after[row][1] == [-7] * len(before[row][1])
+    assert after == contents(rb, edited=True)
+    assert [one for at, one in enumerate(after) if at != row] == [one for at, one in enumerate(before) if at != row]
+
+
+def test_evicted_rows_are_not_saved(ram):
+    rb = fill(make(ring=700), 0, 100)
+    live = contents(rb)
+    assert len(live) < CAPACITY / 2
+    Checkpointer(ram / "s", rb).save(1)
+    rb.dumps(ram / "d")
+    for load in (lambda it: Checkpointer(ram / "s", it).restore(resume="exact"), lambda it: it.loads(ram / "d")):
+        other = make(ring=700)
+        load(other)
+        assert contents(other) == live
+        assert len(other) == len(rb)
+        contents(fill(other, 300, 50))
+    state = rb.storage.state_dict()
+    assert [len(items) for items in state["items"][:1]] == [sum(len(one[1]) for one in live)]
+
+
+def test_rows_that_others_write_meanwhile_are_whole_or_left_out(ram):
+    rb = fill(make(), 0, 30)
+    stop, checkpointer = threading.Event(), Checkpointer(ram / "s", rb, keep=20)
+
+    def write():
+        number = 30
+        while not stop.is_set():
+            fill(rb, number, 5)
+            number += 5
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for step in range(8):
+            checkpointer.save(step)
+    finally:
+        stop.set()
+        writer.join()
+    for step in range(8):
+        numbers = [one[0] for one in contents(restored(ram / "s", step=step))]
+        assert sorted(numbers) == sorted(set(numbers))
+
+
+def test_paranoid_saves_see_items_that_were_changed_through_a_view(ram):
+    rb = fill(make(), 0, 30)
+    checkpointer = Checkpointer(ram / "s", rb, paranoid=True)
+    checkpointer.save(1)
+    checkpointer.save(2)
+    rb.storage.store.items[1][:200] += 1
+    with pytest.raises(RuntimeError, match="changed through a view"):
+        checkpointer.save(3)
+
+
+@pytest.mark.filterwarnings("ignore:restore. ")
+def test_killed_at_system_calls(ram):
+    """A save that links; the checkpoint before, or this one, comes back."""
+
+    def begun(folder):
+        rb = fill(make(), 0, 30)
+        checkpointer = Checkpointer(folder, rb, keep=2)
+        checkpointer.save(1)
+        before = contents(rb)
+        fill(rb, 500, 10)
+        return checkpointer, before, contents(rb)
+
+    checkpointer = begun(ram / "count")[0]
+    calls = counted(lambda: checkpointer.save(2)).calls
+    seen = set()
+    for number in (calls // 3, calls // 2, calls - 12, calls - 1):
+        folder = ram / str(number)
+        checkpointer, before, after = begun(folder)
+        assert killed_at(number, lambda: checkpointer.save(2))
+        found = contents(restored(folder))
+        assert found in (before, after)
+        seen.add(found == after)
+    assert False in seen
+
+
+# ---- files that nobody's engram wrote --------------------------------------------------------------------------------------
+
+
+def sealed(folder, change):
+    """Let ``change`` alter files, by name, and let the part say their sums."""
+    with PartReader.open(folder) as part:
+        names = list(part.listing.files)
+        listing = part.listing
+    raw = {name: bytearray((folder / name).read_bytes()) for name in names}
+    change(raw)
+    sums = []
+    for name in names:
+        summing = description.Summing()
+        summing.update(raw[name])
+        sums += summing.done()
+        if bytes(raw[name]) != (folder / name).read_bytes():
+            rewrite(folder / name, bytes(raw[name]))
+    packed = struct.pack(f"<{len(sums)}Q", *sums)
+    rewrite(folder / ".engram" / "sums.bin", packed)
+    document = listing.document
+    entry = documents.msgspec.structs.replace(document.sums, sha256=hashlib.sha256(packed).hexdigest())
+    rewrite(folder / ".engram" / "part.json", documents.msgspec.structs.replace(document, sums=entry).encode())
+
+
+def _words(name, at, value, kind="<q"):
+    def change(raw):
+        struct.pack_into(kind, raw[name], at, value)
+
+    return change
+
+
+SPANS, ITEMS = ".engram/001.spans", ".engram/items.bin"
+BAD_FILES = {
+    "a length that is negative": _words(SPANS, 8, -1, "<i"),
+    "a length that is too long": _words(SPANS, 8, 1000, "<i"),
+    "an offset that falls": _words(SPANS, 12 * 9, 0),
+    "an offset before all": _words(SPANS, 12, -5),
+    "an offset behind the head": _words(SPANS, 12 * 9, 10**9),
+    "a piece of a lane that is not there": _words(ITEMS, 0, 7, "<I"),
+    "a piece of a field that leads none": _words(ITEMS, 4, 0, "<I"),
+    "a piece elsewhere": _words(ITEMS, 8, 3),
+    "a piece of no items": _words(ITEMS, 16, 0),
+    "a piece of more items": _words(ITEMS, 16, 10**6),
+    "a piece of other bytes": _words(ITEMS, 24, 17),
+    "flags": _words(ITEMS, 40, 6, "<I"),
+    "heads that are smaller": lambda raw: raw.__setitem__(".engram/000.bin", bytearray(len(raw[".engram/000.bin"]))),
+}
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    rb = fill(make(ring=said.ROOMY), 0, 30)
+    folder = tmp_path_factory.mktemp("ragged") / "storage"
+    rb.storage.dumps(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_parts_that_say_what_no_store_does(what, dumped, ram):
+    folder = ram / "storage"
+    documents.os.makedirs(folder)
+    for path in sorted(dumped.rglob("*")):
+        to = folder / path.relative_to(dumped)
+        to.mkdir(exist_ok=True) if path.is_dir() else to.write_bytes(path.read_bytes())
+    rb = fill(make(ring=said.ROOMY), 700, 10)
+    before = contents(rb)
+    sealed(folder, lambda raw: None)
+    make(ring=said.ROOMY).storage.loads(folder)
+    sealed(folder, BAD_FILES[what])
+    with pytest.raises(CorruptCheckpoint):
+        rb.storage.loads(folder)
+    assert contents(rb) == before
+
+
+def test_damaged_items_are_named(dumped, ram):
+    rb = fill(make(), 0, 30)
+    rb.dumps(ram / "d")
+    name = next((ram / "d").glob("storage/.engram/items/0-1-*.bin"))
+    raw = bytearray(name.read_bytes())
+    raw[5] ^= 1
+    rewrite(name, bytes(raw))
+    assert [problem.path for problem in verify(ram / "d").problems] == [name]
+    before = contents(rb)
+    with pytest.raises(CorruptCheckpoint, match=name.name):
+        rb.loads(ram / "d")
+    assert contents(rb) == before
+    name.unlink()
+    with pytest.raises(CorruptCheckpoint, match=name.name):
+        make().loads(ram / "d")
+
+
+def test_inspect_shows_what_rows_hold(ram):
+    fill(make(), 0, 5).dumps(ram / "d")
+    result = CliRunner().invoke(main, ["inspect", str(ram / "d")])
+    assert not result.exit_code, result.output
+    lines = {line.split()[0]: line.split()[1:] for line in result.output.splitlines() if line}
+    assert lines["tokens"][:2] == ["int32", "[≤"]
+    assert lines["text"][0] == "utf-8"
+
+
+def test_older_readers_refuse_such_parts_by_version(dumped, monkeypatch):
+    monkeypatch.setattr(description.Part, "VERSIONS", ((1, 1),))
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"expected version 1\.1 or another 1\.x of engram\.part, got 2\.0"
+    ):
+        make().storage.loads(dumped)
