@@ -16,7 +16,7 @@ from engram import (
 
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_objects_are_for_lists(buffer):
-    rows = TensorDict({"a": torch.zeros(4), "next": {"text": NonTensorData("x", batch_size=[4])}}, [4])
+    rows = TensorDict({"a": torch.zeros(4), "next": {"text": NonTensorData({"x": 1}, batch_size=[4])}}, [4])
     for storage in (LazyTensorStorage, LazyMemmapStorage):
         rb = buffer(storage=storage(8))
         for write, data in ((rb.extend, rows), (rb.add, rows[0])):
@@ -28,7 +28,7 @@ def test_objects_are_for_lists(buffer):
     for storage in (ListStorage, LazyStackStorage):
         rb = buffer(storage=storage(8), batch_size=3)
         rb.extend(rows)
-        assert list(rb.sample()["next", "text"]) == ["x"] * 3
+        assert list(rb.sample()["next", "text"]) == [{"x": 1}] * 3
 
 
 def test_items_of_several_batch_sizes():

@@ -245,7 +245,7 @@ def test_readers_of_what_is_around_rows_are_refused_by_name(make):
     rb = ReplayBuffer(storage=storage, batch_size=4)
     rb.extend({**ragged_rows.rows(0, 20), "episode": torch.arange(20) // 10})
     following = NStep(n=2, gamma=0.9, sampler=RandomSampler())
-    windows = SliceSampler(window=WindowSpec(2), traj_key="episode")
+    windows = SliceSampler(window=WindowSpec(2), traj_key="episode", flat=False)
     for sampler, error, message in (
         (
             following,
@@ -255,7 +255,7 @@ def test_readers_of_what_is_around_rows_are_refused_by_name(make):
         (
             windows,
             RuntimeError,
-            r"expected one batch dimension of rows with ragged fields.*got \[2, 2\]. Draw flat windows",
+            r"expected one batch dimension of rows with ragged fields.*got \[4, 2\]. Draw flat windows",
         ),
     ):
         with pytest.raises(error, match=message):

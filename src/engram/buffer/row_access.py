@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -19,7 +20,7 @@ from engram.buffer.field_updates import CALL, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
 from engram.device.replay import Replays
-from engram.errors import EMPTY
+from engram.errors import EMPTY, RowError
 from engram.saved.rows import Boundaries, boundary_fields, roles_of
 from engram.store import DeviceStore
 from engram.types import Draw
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.saved.rows import Roles
     from engram.storages import Rows
+
+
+#: How often a slice is looked up whose rows are evicted before they are read.
+_TRIES = 100
 
 
 class RowAccess:
@@ -60,6 +65,11 @@ class RowAccess:
         """What ``rb[index]`` returns."""
         if _is_key(index):
             return _entry(self.get(slice(None)), index)
+        for _ in range(_TRIES if isinstance(index, slice) and self._wiring.storage.is_ragged else 0):
+            with suppress(
+                RowError
+            ):  # rows of a slice may lose their items to newer ones meanwhile: then others are live
+                return self._get(self._where(index), index)
         return self._get(self._where(index), index)
 
     def in_order(self, lanes: Tensor | None, end: int | None) -> object:

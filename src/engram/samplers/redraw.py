@@ -120,7 +120,8 @@ class Redraw:
         if len(gone):  # their writer died meanwhile
             if key is None:
                 raise RowError(
-                    f"{call}: row {int(self.rows[gone[0]])} is not live any more: its writer died, or the buffer was emptied."
+                    f"{call}: row {int(self.rows[gone[0]])} is not live any more: its writer died, newer rows took its items, or the "
+                    "buffer was emptied."
                 )
             self.rows[gone] = RandomSampler().draw(extent, len(gone), key).rows
         return places, Draw(self.rows[places])
