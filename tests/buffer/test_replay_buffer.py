@@ -434,11 +434,11 @@ def test_what_cannot_be_stored_in_tensors():
     for wrong, kind, says in [
         ({".engram": torch.zeros(3)}, ValueError, ".engram"),
         ({"a": torch.zeros(3).to_sparse()}, TypeError, "'a'.*dense"),
-        ({"a": np.array(["x", "y"])}, TypeError, "'a'"),
+        ({"a": np.array([None, None])}, TypeError, "'a'"),
         ({"a": [1, "x"]}, TypeError, "'a'"),
         ({1.5: torch.zeros(3)}, TypeError, "keys"),
         ({}, TypeError, "at least one"),
-        (TensorDict({"a": "text"}, batch_size=[3]), TypeError, "'a'"),
+        (TensorDict({"a": object()}, batch_size=[3]), TypeError, "'a'"),
     ]:
         rb = ReplayBuffer(storage=LazyTensorStorage(4))
         with pytest.raises(kind, match=says):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engram import LazyMemmapStorage, LazyTensorStorage, Ragged, Ranks, ReplayBuffer
+from engram import (
+    FlatStorageCheckpointer,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    NestedStorageCheckpointer,
+    Ragged,
+    Ranks,
+    ReplayBuffer,
+)
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.cli import main
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -529,3 +537,17 @@ def test_older_readers_refuse_such_parts_by_version(dumped, monkeypatch):
         IncompatibleCheckpoint, match=r"expected version 1\.1 or another 1\.x of engram\.part, got 2\.0"
     ):
         make().storage.loads(dumped)
+
+
+def test_layouts_of_other_libraries_refuse_them_by_name(ram):
+    rb = fill(make(), 0, 5)
+    rb.storage.register_save_hook(lambda data, path=None: data)
+    with pytest.raises(
+        ValueError, match="dumps: expected fields whose rows all have one size, got ragged ones: tokens"
+    ):
+        rb.dumps(ram / "d")
+    assert not (ram / "d").exists()
+    for layout in (FlatStorageCheckpointer(), NestedStorageCheckpointer()):
+        with pytest.raises(ValueError, match="ragged ones: tokens"):
+            layout.dumps(rb.storage, ram / "d")
+    assert not (ram / "d").exists()

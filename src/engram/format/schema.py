@@ -307,8 +307,10 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
-        if self.ragged:
-            self.validate_ragged()
+        for field in self.fields:
+            if field.ragged is not None:
+                self.validate_ragged()
+                break
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):

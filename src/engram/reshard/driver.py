@@ -245,8 +245,10 @@ def convert(
     """
     saved_parts.check_kind(shard.reader, saved_parts.STORAGE, *plans.MOVABLE)
     where = str(shard.reader.folder)
-    saved = schemas.decode(str(shard.head["schema"]).encode(), where)
-    if schemas.encode(schema) == schemas.encode(with_rings(saved, rings_of(schema))):
+    saved = str(shard.head["schema"]).encode()
+    if schema.ragged:
+        saved = schemas.encode(with_rings(schemas.decode(saved, where), rings_of(schema)))
+    if schemas.encode(schema) == saved:
         return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     if ndim > 1:
         raise IncompatibleCheckpoint(

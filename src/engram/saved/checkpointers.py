@@ -31,7 +31,7 @@ from engram.saved.part_reader import PartReader, is_part
 from engram.saved.part_writer import PartWriter
 from engram.saved.parts import Dumpable, PartSnapshot, Preparation, described_state, read_state
 from engram.saved.snapshot import SavedRows
-from engram.store.memory import DTYPE_NAMES
+from engram.store.memory import DTYPE_NAMES, refuse_ragged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -175,6 +175,13 @@ def written_store(storage: SavedStorage, who: str) -> Store:
             f"{who}: expected a storage of tensors, got a {type(storage).__name__}. Save it without this layout."
         )
     raise RuntimeError(f"{who}: dumps: expected rows, got a storage that was never written.")
+
+
+def store_of_columns(storage: SavedStorage, who: str) -> Store:
+    """The same of a storage whose rows all have one size. Raises, too: ``ValueError``: fields are ragged."""
+    store = written_store(storage, who)
+    refuse_ragged(store.schema, f"{who}: dumps", "Save it without a layout or hooks")
+    return store
 
 
 def is_layout(reader: PartReader) -> bool:
@@ -415,7 +422,7 @@ class LayoutHook(Protocol):
 class HookedSnapshot:
     """A storage that hooks change when it is saved. It must not change until then.
 
-    Raises ``RuntimeError``: nothing was ever written.
+    Raises ``RuntimeError``: nothing was ever written. ``ValueError``: fields are ragged.
     """
 
     #: Whether writers must wait until it is saved.
@@ -424,7 +431,7 @@ class HookedSnapshot:
     def __init__(
         self, storage: SavedStorage, hooks: Sequence[SaveHook], who: str, without: Collection[tuple[str, str]] = ()
     ) -> None:
-        self._store, self._hooks, self._who = written_store(storage, who), hooks, who
+        self._store, self._hooks, self._who = store_of_columns(storage, who), hooks, who
         self.state = storage.state_without_rows(without=without)
         self._ring = ring_of(self._store, who)
         self.nbytes = self._ring.live * self._ring.width * self._store.schema.row_bytes

@@ -79,7 +79,13 @@ def row_in(field: ItemField, value: object, call: str) -> Items:
 
     Raises as :func:`rows_in`.
     """
-    if type(value) is Tensor and value.dtype is field.dtype and _is_plain(value) and value.shape[1:] == field.shape:
+    if (
+        isinstance(value, Tensor)
+        and not value.is_nested
+        and value.dtype is field.dtype
+        and _is_plain(value)
+        and value.shape[1:] == field.shape
+    ):
         return _of_length(field, Items.of_row(value), value.shape[0], call)
     if isinstance(value, Items):
         return _fitting(field, value, call)

@@ -94,12 +94,10 @@ class RaggedStructure(Structure):
 
     def _take_flat(self, data: object, n: int | None, found: dict[int, Any], call: str) -> bool:
         """Note the columns of rows that have just these fields, which need no change. False: they may be others."""
-        if type(data) is not self._flat_type:
-            return False
-        source: Mapping[str, object] = (
-            tensordicts.children(data, whole=True) if self.is_tensordict else cast("Any", data)
-        )
-        if source.keys() != self._numbers.keys():
+        source: Mapping[str, object] = data if isinstance(data, dict) and not self.is_tensordict else {}
+        if self.is_tensordict and tensordicts.is_plain_tensordict(data):
+            source = tensordicts.children(data, whole=True)
+        if not source or source.keys() != self._numbers.keys():
             return False
         fixed = [source[name] for name in self._fixed]
         if fixed and not self._fixed_layout.fits(fixed, -1 if n is None else n):

@@ -15,7 +15,7 @@ from engram.format import schema as schemas
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import StoreState, add_field, check_index_name, fill_rows
-from engram.store.memory import torch_dtype
+from engram.store.memory import refuse_ragged, torch_dtype
 from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
 from engram.store.ragged import RaggedStore
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, fill_rings, heads_of, oldest_first
@@ -523,6 +523,8 @@ class RowsLoad(NamedTuple):
         """Check the rows of a state. Raises as :class:`~engram.saved.ragged.RaggedRowsSource`."""
         if schema.ragged and isinstance(source, RaggedRowsSource):
             source.take_items(state.entries, schema, where)
+        elif not isinstance(source, KeptRows):
+            refuse_ragged(schema, where, "Load what was saved without a layout or hooks")
         return cls(storage, source, schema, state)
 
     @property

@@ -21,7 +21,7 @@ from engram.saved.checkpointers import (
     fields_of,
     prepare_rows_of,
     ring_of,
-    written_store,
+    store_of_columns,
 )
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, as_key
@@ -473,7 +473,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase):
         who = type(self).__name__
         check_storage(storage, f"{who}: dumps")
         with storage.paused:
-            store = written_store(storage, who)
+            store = store_of_columns(storage, who)
             ring = ring_of(store, who)
             data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
             for key, tensor in fields_of(store, ring).items():

@@ -19,7 +19,7 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
 from engram.saved import disk
-from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, check_sums, fields_of, ring_of, summed, written_store
+from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, check_sums, fields_of, ring_of, store_of_columns, summed
 from engram.saved.description import NO_SCHEMA
 from engram.saved.documents import Cut, ShardRows, Totals
 from engram.saved.folder import ENTRY, Folder, convert
@@ -390,7 +390,7 @@ class LayoutSnapshot:
     needs_pause = True
 
     def __init__(self, storage: SavedStorage, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
-        self._store = written_store(storage, laid.who)
+        self._store = store_of_columns(storage, laid.who)
         self._layout = laid
         self.state = storage.state_without_rows(without=without)
         self._ring = ring_of(self._store, laid.who)
