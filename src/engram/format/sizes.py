@@ -60,12 +60,13 @@ class ShownField(NamedTuple):
     @classmethod
     def of(cls, field: Field, capacity: int, lanes: int = 1) -> ShownField:
         """A field of a store of that many rows."""
-        row, it = field.row_bytes, field.ragged
+        key, row, it = field.key, field.row_bytes, field.ragged
+        name = key[0] if len(key) == 1 else str(key)
         if it is None:
-            return cls(field.name, field.dtype, str(list(field.shape)), row, row * capacity)
+            return cls(name, field.dtype, str(list(field.shape)), row, row * capacity)
         shape, nbytes = str([it.max_length, *it.shape]), row * capacity + lanes * it.items * it.item_bytes
         most = row + it.max_length * it.item_bytes
-        return cls(field.name, it.kind or it.dtype, f"[≤ {shape[1:]}", most, nbytes, is_ragged=True)
+        return cls(name, it.kind or it.dtype, f"[≤ {shape[1:]}", most, nbytes, is_ragged=True)
 
 
 def device_row_bytes(capacity: int, row_bytes: int) -> int:

@@ -146,7 +146,9 @@ class Geometry(NamedTuple):
         Raises:
             ValueError: it is none. IncompatibleCheckpoint: another one.
         """
-        schema = self._with_own_rings(_decoded(text, where, self.dtypes), here, where)
+        schema = _decoded(text, where, self.dtypes)
+        if schema.ragged:
+            schema = self._with_own_rings(schema, here, where)
         expected = here or self.schema(structure_in(schema), schema.columns)
         if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
             expected = schema  # one of the two has fields that were added since
@@ -162,8 +164,6 @@ class Geometry(NamedTuple):
 
     def _with_own_rings(self, schema: Schema, here: Schema | None, where: str) -> Schema:
         """A saved schema, with the rings that ragged fields have here, or would have. Raises ``IncompatibleCheckpoint``: other fields."""
-        if not schema.ragged:
-            return schema
         if here is not None:
             return with_rings(schema, rings_of(here))
         longest = {}
@@ -199,7 +199,9 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
-        schema = self._with_own_rings(_decoded(text, where, self.dtypes), here, where)
+        schema = _decoded(text, where, self.dtypes)
+        if schema.ragged:
+            schema = self._with_own_rings(schema, here, where)
         made = self.schema(structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made

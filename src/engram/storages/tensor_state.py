@@ -523,7 +523,7 @@ class RowsLoad(NamedTuple):
         """Check the rows of a state. Raises as :class:`~engram.saved.ragged.RaggedRowsSource`."""
         if schema.ragged and isinstance(source, RaggedRowsSource):
             source.take_items(state.entries, schema, where)
-        elif not isinstance(source, KeptRows):
+        elif schema.ragged and not isinstance(source, KeptRows):
             refuse_ragged(schema, where, "Load what was saved without a layout or hooks")
         return cls(storage, source, schema, state)
 
